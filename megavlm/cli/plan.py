@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from megavlm.arch.data_window import DataWindow
 from megavlm.arch.layers import part_of
+from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
@@ -31,6 +34,7 @@ from megavlm.planner.timeline import Timeline
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
+LOOK = 2048  # samples: as many as a run packs together, and some three seconds
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
@@ -77,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         help="Tokens of a sequence; default: FILE.yaml's, a fine-tune's (--hf), or 4096.",
     )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
+    parser.add_argument(
+        "--look",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Samples of FILE.yaml's data sets to look at, for how uneven micro-batches are; default: "
+        f"{LOOK}; 0, or without data sets: all are as the average sample.",
+    )
     parser.add_argument(
         "--global-batch-size",
         "--gbs",
@@ -135,21 +147,50 @@ def plan(options: argparse.Namespace) -> int:
         space = replace(space, offload=())
     imbalance = expert_imbalance_of(options, config)
     hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
-    outcome = search(config, options.gpus, hardware, space=space, top=options.top, imbalance=imbalance, stages=stages)
+    window = looked_at(options, given)
+    assumed: dict[str, Any] = {"imbalance": imbalance, "stages": stages, "window": window}
+    outcome = search(config, options.gpus, hardware, space=space, top=options.top, **assumed)
     if outcome.best and options.out is not None:
         _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
     if outcome.best and options.gantt is not None:
-        timeline = timeline_of(outcome.best[0], config, hardware, imbalance=outcome.imbalance, stages=stages)
+        timeline = timeline_of(outcome.best[0], config, hardware, **{**assumed, "imbalance": outcome.imbalance})
         draw(outcome, config, timeline, hardware_name=name, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {batch:,} sequences of {length:,} tokens, {batch * length:,} in all"
         + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
     )
+    if window is not None:
+        print(window.line())
     print(report(outcome))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome, machine), sep="\n")
     return 0 if outcome.best else 1
+
+
+def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
+    """Return what the samples of a configuration's data sets hold; None where there are none, where --images says what
+    samples hold, or where they cannot be read here, which is printed. Raises UserError if --look asks for that.
+    """
+    count = LOOK if options.look is None else options.look
+    if count < 0:
+        raise UserError(f"--look {count} must be at least 0")
+    names_data = bool(config.data.datasets) and not objective_of(config.model).embeds
+    if options.look and not names_data:
+        raise UserError("--look is about data sets that --config names for next-token training: leave it out")
+    if not (count and names_data) or (options.images is not None and not options.look):
+        return None
+    from megavlm.data.look import data_window
+    from megavlm.data.streaming import files_source
+
+    try:
+        source = files_source(config)
+        return data_window(resolve(config, vocab_size=source.vocab_size), source, records=count)
+    except UserError as error:
+        if options.look:
+            raise
+        print(f"all micro-batches count as the average one, as the data are not looked at: {error}")
+        return None
 
 
 def expert_imbalance_of(options: argparse.Namespace, config: Config) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megavlm.arch.data_window import DataWindow
 from megavlm.arch.flops import step_flops
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import kind_in
@@ -30,8 +31,10 @@ from megavlm.planner.step import (
     colocated_encoder,
     encoder_layers,
     least_non_pipeline_time,
+    least_pipeline_time,
     step_of,
 )
+from megavlm.planner.uneven import MicroBatches, encoder_works, micro_batches
 
 GIB = 2**30
 _LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what is in the way
@@ -58,18 +61,25 @@ class LayoutEvaluator:
     """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
 
     def __init__(
-        self, config: Config, hardware: Hardware, *, imbalance: float | None = None, stages: Sequence[Hardware] = ()
+        self,
+        config: Config,
+        hardware: Hardware,
+        *,
+        imbalance: float | None = None,
+        stages: Sequence[Hardware] = (),
+        window: DataWindow | None = None,
     ) -> None:
         """`imbalance` is that of experts; default: `expert_imbalance`. `stages`: devices of equal runs of pipeline
-        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else.
+        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else. `window`:
+        what micro-batches hold; default: all the same, what the configuration says of samples.
         """
-        self.config, self.hardware = config, hardware
-        self.stages = tuple(LayoutEvaluator(config, each, imbalance=imbalance) for each in stages)
+        self.config, self.hardware, self.window = config, hardware, window
+        own = (LayoutEvaluator(config, each, imbalance=imbalance, window=window) for each in stages)
+        self.stages = tuple(own)
         self.imbalance = expert_imbalance(config) if imbalance is None else imbalance
-        sample = typical_workload(config)
-        batch = config.train.global_batch_size
-        self.tokens = sample.tokens * batch
-        self.flops = step_flops(config, times(sample, batch))
+        step = times(typical_workload(config), config.train.global_batch_size) if window is None else window.total()
+        self.tokens = step.tokens
+        self.flops = step_flops(config, step)
         self.expert_bytes = _expert_bytes(config)
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
@@ -78,6 +88,7 @@ class LayoutEvaluator:
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
         self._encoder_of = lru_cache(maxsize=None)(self._find_encoder)
+        self._batches = lru_cache(maxsize=None)(self._find_batches)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
@@ -153,21 +164,15 @@ class LayoutEvaluator:
         return next(((each, None) for each in shared if not self.infeasible_reason(each)), (candidate, reason))
 
     def bound(self, candidate: Candidate) -> float:
-        """Return a lower bound of the candidate's step time in seconds, over all partitions.
-
-        With one chunk per rank, rank r of p ends no sooner than load₀ + … + load_(r−1) + m·load_r. The largest of these
-        is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the work W of a micro-batch. So
-        B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
-        """
-        profiles, splits = self.profiles(candidate), scenario_shape(self.profiles(candidate).scenario).splits_backward
-        m, pp = profiles.scenario.micro_batches, candidate.dims.pp
+        """Return a lower bound of the candidate's step time in seconds, over all partitions."""
+        profiles, pp = self.profiles(candidate), candidate.dims.pp
         fastest = profiles.stages or (profiles,)  # no rank has a faster device than each of these
-        work = min(each.least_work(candidate.recompute, pp=pp) for each in fastest)
-        share = 1 - (1 - 1 / m) ** pp if candidate.dims.vpp == 1 else pp / m
-        pipeline = work * max(1.0, 1 / share)
-        if splits:  # weight gradients need not be between the passes that others wait for
-            path = min(each.least_work(candidate.recompute, pp=pp, splits=True) for each in fastest)
-            pipeline = max(path, path / share, work * m / pp)
+        work, path = (
+            min(each.least_work(candidate.recompute, pp=pp, splits=splits) for each in fastest)
+            for splits in (False, scenario_shape(profiles.scenario).splits_backward)
+        )
+        ends = 1.0 if profiles.uneven is None else profiles.uneven.batches.least_share
+        pipeline = least_pipeline_time(scenario_shape(profiles.scenario), work=work, path=path, ends=ends)
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
@@ -258,25 +263,46 @@ class LayoutEvaluator:
         on_gpu = self.hardware.on_gpu
         return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated, imbalance=self.imbalance)
 
+    def batches(self, candidate: Candidate) -> MicroBatches | None:
+        """Return what the micro-batches of a candidate hold where they differ, else None."""
+        dims, colocated = candidate.dims, candidate.placement == "colocated"
+        return None if self.window is None else self._batches(dims.dp, dims.cp, candidate.micro_batch, colocated)
+
+    def _find_batches(self, dp: int, cp: int, size: int, colocated: bool) -> MicroBatches:
+        assert self.window is not None
+        return micro_batches(self.window, dp=dp, cp=cp, size=size, colocated=colocated)
+
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
         if dims.vpp > 1 or dims.schedule is not None:  # a layer takes the same in any chunks and any order
             profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1, schedule=None)))
             return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
-        scenario = self.scenario(candidate)
+        scenario, batches = self.scenario(candidate), self.batches(candidate)
+        if batches is not None:  # every micro-batch must fit
+            scenario = replace(scenario, work=batches.largest)
         # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
         alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
         if (candidate.sharding, "optimizer" in candidate.offload) != (alike, False):
             rest = tuple(each for each in candidate.offload if each == "activations")
             return sharded(self._profiles(replace(candidate, sharding=alike, offload=rest)), scenario)
         first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
-        return layer_profiles(scenario, self.hardware, first=first)
+        return layer_profiles(scenario, self.hardware, first=first, batches=batches)
 
     def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
+        scenario, batches = self.scenario(candidate), self.batches(candidate)
+        if batches is None:
+            return self._encoder_for(scenario, candidate, images=self.images * candidate.micro_batch)
+        mean, most = encoder_works(batches)
+        timed, held = (
+            self._encoder_for(replace(scenario, work=work), candidate, images=images) for work, images in (mean, most)
+        )
+        return replace(timed, memory=held.memory, host=held.host)
+
+    def _encoder_for(self, scenario: Scenario, candidate: Candidate, *, images: int) -> EncoderEstimate:
         return colocated_encoder(
-            self.scenario(candidate),
+            scenario,
             self.hardware,
-            images=self.images * candidate.micro_batch,
+            images=images,
             chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),
             kept=self.config.placement.encoder_keep_chunks,
             vision_tp=candidate.vision_tp,

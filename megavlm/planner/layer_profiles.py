@@ -19,9 +19,9 @@ from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
 from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.timeline import Durations
+from megavlm.planner.uneven import Each, MicroBatches, UnevenSeconds
 
 Array = np.ndarray
-Each = Callable[[Callable[[str], Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class LayerProfiles:
     modes: dict[Recompute, RecomputeProfile]
     launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
     stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): all have this one
+    # Of micro-batches that differ; the arrays above are then the bytes of the largest and the seconds of the mean one.
+    uneven: UnevenSeconds | None = None
 
     @property
     def count(self) -> int:
@@ -81,6 +83,16 @@ class LayerProfiles:
         found: Array = np.maximum(spans(device), spans(host))
         return found
 
+    def of_micro_batches(self, ahead: slice, back: slice) -> LayerProfiles:
+        """Return the seconds of the heaviest replicas' micro-batches `ahead` of forward, and `back` of backward passes,
+        in the mean. Alike, all take the same.
+        """
+        if self.uneven is None:
+            return self
+        of, weight = self.uneven.of_heaviest, self.uneven.of_heaviest("weight", back)
+        modes = {name: replace(mode, backward=of(name, back), weight=weight) for name, mode in self.modes.items()}
+        return replace(self, forward=of("forward", ahead), modes=modes)
+
     def least_work(self, mode: Recompute, *, pp: int, splits: bool = False) -> float:
         """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks; without those of weight
         gradients that wait if backward passes are split.
@@ -106,6 +118,8 @@ class LayerProfiles:
         Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
         it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
         """
+        if self.uneven is not None:
+            return self._uneven_durations(chunks, transfer, shape=shape)
         ahead, back, weight = np.zeros((3, len(chunks), shape.micro_batches))
         known: dict[tuple[int, Recompute, bool], tuple[tuple[Array, ...], Array | None]] = {}  # shared by chunks
         for index, (a, b, mode) in enumerate(chunks):
@@ -126,6 +140,31 @@ class LayerProfiles:
                 back[index, 1:] = max(device_back, host - device)
         return Durations(ahead, back, weight=weight, transfer=transfer)
 
+    def _uneven_durations(
+        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: PipelineShape
+    ) -> Durations:
+        """Return the same, [chunks, micro-batches, steps, replicas], of micro-batches that differ."""
+        found = []
+        for index, (a, b, mode) in enumerate(chunks):
+            splits = shape.splits_backward and index > 0
+            own = self.of_rank(index % shape.pp)
+            assert own.uneven is not None
+            device = own.uneven.forward()[a : b + 1], own.uneven.backward(mode, splits=splits)[a : b + 1]
+            issue, issue_back = (side[a : b + 1, None, None, None] for side in own.sides(mode, splits=splits)[2:])
+            ahead, back = relays_of(issue, device[0]), relays_of(device[1], issue_back)
+            if shape.pp == 1:
+                whole, whole_back = (each[-1] - each[0] for each in device)
+                host = issue[-1] - issue[0] + issue_back[-1] - issue_back[0]
+                ahead[1:] = whole[1:]
+                back = np.maximum(whole_back, host - ahead)
+            weight = np.zeros_like(ahead)
+            if splits:
+                waits = self.prefix(own.modes[mode].weight_launch)
+                weight = np.maximum(own.uneven.weight()[b] - own.uneven.weight()[a], waits[b] - waits[a])
+            found.append((ahead, back, weight))
+        forward, backward, weights = (np.stack(each) for each in zip(*found, strict=True))
+        return Durations(forward, backward, weight=weights, transfer=transfer)
+
 
 def relay(ahead: Array, behind: Array) -> float:
     """Return the seconds of a pass that host and device begin together, from the prefix sums of its layers.
@@ -136,6 +175,12 @@ def relay(ahead: Array, behind: Array) -> float:
     device's layers are the first of the list and the host's the last.
     """
     return float(behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max())
+
+
+def relays_of(ahead: Array, behind: Array) -> Array:
+    """[…]: `relay` of many passes through the same layers, [layers + 1, …] each."""
+    found: Array = behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max(axis=0)
+    return found
 
 
 def relays(ahead: Array, behind: Array) -> Array:
@@ -153,14 +198,18 @@ def layer_profiles(
     *,
     modes: Sequence[Recompute] = ("none", "selective", "full"),
     first: int = 0,
+    batches: MicroBatches | None = None,
 ) -> LayerProfiles:
-    """Tables of `case`'s layers from `first` on."""
+    """Return the tables of a scenario's layers from `first` on. Where micro-batches differ, as those of `batches`, its
+    work is that of the largest.
+    """
     places = range(first, len(scenario.names))
     each = measured_once(scenario, places)
-    carried = carried_bytes(scenario)[first + 1 : -1]
-    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
-    sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
-    seconds = each(partial(seconds_by_mode, scenario=scenario, hardware=hardware, modes=modes))
+    timed = scenario if batches is None else replace(scenario, work=batches.mean)
+    carried = carried_bytes(timed)[first + 1 : -1]
+    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, timed))[1:], carried, strict=True)]
+    sends = [transfer_seconds(size, timed, hardware) for size in sizes]
+    seconds = each(partial(seconds_by_mode, scenario=timed, hardware=hardware, modes=modes))
     ahead = [of_modes[modes[0]] for of_modes in seconds]  # forward passes are the same in all modes
     return LayerProfiles(
         scenario=scenario,
@@ -170,6 +219,7 @@ def layer_profiles(
         transfer=np.array([0.0, *sends, 0.0]),
         modes={mode: _mode(mode, [of_modes[mode] for of_modes in seconds], scenario, each) for mode in modes},
         launch=_prefix([s.launch[0] for s in ahead]) if scenario.on_gpu else 0.0,
+        uneven=None if batches is None else UnevenSeconds(timed, hardware, batches, places, each, tuple(modes)),
     )
 
 

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megavlm.arch.data_window import DataWindow
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
@@ -48,18 +49,21 @@ def search(
     top: int = 10,
     imbalance: float | None = None,
     stages: Sequence[Hardware] = (),
+    window: DataWindow | None = None,
 ) -> SearchResult:
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
     `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`. `stages`: the
     devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do together.
+    `window`: what a run's micro-batches hold; default: all the same.
     """
     space = space or Space()
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
-    judge = LayoutEvaluator(config, for_precision(hardware, precision), imbalance=imbalance, stages=own)
+    device = for_precision(hardware, precision)
+    judge = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
@@ -121,11 +125,13 @@ def timeline_of(
     *,
     imbalance: float | None = None,
     stages: Sequence[Hardware] = (),
+    window: DataWindow | None = None,
 ) -> Timeline:
     """Return the estimate's pipeline played through once more, with every pass."""
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
-    judge = LayoutEvaluator(config, for_precision(hardware, precision), imbalance=imbalance, stages=own)
+    device = for_precision(hardware, precision)
+    judge = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
     profiles, partition = judge.profiles(estimate.candidate), estimate.partition
     return simulate_partition(
         profiles,

@@ -25,7 +25,7 @@ from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
 from megavlm.planner.orthogonal import orthogonalization_seconds
 from megavlm.planner.partition import simulate_partition
-from megavlm.planner.schedules import scenario_shape
+from megavlm.planner.schedules import PipelineShape, scenario_shape
 from megavlm.planner.timeline import Timeline
 
 
@@ -191,6 +191,25 @@ def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) ->
     ):  # hidden behind the last micro-batch's backward but for the last bucket
         return max(gradients * 0.1, gradients - pipeline / (scenario.micro_batches + scenario.dims.pp - 1))
     return gradients
+
+
+def least_pipeline_time(shape: PipelineShape, *, work: float, path: float, ends: float = 1.0) -> float:
+    """Return a lower bound of a pipeline's seconds, over all partitions.
+
+    With one chunk per rank, rank r of p ends no sooner than load₀ + … + load_(r−1) + m·load_r. The largest of these
+    is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the `work` W of a micro-batch. So
+    B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
+
+    Where micro-batches differ W is the mean one's, and what the first and the last take of the ranks before r is a
+    share s of it or more, `ends`: load_(r+1) = load_r·(1 − s/m), and B = s·W / (1 − (1 − s/m)^p).
+
+    `path` is what of the work others wait for: weight gradients with passes of their own need not be between.
+    """
+    m, pp = shape.micro_batches, shape.pp
+    share = (1 - (1 - ends / m) ** pp) / ends if shape.vpp == 1 and ends else pp / m
+    if shape.splits_backward:
+        return max(ends * path, path / share, work * m / pp)
+    return work * max(ends, 1 / share)
 
 
 def least_non_pipeline_time(

@@ -14,12 +14,12 @@ from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineS
 Array = np.ndarray[Any, Any]
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
-Times = Array  # [chunks, micro-batches], seconds
+Times = Array  # [chunks, micro-batches] seconds; of several steps, which replicas end together, [… steps, replicas]
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each chunk's passes, `[chunks, micro-batches]`, and of what travels between chunk c and c+1.
+    """Seconds of each chunk's passes (`Times`), and of what travels between chunk c and c+1.
 
     `weight` is only read by schedules that run weight gradients apart; their `backward` is the input's half.
     """
@@ -30,9 +30,11 @@ class Durations:
     transfer: Sequence[float] = ()  # [chunks − 1]; empty: nothing takes time
 
     def flat(self) -> Array:
-        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them."""
+        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them. Of
+        several steps and replicas, the last two axes stay.
+        """
         kinds = (self.forward, self.backward, *(() if self.weight is None else (self.weight,)))
-        return np.concatenate([each.ravel() for each in kinds])
+        return np.concatenate([each.reshape(-1, *each.shape[2:]) for each in kinds])
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step played through: seconds from its first pass to its last, and what ranks do meanwhile."""
+    """A step played through: seconds from its first pass to its last, and what ranks do meanwhile.
+
+    Of several steps, the seconds of the slowest replica of each, in the mean, and what a rank does in the mean.
+    """
 
     seconds: float
     busy: tuple[float, ...]  # of each rank
@@ -83,6 +88,8 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     program = _program(shape)
     lengths = durations.flat()[program.number]
     hops = np.array([*(durations.transfer or [0.0] * (shape.chunks - 1)), 0.0])[program.hop]
+    if lengths.ndim > 1:
+        return _steps(program, shape, lengths, hops, keep_events=keep_events)
     ends = [0.0]
     # Plain numbers in one loop: a search plays thousands of steps of thousands of passes each.
     for waits_for, hop, after, length in zip(
@@ -93,6 +100,32 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     busy = np.bincount(program.rank, lengths, minlength=shape.pp)
     events = _events(program, shape, hops, ends) if keep_events else ()
     return Timeline(max(ends), tuple(busy.tolist()), events)
+
+
+def _steps(
+    program: _Program,
+    shape: PipelineShape,
+    lengths: Array,
+    hops: Array,
+    *,
+    keep_events: bool,
+) -> Timeline:
+    """Play several steps at once, each on several replicas, of passes that take `lengths` [passes, steps, replicas].
+
+    Events are those of the slowest replica in the step that is nearest to the mean one.
+    """
+    ends = np.zeros((len(lengths) + 1, *lengths.shape[1:]))
+    order = zip(program.waits_for.tolist(), hops.tolist(), program.after.tolist(), strict=True)
+    for place, (waits_for, hop, after) in enumerate(order):
+        np.maximum(ends[waits_for] + hop, ends[after], out=ends[place + 1])
+        ends[place + 1] += lengths[place]
+    seconds = ends.max(axis=0)  # [steps, replicas]
+    slowest = seconds.max(axis=1)
+    busy = np.bincount(program.rank, lengths.mean(axis=(1, 2)), minlength=shape.pp)
+    step = int(np.abs(slowest - slowest.mean()).argmin())
+    shown = ends[:, step, seconds[step].argmax()].tolist()
+    events = _events(program, shape, hops, shown) if keep_events else ()
+    return Timeline(float(slowest.mean()), tuple(busy.tolist()), events)
 
 
 @dataclass(frozen=True)
