@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -40,7 +41,7 @@ from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Durations, simulate
+from megavlm.planner.timeline import Durations, Times, simulate
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
@@ -179,15 +180,24 @@ def train_asleep(argv: Sequence[str], run_dir: str, durations: Durations) -> lis
 
 @contextlib.contextmanager
 def asleep(durations: Durations, slept: list[Slept]) -> Iterator[None]:
-    """Within this context passes last as long as planned, whichever runtime runs them, and are written down."""
+    """Within this context passes last as long as planned, whichever runtime runs them, and are written down. Of several
+    planned steps each has its turn.
+    """
     from megatron.core.pipeline_parallel import schedules
 
     from megavlm.model.vlm import bare_chunk
     from megavlm.model.weight_gradients import WeightGradients
     from megavlm.pipeline import walker
 
-    number_of: dict[int, int] = {}  # chunks, by their outputs
+    micros = durations.forward.shape[1]
+    count: Counter[int] = Counter()  # forward passes that each chunk has begun
+    passes: dict[int, tuple[int, int]] = {}  # chunk and number of the forward pass, by their outputs
     forward, backward, compute = schedules.forward_step, schedules.backward_step, WeightGradients.compute
+
+    def time_of(times: Times, chunk: int, number: int) -> float:
+        """Return the seconds of a pass, given how many of its kind its chunk has begun before it."""
+        step, micro = divmod(number, micros)
+        return float(times[chunk, micro] if times.ndim == 2 else times[chunk, micro, step % times.shape[2], 0])
 
     def lasting(seconds: float, run: Callable[[], Any]) -> Any:
         begin = time.monotonic()
@@ -199,17 +209,21 @@ def asleep(durations: Durations, slept: list[Slept]) -> Iterator[None]:
     def slow_forward(function: Any, iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         chunk = bare_chunk(model)
         number = chunk.groups.coords.pp + chunk.groups.dims.pp * (chunk.vp_stage or 0)
-        result = lasting(durations.forward[number][0], lambda: forward(function, iterator, model, *args, **kwargs))
-        number_of[id(_tensor(result[0]))] = number
+        seconds = time_of(durations.forward, number, count[number])
+        result = lasting(seconds, lambda: forward(function, iterator, model, *args, **kwargs))
+        passes[id(_tensor(result[0]))] = number, count[number]
+        count[number] += 1
         return result
 
     def slow_backward(inputs: Any, outputs: Any, *args: Any) -> Any:
-        number = number_of.pop(id(_tensor(outputs)))
-        return lasting(durations.backward[number][0], lambda: backward(inputs, outputs, *args))
+        seconds = time_of(durations.backward, *passes.pop(id(_tensor(outputs))))
+        return lasting(seconds, lambda: backward(inputs, outputs, *args))
 
     def slow_compute(self: WeightGradients, chunk: int, micro_batch: int) -> None:
         assert durations.weight is not None
-        lasting(durations.weight[chunk][0], lambda: compute(self, chunk, micro_batch))
+        step = (count[chunk] - 1) // micros  # no step begins before the last one's weight gradients are done
+        seconds = time_of(durations.weight, chunk, step * micros + micro_batch)
+        lasting(seconds, lambda: compute(self, chunk, micro_batch))
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (schedules, walker):
