@@ -15,6 +15,7 @@ from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
+from megavlm.config.cli import parse
 from megavlm.config.extensions import load_extensions, without_extensions
 from megavlm.config.fields import with_values
 from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
@@ -82,11 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
     parser.add_argument(
+        "--datasets",
+        nargs="+",
+        metavar="PATH",
+        help="Data sets of the run, as pretrain_vlm.py takes them.",
+    )
+    parser.add_argument(
         "--look",
         type=int,
         default=None,
         metavar="N",
-        help="Samples of FILE.yaml's data sets to look at, for how uneven micro-batches are; default: "
+        help="Samples of the data sets to look at, for how uneven micro-batches are; default: "
         f"{LOOK}; 0, or without data sets: all are as the average sample.",
     )
     parser.add_argument(
@@ -170,15 +177,22 @@ def plan(options: argparse.Namespace) -> int:
 
 def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
     """Return what the samples of a configuration's data sets hold; None where there are none, where --images says what
-    samples hold, or where they cannot be read here, which is printed. Raises UserError if --look asks for that.
+    samples hold, or where those of FILE.yaml cannot be read here, which is printed.
+
+    Raises UserError if they cannot be read and --look or --datasets asks for it.
     """
     count = LOOK if options.look is None else options.look
     if count < 0:
         raise UserError(f"--look {count} must be at least 0")
-    names_data = bool(config.data.datasets) and not objective_of(config.model).embeds
+    names_data, asked = bool(config.data.datasets), bool(options.look or options.datasets)
     if options.look and not names_data:
-        raise UserError("--look is about data sets that --config names for next-token training: leave it out")
+        raise UserError("--look is about data sets, and there are none: name them with --datasets, or leave it out")
+    if options.datasets and options.images is not None:
+        raise UserError("--images says what samples hold, and so do --datasets: leave one of them out")
     if not (count and names_data) or (options.images is not None and not options.look):
+        return None
+    if objective_of(config.model).embeds:
+        print("all micro-batches count as the average one: of data for embeddings no samples are looked at")
         return None
     from megavlm.data.look import data_window
     from megavlm.data.streaming import files_source
@@ -187,7 +201,7 @@ def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
         source = files_source(config)
         return data_window(resolve(config, vocab_size=source.vocab_size), source, records=count)
     except UserError as error:
-        if options.look:
+        if asked:
             raise
         print(f"all micro-batches count as the average one, as the data are not looked at: {error}")
         return None
@@ -209,7 +223,7 @@ def to_train(config: Config, options: argparse.Namespace) -> Config:
     synthetic samples that stood for the user's data.
     """
     config = replace(config, run=replace(config.run, world_size=options.gpus))
-    return config if options.config is not None else replace(config, data=DataConfig())
+    return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
 
 
 def configuration(options: argparse.Namespace) -> Config:
@@ -248,6 +262,8 @@ def configuration(options: argparse.Namespace) -> Config:
             raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")
         parallel = replace(config.parallel, vision_tensor_model_parallel_size=options.vision_tp)
         config = replace(config, parallel=parallel)
+    if options.datasets:
+        config = with_values(config, {("data", "datasets"): parse(["--datasets", *options.datasets]).data.datasets})
     if options.images is not None:
         count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
         config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))

@@ -167,12 +167,11 @@ class LayoutEvaluator:
         """Return a lower bound of the candidate's step time in seconds, over all partitions."""
         profiles, pp = self.profiles(candidate), candidate.dims.pp
         fastest = profiles.stages or (profiles,)  # no rank has a faster device than each of these
-        work, path = (
-            min(each.least_work(candidate.recompute, pp=pp, splits=splits) for each in fastest)
-            for splits in (False, scenario_shape(profiles.scenario).splits_backward)
-        )
+        work = path = min(each.least_work(candidate.recompute, pp=pp) for each in fastest)
+        if (shape := scenario_shape(profiles.scenario)).splits_backward:
+            path = min(each.least_work(candidate.recompute, pp=pp, splits=True) for each in fastest)
         ends = 1.0 if profiles.uneven is None else profiles.uneven.batches.least_share
-        pipeline = least_pipeline_time(scenario_shape(profiles.scenario), work=work, path=path, ends=ends)
+        pipeline = least_pipeline_time(shape, work=work, path=path, ends=ends)
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
