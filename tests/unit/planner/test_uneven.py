@@ -204,21 +204,34 @@ def test_equal_micro_batches_are_no_news() -> None:
         assert ours.step.memory == theirs.step.memory
 
 
-def test_bounds_hold_and_memory_is_that_of_the_largest_micro_batch() -> None:
+@pytest.mark.parametrize("order", ["drawn", "light ends"])
+def test_bounds_hold_and_memory_is_that_of_the_largest_micro_batch(order: str) -> None:
+    """Where the first and the last micro-batch are light, a step can be faster than equal ones allow."""
     config = replace(SMALL, train=replace(SMALL.train, global_batch_size=16))
-    found = window(config, drawn(2, 16), side=64)
+    images = drawn(2, 16) if order == "drawn" else np.full((2, 16), 9)
+    if order == "light ends":
+        images[:, :4] = images[:, -4:] = 0
+    found = window(config, images, side=64)
     space = Space(vpp=(1, 2), cp=(1,), sharding=("optimizer",), recompute=("none",))
-    judge, plain = (LayoutEvaluator(config, PROFILES["h100"], window=each) for each in (found, None))
-    larger = 0
+    judge = LayoutEvaluator(config, PROFILES["h100"], window=found)
+    judged = 0
     for each in candidates(4, space, length=config.train.seq_length):
         if judge.infeasible_reason(each) is None:
-            estimate = judge.estimate(each, with_memory=True)
+            estimate = judge.estimate(each, simulations=20, with_memory=True)
             assert isinstance(estimate, Estimate)
             assert judge.bound(each) <= estimate.step.seconds * (1 + 1e-9)
-            even = plain.estimate(each, with_memory=True)
-            assert isinstance(even, Estimate)
-            larger += estimate.step.peak > even.step.peak
-            batches = judge.batches(each)
+            batches, scenario = judge.batches(each), judge.profiles(each).scenario
             assert batches is not None
-            assert batches.largest.patches >= each.micro_batch * found.work[..., 0].mean()
-    assert larger
+            assert scenario.work == batches.largest
+            assert batches.largest.patches >= batches.mean.patches
+            assert estimate.step.memory[0].activations > 0
+            judged += 1
+    assert judged > 30
+
+
+def test_the_heaviest_replica_is_that_of_what_the_pipeline_computes() -> None:
+    """A colocated encoder's images are shared by all ranks, and its pipeline holds the language model alone."""
+    config = replace(SMALL, train=replace(SMALL.train, global_batch_size=2))
+    found = replace(window(config, np.array([[1, 2]])), flops=np.array([[[1.0, 9.0], [20.0, 3.0]]]))
+    heaviest = [micro_batches(found, dp=2, cp=1, size=1, colocated=each).heaviest.tolist() for each in (False, True)]
+    assert heaviest == [[1], [0]]
