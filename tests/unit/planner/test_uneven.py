@@ -22,6 +22,7 @@ from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.partition import Partition, best_partition, simulate_partition
 from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.search import search
+from megavlm.planner.step import least_pipeline_time
 from megavlm.planner.timeline import Durations, simulate
 from megavlm.planner.uneven import MicroBatches, micro_batches
 from tests.support.small_run import SMALL
@@ -206,7 +207,6 @@ def test_equal_micro_batches_are_no_news() -> None:
 
 @pytest.mark.parametrize("order", ["drawn", "light ends"])
 def test_bounds_hold_and_memory_is_that_of_the_largest_micro_batch(order: str) -> None:
-    """Where the first and the last micro-batch are light, a step can be faster than equal ones allow."""
     config = replace(SMALL, train=replace(SMALL.train, global_batch_size=16))
     images = drawn(2, 16) if order == "drawn" else np.full((2, 16), 9)
     if order == "light ends":
@@ -227,6 +227,16 @@ def test_bounds_hold_and_memory_is_that_of_the_largest_micro_batch(order: str) -
             assert estimate.step.memory[0].activations > 0
             judged += 1
     assert judged > 30
+
+
+def test_a_pipeline_may_be_faster_than_with_equal_micro_batches() -> None:
+    """Text first, images last: neither stage waits, as the first micro-batch has no images and the last has no text."""
+    shape, text, images = PipelineShape("gpipe", 2, 1, 4), np.array([2.0, 0, 0, 0]), np.array([0, 0, 0, 2.0])
+    forward = np.stack([images, text])
+    seconds = simulate(shape, Durations(forward, np.zeros_like(forward))).seconds
+    assert least_pipeline_time(shape, work=1, path=1, ends=0) == pytest.approx(seconds)
+    assert least_pipeline_time(shape, work=1, path=1, ends=1e-9) == pytest.approx(seconds, rel=1e-6)
+    assert seconds < least_pipeline_time(shape, work=1, path=1) == pytest.approx(1 / (1 - (3 / 4) ** 2))
 
 
 def test_the_heaviest_replica_is_that_of_what_the_pipeline_computes() -> None:
