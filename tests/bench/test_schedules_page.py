@@ -16,3 +16,4 @@ def test_the_page_has_the_table_of_the_records(monkeypatch: pytest.MonkeyPatch) 
     page = schedules.PAGE.read_text(encoding="utf-8")
     assert schedules.with_table(page) == page
     assert page.count("| zb-h1 |") == 8
+    assert importlib.import_module("uneven").page(page) == page
