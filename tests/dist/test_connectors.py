@@ -1,4 +1,4 @@
-"""Connectors as every other layer: recomputed, frozen, cached, resumed at another layout."""
+"""Connectors as every other layer: behind any cut, recomputed, frozen, cached, resumed at another layout."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ CASES = {
     "not-sharded": (2, "", "--tp 2 --no-sequence-parallel --data-parallel-sharding none"),
     "zero3": (2, "", "--data-parallel-sharding full"),
     "cp2": (2, "", "--cp 2"),
+    # The list of layers: the patch embedding, three layers of the tower, its norm, the projector, the embedding, …
+    "cut-before": (2, "", "--pp 2 --pipeline-cuts 5"),
+    "cut-behind": (2, "", "--pp 2 --pipeline-cuts 6"),
+    "alone": (4, "", "--pp 4 --pipeline-cuts 4 5 6"),
+    "alone-tp2-frozen-tower": (4, "--freeze vision", "--tp 2 --pp 2 --vpp 2 --pipeline-cuts 4 5 6"),
 }
 FAST = (
     ("recomputed-behind-a-frozen-tower", "perceiver"),

@@ -255,12 +255,22 @@ def test_both_passes_are_the_same_in_fp8_and_count_experts_once(pools: Pools, tm
     assert first != second
 
 
-def test_a_run_resumes_bit_for_bit_and_on_another_layout(pools: Pools, alone: Any, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("loss", "model"),
+    [
+        ("plain", "rich"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sigmoid", "plain"), ("mean", "qwen3-vl"), ("lora", "plain"), ("plain", "biased-experts"))
+        ),
+    ],
+)
+def test_a_run_resumes_on_another_layout(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str):
     """Learned temperature, its moments and the place in the data."""
-    argv = argv_of("plain", "rich")
+    argv = argv_of(loss, model)
     pools(2).run(train, [*argv, *HALF, "--tp", "2"], str(tmp_path / "half"))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path / "half"))
-    assert_same_curve(metrics(tmp_path / "half"), alone("plain", "rich"))
+    assert_same_curve(metrics(tmp_path / "half"), alone(loss, model))
 
 
 @pytest.mark.slow

@@ -77,7 +77,10 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
     return found
 
 
-@pytest.mark.parametrize("pooling", ["last", pytest.param("mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pooling",
+    ["last", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mean", "last --lora-rank 4 --freeze vision"))],
+)
 def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path: Path, pooling: str, capsys):
     from megavlm.cli.embed import main
 

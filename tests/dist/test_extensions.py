@@ -25,6 +25,8 @@ ARGV = [*SMALL[: SMALL.index("--images-per-sample")], *SIZES]
 DOTS = "--extension counting_dots --data dots --dots-most 5 --callback dots_log --dots-log-every 2".split()
 LAYOUTS = {
     "tp2-pp2": (4, "--tp 2 --pp 2"),
+    "tp2": (2, "--tp 2"),
+    "pp2": (2, "--pp 2"),
     "tp2-colocated": (2, "--tp 2 --placement colocated --vision-tp 2"),
     "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
     "dp2": (2, ""),
@@ -57,13 +59,25 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "flags", ["--tp 2 --pp 2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("--tp 2 --pp 2 --vpp 2", ""))]
+    ("world", "flags"),
+    [
+        (4, "--tp 2 --pp 2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4, "--tp 2 --pp 2 --vpp 2"),
+                (2, ""),
+                (2, "--tp 2"),
+                (2, "--pp 2"),
+                (2, "--tp 2 --placement colocated"),
+            )
+        ),
+    ],
 )
-def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, flags: str) -> None:
+def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:
     argv = [*SMALL, *"--extension margin_loss --objective margin --margin-width 0.5".split()]
     argv += "--seq-length 80 --global-batch-size 8 --no-save".split()
     assert pools(1).run(train_with_examples, argv, str(tmp_path / "one")) == [None]
-    world = 4 if flags else 2
     assert set(pools(world).run(train_with_examples, [*argv, *flags.split()], str(tmp_path / "many"))) == {None}
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import PROJECTOR
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
@@ -20,6 +22,7 @@ from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
 from megavlm.errors import UserError
 from megavlm.model.vision import VisionLayout
+from tests.support.flags import resolved
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, randomize
 
 GRIDS = ((2, 3), (4, 4), (4, 4), (1, 5))
@@ -151,19 +154,45 @@ def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> Non
         with_pretrained_model(parse([*argv, "--init-from", str(tmp_path)]))
 
 
+def test_the_folder_of_an_mlp_decides_its_options(tmp_path: Path) -> None:
+    """They are the projector's own, whatever else a folder says."""
+    said = {"kind": "linear", "pixel_shuffle": 2, "hidden_size": 20, "bias": False}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "megavlm_mlp", "megavlm": said}))
+    save_file({"linear_fc1.weight": torch.zeros(20, 80)}, tmp_path / "model.safetensors")
+    argv = [*SIZES, "--projector-from", str(tmp_path)]
+    found = with_pretrained_model(parse(argv)).model.projector
+    assert (found.kind, found.pixel_shuffle, found.hidden_size, found.bias) == ("mlp", 2, 20, False)
+    with pytest.raises(UserError, match=r"--projector-pixel-shuffle 4 contradicts .*, which has 2: leave it out"):
+        with_pretrained_model(parse([*argv, "--projector-pixel-shuffle", "4"]))
+
+
+def test_a_tower_with_mergers_inside_has_no_export_of_its_projector() -> None:
+    model = resolved([*SIZES, "--projector-pixel-shuffle", "2"]).model
+    assert connector_of(model.projector).exported(model) == 0
+    tapped = replace(model, vision=replace(model.vision, deepstack_layers=(0,)))
+    assert connector_of(model.projector).exported(tapped) is None
+
+
 @pytest.mark.parametrize(
-    ("section", "says"),
+    ("kind", "section", "says"),
     [
-        ("many", "megavlm"),
-        ({"depht": 1}, "depth"),
-        ({"depth": "x"}, "depth"),
-        ({"depth": 0}, "depth 0 must be at least 1"),
-        ({"norm_epsilon": -1.0}, "norm_epsilon"),
-        ({"hidden_size": 10**12}, "hidden_size 1000000000000 is described, and no tensor is larger than"),
+        ("c_abstractor", "many", "megavlm"),
+        ("c_abstractor", {"depht": 1}, "depth"),
+        ("c_abstractor", {"depth": "x"}, "depth"),
+        ("c_abstractor", {"depth": 0}, "depth 0 must be at least 1"),
+        ("c_abstractor", {"norm_epsilon": -1.0}, "norm_epsilon"),
+        (
+            "c_abstractor",
+            {"hidden_size": 10**12},
+            "hidden_size 1000000000000 is described, and no tensor is larger than",
+        ),
+        ("gated", {"pixel_shuffle": "two"}, "pixel_shuffle"),
+        ("gated", {"connectors": {}}, "has no connectors"),
+        ("linear", {"merge": "cut"}, "merge"),
     ],
 )
-def test_a_damaged_export_is_one_line(tmp_path: Path, section: object, says: str) -> None:
-    config = {"model_type": "megavlm_c_abstractor", "megavlm": section}
+def test_a_damaged_export_is_one_line(tmp_path: Path, kind: str, section: object, says: str) -> None:
+    config = {"model_type": f"megavlm_{kind}", "megavlm": section}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"positions": torch.zeros(16, 20)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=says) as caught:

@@ -13,7 +13,7 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
 from megavlm.data.records.pairs import record_of
 from megavlm.data.records.parts import conversation_of_parts
-from megavlm.data.types import BadSample, ImageRef, Segment
+from megavlm.data.types import BadSample, ImageRef, Segment, VideoRef
 from megavlm.errors import UserError
 from tests.support.data_files import write_llava, write_pairs, write_tokenizer
 from tests.support.flags import resolved
@@ -42,6 +42,17 @@ def test_a_text_is_a_text_parts_or_an_object_with_images() -> None:
     a, b, c, d = (find(name) for name in "abcd")
     assert [turn.parts for turn in found.turns] == [("what?",), (a,), ("see ", b, " and ", c), (d, "that"), ("no",)]
     assert [turn.role for turn in found.turns] == ["query", *["positive"] * 3, "negative"]
+
+
+def test_a_text_may_have_videos() -> None:
+    record = {
+        "query": {"text": "like <video>?", "video": "a"},
+        "positives": [{"videos": ["b", "c"], "text": "both"}, {"video": "d"}, {"video": "d"}],
+    }
+    found = record_of(record, "pairs", find, find_video=lambda name: VideoRef(name.encode()))
+    a, b, c, d = (VideoRef(name.encode()) for name in "abcd")
+    assert [turn.parts for turn in found.turns] == [("like ", a, "?"), (b, c, "both"), (d,), (d,)]
+    assert found.identities[2] == found.identities[3] != found.identities[1]
 
 
 def test_documents_of_one_id_or_of_equal_content_are_the_same() -> None:
