@@ -7,7 +7,8 @@ they share gradients or weights, both sleep for as long as a link of the given r
 sends: the throttle is these sleeps, not a network. A ring's share is counted for exact collectives, (n − 1)/n of the
 tensor, and the codes themselves for coded ones. Nothing overlaps on either side (`--no-overlap-grad-reduce`,
 `--no-overlap-param-gather`; ZeRO-3's collectives wait on a CPU), so a network that overlaps gains less. `seconds` is
-the median of steps after the first, sides take turns. Appends to `benchmarks/records/links.jsonl`, unless `--quick`.
+the median of steps after the first; with `--outer-steps`, where one step of N sends, the mean of two times N steps.
+Appends to `benchmarks/records/links.jsonl`, unless `--quick`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
@@ -47,6 +51,7 @@ SIDES = {
     "ZeRO-3, exact": "--data-parallel-sharding full",
     "ZeRO-3, gradients and weights int8": "--data-parallel-sharding full --compress-gradients int8 "
     "--compress-weights int8",
+    "sites, an outer step each 10": "--outer-steps 10",
 }
 RATES = {"1 Gbit/s": 125e6, "100 Mbit/s": 12.5e6}
 
@@ -73,7 +78,6 @@ def main() -> None:
 
 def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, int]:
     """Return the bytes that this rank sends in a step, the median seconds of steps, and the number of parameters."""
-    import torch.distributed as dist
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megavlm import backend
@@ -88,21 +92,24 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
-    link = _Link(rate)
+    link, period = _Link(rate), config.optimizer.outer_steps
     with contextlib.ExitStack() as stack:
         for module, name, share in (
-            (buffers, "dist_reduce_scatter_func", (WORLD - 1) / WORLD),
-            (buffers, "dist_all_gather_func", WORLD - 1),
-            (dist, "all_to_all_single", (WORLD - 1) / WORLD),
-            (dist, "all_gather_into_tensor", WORLD - 1),
-            (dist, "all_gather_single", WORLD - 1),  # what `fully_shard` calls, by the version of torch
-            (dist, "reduce_scatter_single", (WORLD - 1) / WORLD),
-            (dist, "reduce_scatter_tensor", (WORLD - 1) / WORLD),
+            (buffers, "dist_reduce_scatter_func", scattered),
+            (buffers, "dist_all_gather_func", gathered),
+            (dist, "all_to_all_single", scattered),
+            (dist, "all_gather_into_tensor", gathered),
+            (dist, "all_gather_single", gathered),  # what `fully_shard` calls, by the version of torch
+            (dist, "reduce_scatter_single", scattered),
+            (dist, "reduce_scatter_tensor", scattered),
+            (dist, "all_reduce", lambda ranks: 2 * scattered(ranks)),
         ):
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, link.throttled(getattr(module, name), share)))
         seconds = []
-        for _ in range(count):
+        for number in range(1 + (2 * period or count)):
+            if number == 1:
+                link.sent = 0.0
             batches = run.data_loader.next_step().batches
             dist.barrier()
             began = time.perf_counter()
@@ -110,7 +117,18 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
             seconds.append(time.perf_counter() - began)
     parameters = sum(p.numel() for chunk in run.engine.chunks for p in chunk.parameters())
     close(run)
-    return link.sent / count, statistics.median(seconds[1:]), parameters
+    middle = statistics.fmean if period else statistics.median
+    return link.sent / len(seconds[1:]), middle(seconds[1:]), parameters
+
+
+def scattered(ranks: int) -> float:
+    """Return the share of its input that a rank sends to the others."""
+    return (ranks - 1) / ranks
+
+
+def gathered(ranks: int) -> float:
+    """Return how often a rank's input is sent until all have it, in a ring."""
+    return ranks - 1
 
 
 class _Link:
@@ -119,12 +137,15 @@ class _Link:
     def __init__(self, rate: float) -> None:
         self.rate, self.sent = rate, 0.0
 
-    def throttled(self, call: Callable[..., Any], share: float) -> Callable[..., Any]:
-        """Return a collective `call(output, input, …)` of which a rank sends this share of the input."""
+    def throttled(self, call: Callable[..., Any], share: Callable[[int], float]) -> Callable[..., Any]:
+        """Return a collective of whose input, the last tensor it is given, each of n ranks sends `share(n)`."""
 
-        def slow(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-            result = call(output, input, *args, **kwargs)
-            size = share * input.numel() * input.element_size()
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            values = [*args, *(kwargs[name] for name in ("output", "input", "group") if name in kwargs)]
+            given = [value for value in values if isinstance(value, torch.Tensor)][-1]
+            groups = [value for value in values if isinstance(value, dist.ProcessGroup)]
+            size = share(dist.get_world_size(*groups)) * given.numel() * given.element_size()
             self.sent += size
             time.sleep(size / self.rate)
             return result
