@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from megavlm.arch.layers import keeps_fp8, layer_names, trained_below, trained_layers, trains_weights
+from megavlm.arch.layers import (
+    LANGUAGE_LAYER,
+    VISION_LAYER,
+    keeps_fp8,
+    kind_of,
+    layer_names,
+    trained_below,
+    trained_layers,
+    trains_weights,
+)
 from megavlm.arch.workload import Workload, of_context_part, times, typical_images, typical_workload
 from megavlm.config.derived import (
     Offloaded,
@@ -17,6 +26,7 @@ from megavlm.config.derived import (
     sequence_parallel,
     shard_size,
 )
+from megavlm.config.lora import clipped_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.parallel.dims import Dims
@@ -67,6 +77,7 @@ class Scenario:
     outer_steps: int = 0  # after which shard groups, as sites, share weights; 0: gradients, after each step
     muon_steps: int = 5  # Newton-Schulz steps
     muon_bytes: int = 4  # of a number in them
+    clipped: frozenset[str] = frozenset()  # layers whose largest attention logits are looked for (`--qk-clip`)
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
     @property
@@ -190,6 +201,7 @@ def scenario_of(
         outer_steps=config.optimizer.outer_steps,
         muon_steps=config.optimizer.muon_num_ns_steps,
         muon_bytes=4 if resolve(config).optimizer.muon_precision == "fp32" else 2,
+        clipped=_clipped(config),
         moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
@@ -200,3 +212,8 @@ def scenario_of(
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         imbalance=expert_imbalance(config) if imbalance is None else imbalance,
     )
+
+
+def _clipped(config: Config) -> frozenset[str]:
+    kinds = {{"vision": VISION_LAYER, "language": LANGUAGE_LAYER}[part] for part in clipped_parts(config)}
+    return frozenset(name for name in layer_names(config.model) if kind_of(name) in kinds)

@@ -197,6 +197,13 @@ def _attention_rows(language: LanguageConfig, tp: int) -> int:
     return split.local_rows + split.local_heads * split.width
 
 
+def logits_at_once(*, on_gpu: bool) -> int:
+    """Return how many logits `--qk-clip` computes in one product: what a processor's cache takes, or on a GPU what is
+    worth the launches (128 MiB).
+    """
+    return 2**25 if on_gpu else 2**20
+
+
 @dataclass(frozen=True)
 class RoutedRows:
     """What the routed experts of one rank compute in a pass: rows of tokens, each as often as it has experts there."""

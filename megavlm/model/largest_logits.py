@@ -13,9 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
+from megavlm.arch.transformer import logits_at_once
 from megavlm.model.attention import CoreAttention
-
-MOST = 2**22  # logits in memory at a time, unless those of one query are more
 
 
 class LogitAttention(CoreAttention):
@@ -44,7 +43,13 @@ class LogitAttention(CoreAttention):
 
 @torch.no_grad()
 def largest_logits(
-    query: Tensor, key: Tensor, *, scale: float | None, causal: bool, mask: Tensor | None = None, most: int = MOST
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None,
+    causal: bool,
+    mask: Tensor | None = None,
+    most: int | None = None,
 ) -> Tensor:
     """Return the largest attention logit, scale · q·kᵀ, of each head, [N] float32; 0 where all are negative.
 
@@ -53,27 +58,38 @@ def largest_logits(
         key: [B, G, K, D].
         scale: 1/√D if it is None.
         causal: the last query attends to all keys, each one before it to one key less.
-        mask: [S, K], added to the logits; or torch's `causal_lower_right`, which is `causal`.
-        most: logits in memory at a time, unless those of one query are more.
+        mask: [S, K] of 0 and −∞, added to the logits; or torch's `causal_lower_right`, which is `causal`.
+        most: logits in memory at a time, unless those of one query are more; default: `logits_at_once`.
     """
     _, heads, length, width = query.shape
     groups, keys = key.shape[1:3]
     if isinstance(mask, CausalBias):
         causal, mask = True, None
+    most = most or logits_at_once(on_gpu=query.is_cuda)
     together = max(1, most // (heads * keys))
     samples, step = max(1, together // length), min(together, length)
     found = query.new_zeros(groups, heads // groups).float()
     for q, k in zip(query.split(samples), key.split(samples), strict=True):
-        turned, whole = k.float().mT, q.float() * (width**-0.5 if scale is None else scale)
         for first in range(0, length, step):
-            part = whole[:, :, first : first + step].unflatten(1, (groups, -1))  # [b, G, N/G, s, D]
+            part = q[:, :, first : first + step].unflatten(1, (groups, -1))  # [b, G, N/G, s, D]
             count = part.shape[3]
             last = first + count + keys - length if causal else keys
-            logits = (part.flatten(2, 3) @ turned[..., :last]).unflatten(2, (-1, count))
-            if causal:
-                later = torch.ones(count, last, dtype=torch.bool, device=q.device).triu(last - count + 1)
-                logits.masked_fill_(later, -torch.inf)
+            logits = _products(part.flatten(0, 1).flatten(1, 2), k[:, :, :last].flatten(0, 1))
+            logits = logits.unflatten(0, (-1, groups)).unflatten(2, (-1, count))
+            if causal:  # only the last keys are later than some of these queries
+                places = torch.arange(count, device=q.device)
+                logits[..., -count:].masked_fill_(places > places[:, None], -torch.inf)
             if mask is not None:
                 logits += mask[first : first + count]
             found = torch.maximum(found, logits.amax((0, 3, 4)))
-    return found.flatten()
+    return found.flatten() * (width**-0.5 if scale is None else scale)
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Return q·kᵀ in fp32 of query [·, S, D] and key [·, K, D].
+
+    A GPU takes halves as they are: their products are exact in fp32, in which it adds them up.
+    """
+    if query.is_cuda and query.dtype != torch.float32:
+        return torch.bmm(query, key.mT, out_dtype=torch.float32)
+    return query.float() @ key.float().mT

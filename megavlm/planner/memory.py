@@ -16,6 +16,7 @@ from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import (
     hidden_bytes,
     is_transformer,
+    layer_cost,
     layer_sizes,
     layout_parameters,
     local_parameters,
@@ -28,6 +29,7 @@ from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, 
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.arch.transformer import logits_at_once
 from megavlm.planner.orthogonal import kept_numbers, orthogonalization_bytes
 from megavlm.planner.schedules import held_at_peaks, scenario_shape
 
@@ -206,7 +208,7 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
     e = scenario.bytes_each
     if is_transformer(name) and recompute == "full":
         # One layer at a time is computed anew; its input replaces its gradient.
-        return saved_bytes(name, scenario) + _expert_bytes(name, scenario)
+        return saved_bytes(name, scenario) + max(_expert_bytes(name, scenario), _logit_bytes(name, scenario))
     if name == OUTPUT:
         if objective_of(scenario.model).embeds:
             return 2 * hidden_bytes(name, scenario)
@@ -216,7 +218,20 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         work = min(LOSS_WORK, logits / e * FP32)
         return max(work, weight) if kept else weight + logits + work
     own = 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
-    return own + _expert_bytes(name, scenario)
+    return max(own + _expert_bytes(name, scenario), _logit_bytes(name, scenario))
+
+
+def _logit_bytes(name: str, scenario: Scenario) -> float:
+    """Return what a layer's forward pass needs for `--qk-clip`: a block of logits in fp32."""
+    if name not in scenario.clipped:
+        return 0.0
+    sizes = layer_sizes(name, scenario)
+    attention = layer_cost(name, scenario.model, scenario.work).attention_flops / scenario.dims.tp
+    per_logit = (
+        4 * sizes.width / (2 if kind_of(name) == LANGUAGE_LAYER else 1)
+    )  # a causal block has those it masks, too
+    block = min(attention / per_logit, logits_at_once(on_gpu=scenario.on_gpu))
+    return FP32 * block
 
 
 def _expert_bytes(name: str, scenario: Scenario) -> float:

@@ -84,7 +84,9 @@ class Engine:
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
             logits = None if self.head_logits is None else self.head_logits.over_ranks()
             counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
-            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies, site=self.site)
+            sums = sum_over_ranks(
+                totals, squared_norm, counters(), counts=counts, tallies=tallies, logits=logits, site=self.site
+            )
             self.schedule.phases.enter(OPTIMIZER)
             own = self.site.index
             norm, tokens = None if squared_norm is None else sums.norms[own], sums.site_tokens[own]
@@ -113,7 +115,7 @@ class Engine:
             source_losses=tuple(s / n if n else math.nan for s, n in zip(*sums.sources, strict=True)),
             counters=sums.counters,
             expert_loads=loads,
-            head_logits=() if logits is None else tuple(logits.tolist()),
+            head_logits=sums.head_logits,
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:

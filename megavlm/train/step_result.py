@@ -45,6 +45,7 @@ class StepSums:
     sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
     counters: tuple[float, ...]
     tallies: Sequence[float]  # of routers
+    head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
 
     @property
     def mean_norm(self) -> float:
@@ -60,6 +61,7 @@ def sum_over_ranks(
     *,
     counts: bool,
     tallies: Tensor | None = None,
+    logits: Tensor | None = None,
     site: Site,
 ) -> StepSums:
     """Sum a rank's totals (`Schedule.train`; if it `counts`), counters and routers' tallies over all ranks, and wait
@@ -67,7 +69,7 @@ def sum_over_ranks(
 
     The gradient norm of the first rank of each site counts (rank 0 without sites), so that all ranks decide alike on
     it, whatever happens to their own. x − x is 0 of a number and NaN of all else: what is not finite on any rank is not
-    finite in the sum.
+    finite in the sum. `logits`, which are the same on all ranks, come to the host on the way.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
     shown = own if site.is_first else own - own
@@ -77,7 +79,9 @@ def sum_over_ranks(
     parts = [pad(shown.reshape(1), place), pad(told[1:2], place), told, counted]
     everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
-    found = everything.tolist()
+    summed = len(everything)
+    found = (everything if logits is None else torch.cat([everything, logits])).tolist()
+    found, beside = found[:summed], tuple(found[summed:])
     squared, site_tokens, (loss, tokens, *rest) = (
         found[: site.count],
         found[site.count : 2 * site.count],
@@ -87,4 +91,5 @@ def sum_over_ranks(
     first = 2 * sources + len(counters)  # of the tallies
     losses = rest[:sources], rest[sources : 2 * sources]
     norms = tuple(each**0.5 for each in squared)
-    return StepSums(norms, tuple(site_tokens), loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:])
+    told_counters = tuple(rest[2 * sources : first])
+    return StepSums(norms, tuple(site_tokens), loss, tokens, losses, told_counters, rest[first:], beside)

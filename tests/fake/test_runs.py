@@ -67,6 +67,7 @@ SLOW = {
     "pp2, offloaded": (0, 2, "--pp 2 --offload activations --recompute-granularity full --seq-length 64"),
     "zero-3, last stage": (3, 4, "--data-parallel-sharding full --pp 2 --save"),
     "packed, saved": (0, 1, "FILES --save"),
+    "qk-clip": (1, 2, "FILES --qk-clip --optimizer muon --recompute-granularity full"),
     "zero-0": (1, 2, "--data-parallel-sharding none --save"),
     "zero-2": (1, 2, "--data-parallel-sharding optimizer_gradients --recompute-granularity full"),
     "hsdp": (3, 4, "--hybrid-shard-size 2"),

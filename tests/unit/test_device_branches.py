@@ -30,6 +30,7 @@ ASKED = {
     "data/broadcast.py": "pins memory: tests/fake",
     "data/rank_loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
     "inference/options.py": "Transformers' device; a GPU that is not there: tests/parity/test_asking_programs.py",
+    "model/largest_logits.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
     "model/layer_modules.py": "Transformer Engine's: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
     "optim/host_adamw.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
