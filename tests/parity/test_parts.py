@@ -1,0 +1,42 @@
+"""Parts of larger models: what a run takes out of a folder has its names there again, whatever it is combined with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.arch.layers import part_of  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
+from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
+from tests.support import hf  # noqa: E402
+from tests.support.hf_families import FAMILIES, SINGLE  # noqa: E402
+from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in ("internvl", "qwen2.5-vl") else pytest.param(each, marks=pytest.mark.slow) for each in SINGLE],
+)
+def test_a_part_has_the_names_of_its_folder(name: str, tmp_path: Path) -> None:
+    """An export in parts asks a folder's family for the names of a model of which the folder has one part."""
+    whole = hf.save(FAMILIES[name][0](), tmp_path / "whole")
+    tower = hf.save(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)), tmp_path / "tower")
+    text = hf.save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), tmp_path / "text")
+    for part, sources in (("vision", (whole, text)), ("language", (tower, whole))):
+        vision, language = map(str, sources)
+        given = Config(checkpoint=CheckpointConfig(vision_from=vision, language_from=language))
+        model = replace(given.model, image_token=60, projector=replace(given.model.projector, kind="qformer"))
+        config = resolve(with_pretrained_model(replace(given, model=model)))
+        found = Pretrained.of(whole, part)
+        names = found.family.table(config.model, found.family.name_prefixes[found.variant])
+        ours, theirs = ({key: each[key] for key in each if part_of(key) == part} for each in (names, found.table))
+        assert ours == theirs
+        assert len(ours) > 5
