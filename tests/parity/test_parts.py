@@ -20,10 +20,11 @@ from tests.support import hf  # noqa: E402
 from tests.support.hf_families import FAMILIES, SINGLE  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402
 
+FAST = ("internvl", "qwen2.5-vl")
+
 
 @pytest.mark.parametrize(
-    "name",
-    [each if each in ("internvl", "qwen2.5-vl") else pytest.param(each, marks=pytest.mark.slow) for each in SINGLE],
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SINGLE]
 )
 def test_a_part_has_the_names_of_its_folder(name: str, tmp_path: Path) -> None:
     """An export in parts asks a folder's family for the names of a model of which the folder has one part."""
