@@ -50,7 +50,8 @@ def data_window(config: Config, source: FilesSource | ComputedSource, *, records
         rows = _computed(source, min(records, STEPS * config.train.global_batch_size))
         looked_at, unusable = len(rows), 0
     else:
-        found = FileCollator(source, CollateSpec.of(config, source)).encode(range(records))
+        count = min(records, sum(map(len, source.records.values())))
+        found = FileCollator(source, CollateSpec.of(config, source)).encode(range(count))
         rows, looked_at = _packed(config, found), len(found)
         unusable = sum(bool(record.skipped) and not record.samples for record in found)
     costs = CostModel.of(config.model)

@@ -95,6 +95,7 @@ def work_of(batch: MicroBatch) -> dict[str, float]:
 def test_few_samples_make_many_batches(config: Config) -> None:
     few, again = looked(config, 20), looked(config, 20)
     assert few.records == 20
+    assert looked(config, 10 * RECORDS).records == RECORDS, "no sample is looked at twice"
     assert few.work.shape == (STEPS, 8, len(FIELDS))
     assert np.array_equal(few.work, again.work), "always the same"
     assert len(np.unique(few.work.reshape(-1, len(FIELDS)), axis=0)) > 3
