@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from record import append, circumstances
-from schedules import MEAN, MODEL, train_asleep
+from schedules import MODEL, train_asleep
 from tables import with_table
 
 from megavlm.arch.data_window import as_workload
@@ -46,7 +46,8 @@ RECORDS = Path(__file__).parent / "records" / "uneven.jsonl"
 SHAPES = [PipelineShape("1f1b", 2, 1, 8), PipelineShape("1f1b", 4, 1, 8), PipelineShape("zb-h1", 4, 1, 8)]
 SHARES = {0: 0.3, 1: 0.3, 2: 0.2, 4: 0.1, 6: 0.1}  # of sequences with so many images of 1,008 × 1,008 pixels
 MODE: Recompute = "none"
-ROUNDS = 3
+ROUNDS = 1
+MEAN = 0.8  # seconds that a forward pass sleeps in the mean: short ones last as long as the small model takes
 
 
 def main() -> None:
@@ -72,8 +73,8 @@ def page(text: str) -> str:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the table of records: of each case the fastest step, as other work only adds to it."""
     rows = [
-        "| stages, micro-batches | cuts for | of the mean, ÷ measured | of the window, ÷ measured | step, measured |",
-        "|---|---|---|---|---|",
+        "| stages, micro-batches | cuts for | mean ÷ measured | window ÷ measured | step, simulated | measured |",
+        "|---|---|---|---|---|---|",
     ]
     for case in records[0]:
         if case.startswith("PP"):
@@ -81,11 +82,10 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                 name: min((record[case][name] for record in records), key=lambda each: each["measured"])
                 for name in ("mean", "window")
             }
-            base = found["mean"]["measured"]
             for name, each in found.items():
                 ratios = [f"{each[way] / each['measured']:.3f}" for way in ("even", "uneven")]
-                gain = f"{each['measured'] / base - 1:+.1%}"
-                rows.append("| " + " | ".join([case, f"the {name}", *ratios, gain]) + " |")
+                gains = [f"{each[way] / found['mean'][way] - 1:+.1%}" for way in ("uneven", "measured")]
+                rows.append("| " + " | ".join([case, f"the {name}", *ratios, *gains]) + " |")
     return "\n".join(rows)
 
 
