@@ -49,7 +49,7 @@ vectors of a file of records, and trains on from them:
 ```bash
 megavlm embed FOLDER records.jsonl --out vectors
 megavlm train --vision-from FOLDER/vision --projector-from FOLDER/projector --language-from FOLDER/language \\
-    --objective {kind} --pooling {pooling} --datasets pairs.jsonl
+    {beside} --objective {kind} --pooling {pooling} --datasets pairs.jsonl
 ```
 
 Instructions are {query!r} for queries and {document!r} for documents.
@@ -102,8 +102,13 @@ def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapp
     options = model.objective
     beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
     _write(folder, {**_told(options, scores), PARTS: beside})
+    flags = (f"--{name.replace('_', '-')} {value}" for name, value in beside.items() if value is not None)
     readme = _README_OF_PARTS.format(
-        kind=options.kind, pooling=options.pooling, query=options.query_prefix, document=options.document_prefix
+        kind=options.kind,
+        pooling=options.pooling,
+        beside=" ".join(flags),
+        query=options.query_prefix,
+        document=options.document_prefix,
     )
     (folder / "README.md").write_text(readme)
 
