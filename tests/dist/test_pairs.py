@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.data_files import write_pairs, write_tokenizer
+from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train
 
@@ -47,15 +48,15 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
     ],
 )
 def test_layouts_train_and_score_alike(pools: Pools, argv, alone, tmp_path: Path, world: int, layout: str):
-    expected = alone
-    if "--no-packing" in layout:
-        window = argv.index("--packing-window")
-        argv = [*argv[:window], *argv[window + 2 :]]
-        pools(1).run(train, [*argv, "--no-save", "--no-packing"], str(tmp_path / "alone"))
+    expected, run, tolerance = alone, train, 1e-5
+    if "--no-packing" in layout:  # rows of one text each: in fp32 gradient norms of two layouts are 2e-5 apart
+        run, tolerance, window = train_in_float64, 1e-11, argv.index("--packing-window")
+        argv = [*argv[:window], *argv[window + 2 :], "--data-parallel-sharding", "none"]
+        pools(1).run(run, [*argv, "--no-save", "--no-packing"], str(tmp_path / "alone"))
         expected = metrics(tmp_path / "alone")
-    pools(world).run(train, [*argv, "--no-save", *layout.split()], str(tmp_path / "many"))
+    pools(world).run(run, [*argv, "--no-save", *layout.split()], str(tmp_path / "many"))
     found = metrics(tmp_path / "many")
-    assert_same_curve(found, expected)
+    assert_same_curve(found, expected, tolerance=tolerance)
     for mine, theirs in zip(found[1::2], expected[1::2], strict=True):
         scores = {name: mine[f"validation/{name}"] for name in SCORES}
         assert scores == pytest.approx({name: theirs[f"validation/{name}"] for name in SCORES}, rel=1e-5)
