@@ -125,7 +125,8 @@ IN_PARTS = (
 COMPOSED = "--vision-from {} --language-from {}"
 
 
-@pytest.mark.parametrize("model", [IN_PARTS, pytest.param(COMPOSED, marks=pytest.mark.slow)], ids=["parts", "composed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [IN_PARTS, COMPOSED], ids=["parts", "composed"])
 def test_an_export_of_composed_parts_embeds_as_training_does(
     pools: Pools, folder: Path, tmp_path: Path, model: str
 ) -> None:

@@ -44,7 +44,6 @@ class Case(NamedTuple):
 
 FAST = [
     Case(2, "qwen2.5-vl"),
-    Case(2, "lora", te=True),
     Case(2, "frozen-vision", te=True),
     Case(2, "rich", COLOCATED, te=True, exercises=("placement.encoder_chunk_patches",)),
     Case(2, "plain", FULL),

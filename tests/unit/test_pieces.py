@@ -51,6 +51,7 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     assert "4 passed, 2 failed, 1 skipped" in (record / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_failed_runs_again(root: Path) -> None:
     record, file = root / "record", root / "tests/unit/test_a.py"
     assert not run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
