@@ -54,7 +54,7 @@ class DataWindow:
         return as_workload(self.work.sum(axis=1).mean(axis=0))
 
     def line(self) -> str:
-        """Return a line of text on what was found."""
+        """Return a line for the user: how many samples were read, and how many images and patches a sequence has."""
         images, patches = self.images.ravel(), self.work[..., FIELDS.index("patches")].ravel()
         skipped = f" ({self.unusable:,} cannot be used)" if self.unusable else ""
         full = self.work[..., TOKENS].mean() / self.length

@@ -46,7 +46,7 @@ class Site:
 
     @classmethod
     def of_all(cls) -> Site:
-        """Return all ranks as one site."""
+        """Return the site of a run without `--outer-steps`: one, which all ranks belong to."""
         return cls(0, 1, dist.get_rank() == 0)
 
 

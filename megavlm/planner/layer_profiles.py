@@ -178,7 +178,7 @@ def relay(ahead: Array, behind: Array) -> float:
 
 
 def relays_of(ahead: Array, behind: Array) -> Array:
-    """[…]: `relay` of many passes through the same layers, [layers + 1, …] each."""
+    """Return `relay` of many passes at once, […]: prefix sums are [layers + 1, …], a column for each pass."""
     found: Array = behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max(axis=0)
     return found
 

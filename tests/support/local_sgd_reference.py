@@ -14,7 +14,7 @@ from torch import Tensor
 
 @contextmanager
 def built(argv: Sequence[str], run_dir: str) -> Iterator[Any]:
-    """A run of the program on this process's world."""
+    """Train as the program does, on the ranks of this process group."""
     import torch.distributed as dist
 
     from megavlm import backend
