@@ -40,7 +40,7 @@ QWEN = resolve(
 
 
 def window(config: Config, images: np.ndarray, *, side: int = 1008, balances: bool = False) -> DataWindow:
-    """Return a window whose sequences have these numbers of images, [steps, sequences]; those without have half the tokens."""
+    """Return a window whose sequences have so many images, [steps, sequences]; those without have half the tokens."""
     sizes = DataConfig(kind="synthetic", images_per_sample=(1,), image_sizes=(side,))
     one = np.array(list(vars(typical_workload(replace(config, data=sizes))).values()), dtype=float)
     vision = np.array([name in ("patches", "patch_squares", "window_squares", "features") for name in FIELDS])

@@ -242,7 +242,7 @@ def array_files(folder: Path) -> dict[str, Path]:
 
 
 def test_arrays_are_written_as_they_are_and_read_like_loose_files(source: Path, capsys: Any) -> None:
-    """A sample's images come in the order in which its record names them, whatever their formats; others are left out."""
+    """A sample's images come in the order of its record, whatever their formats; others are left out."""
     images, out = source.parent / "images", source.parent / "out"
     files = array_files(images)
     records = [llava(0, "a.npy"), llava(1, "c.tif", "b.npz", "a.npy"), llava(2, "three.npy"), llava(3, "damaged.npy")]
