@@ -23,8 +23,9 @@ NEXT_DIR := build/next
 NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/dist/test_resume.py tests/dist/test_hf.py \
 	tests/dist/test_compose.py
 
-# Two workers share the tests (ARGS='-n 0': none); those of tests/dist are all one worker's (tests/conftest.py).
-BESIDE := -n 2
+# Three workers share the tests (ARGS='-n 0': none). Two of them have tests/dist (tests/conftest.py), whose processes
+# wait for each other half of their time.
+BESIDE := -n 3
 
 # Packages of cloud providers, for tests: large, and with requirements of their own. A folder of Python's, not `.venv`.
 CLOUD_TOOLS := build/cloud
@@ -49,6 +50,9 @@ install: $(STAMP) ## Create or update .venv with everything for demo, tests and 
 
 demo: $(STAMP) ## Train and evaluate a VLM on handwritten digits with four processes (CPU, minutes).
 	$(VENV)/bin/torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2 --run-dir $(RUN_DIR) $(ARGS)
+
+# Some hundred programs and workers import the same modules: whatever the caller's environment says, compile them once.
+test-unit test test-all test-next: export PYTHONDONTWRITEBYTECODE :=
 
 test-unit: $(STAMP) ## Run the tests of single parts, which start no group of processes (minutes).
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests/unit

@@ -16,6 +16,7 @@ from megavlm.resilience.events import attempt, record
 FILE = "status.json"
 _PAUSE = 1.0  # seconds between two looks of a rank that waits
 _LARGEST = 2**20  # bytes
+_KEPT = ("iteration", "train_iters", "checkpoint", "world")  # from one state to the next, unless they are given
 State = Literal["running", "finished", "stopped", "failed"]
 STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
 HUNG = 70  # exit status of a run that hung (EX_SOFTWARE of sysexits.h): torchrun starts it again if it may
@@ -31,7 +32,8 @@ def write_status(
     exit_status: int | None = None,
     **details: Any,
 ) -> None:
-    """Replace RUN_DIR/status.json. Fields that are not given stay as they were, except `reason` and `exit_status`.
+    """Replace RUN_DIR/status.json. Numbers and names that are not given stay as they were; `reason` and `exit_status`
+    belong to a state.
 
     `exit_status` is that of a rank; that of a finished and of a stopped run is known. A run that was killed leaves the
     state "running" behind.
@@ -39,7 +41,7 @@ def write_status(
     before = read_status(run_dir)
     given = {"iteration": iteration, **details}
     status = {
-        **before,
+        **{name: before[name] for name in _KEPT if isinstance(before.get(name), int | str)},
         **{name: value for name, value in given.items() if value is not None},
         "state": state,
         "reason": reason,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train
+from tests.support.training import SMALL, THREE, metrics, train
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def one_process(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
     """Curve of a model on one process, computed once."""
     curves = {}
 
-    def curve(model: str, steps: Sequence[str] = ()):
+    def curve(model: str, steps: Sequence[str] = THREE):
         if (model, *steps) not in curves:
             run_dir = str(tmp_path_factory.mktemp("one"))
             pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split(), *steps], run_dir)

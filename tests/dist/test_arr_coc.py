@@ -64,7 +64,7 @@ def whole(pools: Pools, data: list[str], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name == "tp2-pp2-vpp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_every_layout_gives_the_numbers_of_one_process(
     pools: Pools, data: list[str], whole: Path, tmp_path: Path, layout: str

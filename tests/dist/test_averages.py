@@ -27,7 +27,7 @@ from tests.support.training import SMALL, train, train_composed  # noqa: E402
 RUN = [*SMALL, *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --language-tie-embeddings".split()]
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
-    (4, "--tp 2 --optimizer muon"),
+    (2, "--tp 2 --optimizer muon"),
     (2, f"{FULL} --precision bf16 --offload optimizer"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
@@ -134,8 +134,8 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     ("world", "flags"),
     [
         pytest.param(2, FULL.replace("full", "optimizer_gradients"), marks=pytest.mark.slow),
-        (4, "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
-        pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
+        pytest.param(4, "--tp 2 --overlap-grad-reduce --overlap-param-gather", marks=pytest.mark.slow),
+        (2, "--pp 2 --vpp 2"),
         pytest.param(2, "--placement colocated", marks=pytest.mark.slow),
         pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
     ],

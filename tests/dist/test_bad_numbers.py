@@ -21,11 +21,13 @@ FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
 DELAYED = "--fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3"
 
 CASES = [
-    (4, "--tp 2", Fault("output", (3,), rank=3, name="language.layers.2")),
+    (2, "--tp 2", Fault("output", (3,), rank=1, name="language.layers.2")),
     (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
     pytest.param(2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1), marks=pytest.mark.slow),
     (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.1")),
-    (2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0)),
+    pytest.param(
+        2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0), marks=pytest.mark.slow
+    ),
     pytest.param(2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,)), marks=pytest.mark.slow),
     pytest.param(
         2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector"), marks=pytest.mark.slow
@@ -81,6 +83,7 @@ SPIKE = Fault("gradient", (20, 22), rank=1, name="language.layers.1", value=1e6)
 LONGER = "--lr-warmup-iters 1 --train-iters 24 --spike-factor 50 --vision-num-layers 1 --language-num-layers 3".split()
 
 
+@pytest.mark.slow
 def test_spikes_are_skipped_and_a_resumed_run_knows_the_median(pools: Pools, tmp_path: Path):
     argv = [*SMALL, *DROPOUT, *LONGER]
     pools(2).run(train_with, argv, str(tmp_path / "whole"), SPIKE)

@@ -151,7 +151,12 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("first", "layouts"),
     [
-        ("--pp 2 --vpp 2", [(4, "--tp 2"), (4, "--data-parallel-sharding full --hybrid-shard-size 2")]),
+        ("--pp 2 --vpp 2", [(2, "--tp 2 --data-parallel-sharding full")]),
+        pytest.param(
+            "--pp 2 --vpp 2",
+            [(4, "--tp 2"), (4, "--data-parallel-sharding full --hybrid-shard-size 2")],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "--tp 2",
             [

@@ -30,7 +30,7 @@ VIDEOS = {
     "size": {"shortest_edge": 4 * 28**2, "longest_edge": 8 * 28**2},
 }
 RUN = (
-    "--precision fp32 --train-iters 5 --lr-decay-iters 20 --lr-warmup-iters 1 --lr 1e-3 --global-batch-size 4 "
+    "--precision fp32 --train-iters 4 --lr-decay-iters 20 --lr-warmup-iters 1 --lr 1e-3 --global-batch-size 4 "
     "--micro-batch-size 1 --seq-length 192 --packing-window 12 --num-workers 0 --no-tensorboard --seed 3 "
     "--save-interval 0"
 ).split()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.flags import FOUR, MODELS, TWO
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train
+from tests.support.training import SMALL, THREE, assert_same_curve, metrics, train
 
 CONNECTORS = ("qformer", "perceiver", "adaptive-pool", "c-abstractor")
 # Processes, what changes the numbers, and what must not change them.
@@ -29,7 +29,6 @@ CASES = {
 }
 FAST = (
     ("recomputed-behind-a-frozen-tower", "perceiver"),
-    ("recomputed", "c-abstractor"),
     ("cached", "c-abstractor"),
     ("frozen", "adaptive-pool"),
 )
@@ -49,7 +48,7 @@ def argv_of(model: str) -> list[str]:
 )
 def test_a_connector_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, case: str, model: str) -> None:
     world, changes, flags = CASES[case]
-    argv = [*argv_of(model), "--no-save", *changes.split()]
+    argv = [*argv_of(model), *THREE, "--no-save", *changes.split()]
     pools(1).run(train, argv, str(tmp_path / "one"))
     more = flags.replace("CACHE", str(tmp_path / "cache")).split()
     pools(world).run(train, [*argv, *more], str(tmp_path / "many"))

@@ -10,7 +10,7 @@ from tests.support.data_files import sources_of, write_all
 from tests.support.flags import DROPOUT, FOUR, MODELS, TWO
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
 
 LAYOUTS = {
     "cp2": (2, "--cp 2"),
@@ -55,7 +55,7 @@ SLOW = [
 TOLERANCES = {("cp2-tp2", "glm4v", ""): 2e-5}
 
 
-def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=()) -> None:
+def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=THREE) -> None:
     world, flags = LAYOUTS[layout]
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *option.split(), *steps]
     pools(world).run(train, argv, str(tmp_path))

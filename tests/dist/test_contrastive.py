@@ -11,7 +11,7 @@ import pytest
 from tests.support.flags import DROPOUT, HALF, MODELS
 from tests.support.float64 import float64, train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
 
 # Records of two or three texts, of none, one and two images, some of which are the same as another's.
 PAIRS = [*SMALL, *"--objective contrastive --seq-length 80 --global-batch-size 8".split()]
@@ -61,11 +61,8 @@ OF_EXPERTS = {
 LAYOUTS |= OF_EXPERTS
 FAST = [
     ("plain", "rich", "tp2"),
-    ("plain", "plain", "pp2-vpp2"),
-    ("mean", "plain", "zero3"),
-    ("plain", "rich", "colocated"),
+    ("mean", "plain", "pp2-vpp2"),
     ("sigmoid", "plain", "dp2"),
-    ("plain", "experts", "tp2-ep2"),
 ]
 SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")
 EIGHT = "--train-iters 8".split()
@@ -93,7 +90,7 @@ def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
     """Curve of a loss and a model on one process, computed once."""
     curves: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
-    def curve(loss: str, model: str, steps: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def curve(loss: str, model: str, steps: Sequence[str] = THREE) -> list[dict[str, Any]]:
         if (loss, model, *steps) not in curves:
             run_dir = str(tmp_path_factory.mktemp("alone"))
             pools(1).run(train, [*argv_of(loss, model), "--no-save", *steps], run_dir)
@@ -103,7 +100,7 @@ def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
     return curve
 
 
-def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, layout: str, steps=()) -> None:
+def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, layout: str, steps=THREE) -> None:
     world, flags = LAYOUTS[layout]
     pools(world).run(train, [*argv_of(loss, model), "--no-save", *flags.split(), *steps], str(tmp_path))
     ours, theirs = metrics(tmp_path), alone(loss, model, steps)
@@ -114,7 +111,7 @@ def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, 
         ], name
 
 
-# In FP8 for four steps: later a code or two round the other way.
+# In FP8 for three steps: later a code or two round the other way.
 IN_FP8 = pytest.param("mean", "fp8", "pp2-vpp2", marks=pytest.mark.slow)
 
 
@@ -260,10 +257,10 @@ def test_both_passes_are_the_same_in_fp8_and_count_experts_once(pools: Pools, tm
 @pytest.mark.parametrize(
     ("loss", "model"),
     [
-        ("plain", "rich"),
+        ("sigmoid", "plain"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("sigmoid", "plain"), ("mean", "qwen3-vl"), ("lora", "plain"), ("plain", "biased-experts"))
+            for case in (("plain", "rich"), ("mean", "qwen3-vl"), ("lora", "plain"), ("plain", "biased-experts"))
         ),
     ],
 )
@@ -272,7 +269,7 @@ def test_a_run_resumes_on_another_layout(pools: Pools, alone: Any, tmp_path: Pat
     argv = argv_of(loss, model)
     pools(2).run(train, [*argv, *HALF, "--tp", "2"], str(tmp_path / "half"))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path / "half"))
-    assert_same_curve(metrics(tmp_path / "half"), alone(loss, model))
+    assert_same_curve(metrics(tmp_path / "half"), alone(loss, model, ["--train-iters", "4"]))
 
 
 @pytest.mark.slow

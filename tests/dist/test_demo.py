@@ -25,7 +25,12 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(4, "--tp 2 --pp 2"), pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow)]
+    ("world", "layout"),
+    [
+        (2, "--tp 2"),
+        pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
+        pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
+    ],
 )
 def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: Path, world: int, layout: str):
     pools(world).run(train, [*SHORT, *layout.split()], str(tmp_path))

@@ -22,7 +22,8 @@ def on_disk(argv: list[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, f"--tp 2 {BF16}"),
+        (1, BF16),
+        pytest.param(2, f"--tp 2 {BF16}", marks=pytest.mark.slow),
         pytest.param(2, f"{BF16} --data-parallel-sharding full", marks=pytest.mark.slow),
         pytest.param(2, f"{BF16} --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, f"{BF16} --placement colocated --pp 2", marks=pytest.mark.slow),
@@ -45,7 +46,7 @@ def test_it_resumes_on_another_layout(pools: Pools, one_process, tmp_path: Path)
     pools(2).run(train, on_disk([*argv, "2"], tmp_path / "disk"), str(tmp_path / "run"))
     pools(2).run(train, [*argv, "3", "--tp", "2"], str(tmp_path / "run"))
     pools(2).run(train, on_disk([*argv, "4", "--pp", "2"], tmp_path / "disk"), str(tmp_path / "run"))
-    assert_same_curve(metrics(tmp_path / "run"), one_process("plain"))
+    assert_same_curve(metrics(tmp_path / "run"), one_process("plain", ["--train-iters", "4"]))
 
 
 def run_until_full(argv: list[str], output: str, writes: int) -> None:

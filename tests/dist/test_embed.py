@@ -85,7 +85,7 @@ def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path:
     from megavlm.cli.embed import main
 
     argv, run_dir = flags(folder, pooling), tmp_path / "run"
-    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(run_dir))
+    pools(2).run(train_composed, [*argv, *"--tp 2".split()], str(run_dir))
     assert len(metrics(run_dir)) == 3
     pictures = sorted((folder / "images").iterdir())[:3]
     records = [

@@ -27,8 +27,8 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, "--tp 2 --ep 2 --etp 2"),
-        pytest.param(2, "--tp 2", marks=pytest.mark.slow),
+        (2, "--tp 2"),
+        pytest.param(4, "--tp 2 --ep 2 --etp 2", marks=pytest.mark.slow),
         pytest.param(2, "--ep 2", marks=pytest.mark.slow),
         pytest.param(4, "--ep 2 --etp 2 --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --etp 1", marks=pytest.mark.slow),

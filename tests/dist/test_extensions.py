@@ -13,7 +13,7 @@ import pytest
 from megavlm.backend import activate
 from tests.support.extensions import EXAMPLES, PACKAGES, POOLED, forget, install, train_with_examples
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics
+from tests.support.training import SMALL, THREE, assert_same_curve, metrics
 
 activate()  # before the module below imports megatron-core
 
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name == "tp2-pp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout", [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
@@ -61,13 +61,13 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (4, "--tp 2 --pp 2"),
+        (2, "--tp 2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (4, "--tp 2 --pp 2"),
                 (4, "--tp 2 --pp 2 --vpp 2"),
                 (2, ""),
-                (2, "--tp 2"),
                 (2, "--pp 2"),
                 (2, "--tp 2 --placement colocated"),
             )
@@ -76,7 +76,7 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 )
 def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:
     argv = [*SMALL, *"--extension margin_loss --objective margin --margin-width 0.5".split()]
-    argv += "--seq-length 80 --global-batch-size 8 --no-save".split()
+    argv += "--seq-length 80 --global-batch-size 8 --no-save".split() + THREE
     assert pools(1).run(train_with_examples, argv, str(tmp_path / "one")) == [None]
     assert set(pools(world).run(train_with_examples, [*argv, *flags.split()], str(tmp_path / "many"))) == {None}
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))

@@ -36,7 +36,8 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, "--tp 2 --pp 2 --num-workers 1"),
+        (2, "--tp 2 --num-workers 1"),
+        pytest.param(4, "--tp 2 --pp 2 --num-workers 1", marks=pytest.mark.slow),
         pytest.param(2, "--mbs 2", marks=pytest.mark.slow),
         (2, "--pp 2 --vpp 2 --mbs 2"),
         pytest.param(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),

@@ -174,6 +174,7 @@ def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path)
     assert low[-1]["loss"] == pytest.approx(high[-1]["loss"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_experts_in_fp8_differ_by_its_rounding_alone(pools: Pools, tmp_path: Path) -> None:
     """From bf16, and among layouts, whose ranks join other rows before they are scaled."""
     mixture = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --recompute-granularity full".split()

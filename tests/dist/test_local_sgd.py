@@ -101,6 +101,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_sites_resume_on_another_layout_and_end_as_one(pools: Pools, tmp_path: Path):
     argv = [*SMALL, *"--save-interval 2 --keep-checkpoints 0 --train-iters 6".split()]
     pools(2).run(train, [*argv, *APART], str(tmp_path / "whole"))

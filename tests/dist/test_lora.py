@@ -57,8 +57,11 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
+        (2, "--pp 2 --vpp 2 --recompute-granularity full --loss-chunk-tokens 2"),
         pytest.param(2, "--tp 2", marks=pytest.mark.slow),
-        (4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full --loss-chunk-tokens 2"),
+        pytest.param(
+            4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full --loss-chunk-tokens 2", marks=pytest.mark.slow
+        ),
         pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),

@@ -224,9 +224,6 @@ FAST = (
     "bf16",
     "rich",
     "pp2-zb-h1",
-    "pp2-rich-tied",
-    "tp2-no-sp",
-    "dp2-zero3-offload",
     "pp2-colocated",
     "tp2-muon",
 )

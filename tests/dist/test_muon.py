@@ -24,6 +24,7 @@ from tests.support.training import (
     LONG,
     SMALL,
     TEXT_TO_LEARN,
+    THREE,
     assert_resumed,
     assert_same_curve,
     assert_within_a_hundredth,
@@ -112,7 +113,7 @@ def check_layout(pools: Pools, one: Curve, folder: Path, world: int, model: str,
 
 @pytest.mark.parametrize(("world", "model", "flags"), FAST)
 def test_layouts_give_the_numbers_of_one_process(pools, one, tmp_path, world, model, flags):
-    check_layout(pools, one, tmp_path, world, model, flags, [])
+    check_layout(pools, one, tmp_path, world, model, flags, THREE)
 
 
 @pytest.mark.slow
@@ -148,7 +149,7 @@ SHARDED = [
 
 @pytest.mark.parametrize(("world", "model", "optimizer", "flags"), SHARDED)
 def test_sharding_gives_the_numbers_of_one_process(pools, one, tmp_path, world, model, optimizer, flags):
-    argv = [*SMALL, "--no-save", *KNOWN[model].split(), *optimizer.split()]
+    argv = [*SMALL, *THREE, "--no-save", *KNOWN[model].split(), *optimizer.split()]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), one(train, argv))
 
@@ -156,7 +157,7 @@ def test_sharding_gives_the_numbers_of_one_process(pools, one, tmp_path, world, 
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (4, f"{MUON} --tp 2 --micro-batch-size 2"),
+        (2, f"{MUON} --tp 2 --micro-batch-size 4"),
         pytest.param(4, f"{MUON} --tp 2 --micro-batch-size 2 --muon-precision bf16", marks=pytest.mark.slow),
         pytest.param(2, f"{MUON} {ZERO_3}", marks=pytest.mark.slow),
         pytest.param(2, f"{MUON} --data-parallel-sharding none", marks=pytest.mark.slow),

@@ -40,7 +40,8 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, "--tp 2 --num-workers 1"),
+        (2, "--tp 2 --num-workers 1"),
+        pytest.param(4, "--tp 2 --num-workers 1", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --vpp 2 --placement colocated", marks=pytest.mark.slow),
         pytest.param(2, "--cp 2 --no-packing", marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
@@ -64,6 +65,7 @@ def test_layouts_train_and_score_alike(pools: Pools, argv, alone, tmp_path: Path
         assert 0 < scores["mrr"] < 1
 
 
+@pytest.mark.slow
 def test_a_run_on_pairs_resumes_where_it_stopped(pools: Pools, argv, alone, tmp_path: Path):
     pools(2).run(train, [*argv, "--train-iters", "2", "--tp", "2"], str(tmp_path))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path))

@@ -1,4 +1,4 @@
-"""Any layout, same numbers: 4 steps of one model on every layout against one process, 20 in `make test-all`.
+"""Any layout, same numbers: three steps of one model on every layout against one process, 20 in `make test-all`.
 
 The tolerance is 1e-5 relative on loss and gradient norm. fp32 sums of a few thousand terms in another order differ
 by about 1e-7; AdamW's normalised updates carry such differences along without amplifying them much in 20 steps.
@@ -13,7 +13,7 @@ import pytest
 from tests.support.flags import MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, THREE, assert_same_curve, metrics, train
 
 # Without a pipeline and replicas, larger micro-batches save collectives, on which these cases spend their time.
 LAYOUTS = {
@@ -129,7 +129,7 @@ SLOW = [
 TOLERANCES = {("tp4", "llava-onevision", ""): 2e-5}
 
 
-def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=()) -> None:
+def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=THREE) -> None:
     world, flags = LAYOUTS[layout]
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *OPTIONS[option].split(), *steps]
     pools(world).run(train, argv, str(tmp_path))
@@ -182,7 +182,7 @@ def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
 def test_bf16_follows_fp32(pools, one_process, tmp_path):
     """bf16 keeps 8 bits of mantissa: a loss near 4.6 agrees to about 1e-2, with ZeRO-1 and without."""
     for option in ("--data-parallel-sharding=optimizer", "--data-parallel-sharding=none", "--placement=colocated"):
-        argv = [*SMALL, "--no-save", "--precision", "bf16", *LAYOUTS["tp2"][1].split(), option]
+        argv = [*SMALL, *THREE, "--no-save", "--precision", "bf16", *LAYOUTS["tp2"][1].split(), option]
         pools(2).run(train, argv, str(tmp_path / option))
         for ours, exact in zip(metrics(tmp_path / option), one_process("plain"), strict=True):
             assert abs(ours["loss"] - exact["loss"]) < 1e-2

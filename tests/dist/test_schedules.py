@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.flags import MODELS
 from tests.support.float64 import float64
-from tests.support.training import LONG, SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LONG, SMALL, THREE, assert_same_curve, metrics, train, without_wall_time
 
 # Schedule, processes, model, options.
 FAST = [
@@ -31,7 +31,7 @@ SLOW = [
 ]
 
 
-def check_case(pools, one_process, tmp_path, schedule, world, model, options, steps=()) -> None:
+def check_case(pools, one_process, tmp_path, schedule, world, model, options, steps=THREE) -> None:
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *options.split(), "--schedule", schedule, *steps]
     pools(world).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), one_process(model, steps))

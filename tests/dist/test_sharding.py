@@ -12,7 +12,15 @@ import pytest
 
 from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, PADDED, TWO
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import (
+    SMALL,
+    THREE,
+    assert_resumed,
+    assert_same_curve,
+    metrics,
+    train,
+    without_wall_time,
+)
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
@@ -65,7 +73,7 @@ SLOW = [
 def test_sharding_gives_the_numbers_of_one_process(
     pools: Pools, one_process, tmp_path: Path, world: int, model: str, flags: str
 ):
-    argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.replace("DISK", str(tmp_path / "disk")).split()]
+    argv = [*SMALL, *THREE, "--no-save", *MODELS[model].split(), *flags.replace("DISK", f"{tmp_path}/disk").split()]
     pools(world).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), one_process(model))
 
@@ -73,7 +81,7 @@ def test_sharding_gives_the_numbers_of_one_process(
 def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
     """As in test_parity: masters and sums are fp32, so that rounding is that of bf16 products alone."""
     for kind in ("optimizer_gradients", "full"):
-        argv = [*SMALL, "--no-save", "--precision", "bf16", "--data-parallel-sharding", kind]
+        argv = [*SMALL, *THREE, "--no-save", "--precision", "bf16", "--data-parallel-sharding", kind]
         pools(2).run(train, argv, str(tmp_path / kind))
         for ours, exact in zip(metrics(tmp_path / kind), one_process("plain"), strict=True):
             assert abs(ours["loss"] - exact["loss"]) < 1e-2
@@ -125,11 +133,11 @@ def sharded_curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
 
 def test_a_bf16_run_keeps_its_master_weights_across_shardings(pools: Pools, tmp_path: Path):
     """Saved with one sharding and saved again with another at once: no number has changed."""
-    argv = [*SMALL, "--precision", "bf16", "--tp", "2", "--train-iters"]
-    pools(2).run(train, [*argv, "3"], str(tmp_path / "run"))
+    argv = [*SMALL, *"--precision bf16 --tp 2 --micro-batch-size 4 --train-iters".split()]
+    pools(2).run(train, [*argv, "2"], str(tmp_path / "run"))
     shutil.copytree(tmp_path / "run", tmp_path / "other")
-    pools(2).run(train, [*argv, "4"], str(tmp_path / "run"))
-    pools(2).run(train, [*argv, "4", *FULL.split()], str(tmp_path / "other"))
+    pools(2).run(train, [*argv, "3"], str(tmp_path / "run"))
+    pools(2).run(train, [*argv, "3", *FULL.split()], str(tmp_path / "other"))
     assert_same_curve(metrics(tmp_path / "other"), metrics(tmp_path / "run"), tolerance=1e-6)
 
 
@@ -139,7 +147,7 @@ SECONDARY = f"{FULL} --secondary-shard-size 2"
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (4, "--global-batch-size 8"),
+        pytest.param(4, "--global-batch-size 8", marks=pytest.mark.slow),
         pytest.param(4, "--cp 2 --recompute-granularity full", marks=pytest.mark.slow),
         pytest.param(4, "--precision bf16 --freeze vision --lora-rank 4", marks=pytest.mark.slow),
         pytest.param(4, "--placement colocated --offload optimizer activations", marks=pytest.mark.slow),

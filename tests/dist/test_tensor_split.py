@@ -17,7 +17,7 @@ from megavlm.config import tensor_split
 from tests.support.answers import answers
 from tests.support.flags import FOUR, HALF, TWO
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train, train_composed
+from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, train, train_composed
 
 activate()  # before the modules below import megatron-core
 
@@ -52,9 +52,10 @@ MODELS = {
 FAST = [
     (1, "wide", "--micro-batch-size 4"),
     (2, "3-in-1", "--tp 2 --pp 1"),
-    (4, "14-in-2", "--tp 2 --cp 2"),
+    (2, "14-in-2", "--cp 2"),
 ]
 SLOW = [
+    (4, "14-in-2", "--tp 2 --cp 2"),
     (2, "wide-gated", "--tp 2 --micro-batch-size 4"),
     (4, "6-in-2", "--tp 4 --micro-batch-size 2 --data-parallel-sharding none"),
     (4, "lora", "--tp 4 --micro-batch-size 2"),
@@ -139,7 +140,7 @@ def check_case(pools: Pools, curve: Any, tmp_path: Path, world: int, model: str,
 
 @pytest.mark.parametrize(("world", "model", "flags"), FAST)
 def test_uneven_heads_and_widths_train_as_one_process(pools, curve, tmp_path, world, model, flags):
-    check_case(pools, curve, tmp_path, world, model, flags, [])
+    check_case(pools, curve, tmp_path, world, model, flags, THREE)
 
 
 @pytest.mark.slow
@@ -151,7 +152,8 @@ def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, worl
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
-        ("6-in-2", (4, "--tp 4 --micro-batch-size 2"), (1, "")),
+        ("3-in-1", (2, "--tp 2 --micro-batch-size 4"), (1, "")),
+        pytest.param("6-in-2", (4, "--tp 4 --micro-batch-size 2"), (1, ""), marks=pytest.mark.slow),
         pytest.param("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2"), marks=pytest.mark.slow),
         pytest.param(
             "3-in-1", (4, "--tp 2 --data-parallel-sharding full"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow

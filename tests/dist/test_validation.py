@@ -26,7 +26,7 @@ RUN = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_all(tmp_path_factory.mktemp("files"))
     (folder / "held").mkdir()
-    write_llava(folder / "held", samples=45, seed=5)
+    write_llava(folder / "held", samples=21, seed=5)
     (folder / "held" / "train.jsonl").rename(folder / "held" / "chat.jsonl")
     write_text(folder / "held", lines=11, seed=6)
     return folder
@@ -83,7 +83,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
 @pytest.mark.parametrize(
     ("world", "layout", "model"),
     [
-        (4, "--tp 2 --pp 2", ""),
+        pytest.param(4, "--tp 2 --pp 2", "", marks=pytest.mark.slow),
         (2, "--pp 2 --vpp 2 --mbs 2", ""),
         pytest.param(2, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
         pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),

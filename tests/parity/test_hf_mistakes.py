@@ -150,6 +150,7 @@ def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.
     assert "more than --tolerance 0.0001" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> None:
     """In processes of their own, where nothing has activated a backend before: import, train from both, export."""
 

@@ -21,7 +21,8 @@ SMALL = (
     "--images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 2"
 ).split()
 
-LONG = "--train-iters 20".split()  # what `make test-all` makes of every layout
+# What tests that compare with one process make of it: `make test` its beginning, `make test-all` more.
+THREE, LONG = "--train-iters 3".split(), "--train-iters 20".split()
 
 # 200 steps in which the loss falls from ln 95 = 4.55 to a few hundredths above the entropy of the text, 1.68. Where a
 # loss goes towards zero (the demo's), two runs in bf16 that differ in the order of their sums are 10 % apart on the

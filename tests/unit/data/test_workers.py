@@ -63,7 +63,7 @@ def test_a_worker_that_is_lost_in_a_task_is_replaced(source: FilesSource, tmp_pa
 
 
 def test_idle_workers_that_are_killed_are_replaced(source: FilesSource) -> None:
-    pool = WorkerPool(source, 2, timeout=300)
+    pool = WorkerPool(source, 1, timeout=300)
     expected = pool.map(encode, TASKS)
     for worker in pool._workers:
         worker.kill()

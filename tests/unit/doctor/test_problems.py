@@ -193,6 +193,7 @@ def test_json_has_facts_and_findings() -> None:
     assert data["problems"] == [{"level": "note", "what": "what", "remedy": "remedy"}]
 
 
+@pytest.mark.slow
 def test_the_program_reports_the_machine_at_hand(tmp_path: Path) -> None:
     """Here a run works, so the status is 0; from a folder that is not the repository."""
     command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json", "--timeout", "3600"]

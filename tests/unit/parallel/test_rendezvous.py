@@ -100,6 +100,7 @@ def test_a_mistake_of_one_machine_is_said_once_before_the_ranks_have_met(port: i
     here = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**here, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # whatever other tests left behind
     assert [train._speaks(), train._speaks()] == [True, False]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train._speaks()
