@@ -83,6 +83,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        """Report once, for all ranks to know of one that stops before its first round, and watch from then on."""
+        self._store.set(_key(self._member.rank), self._report(0.0).dumps())
         self._thread.start()
 
     def also(self, look: Callable[[Store], bool]) -> None:

@@ -42,7 +42,7 @@ from megavlm.planner.auto import offload_memory_error
 from megavlm.planner.plan import Plan, make_plan, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.resilience.lock import RunLock
-from megavlm.resilience.phases import Phases
+from megavlm.resilience.phases import START, Phases
 from megavlm.resilience.status import note_failure
 from megavlm.train.build_engine import build_engine
 from megavlm.train.callbacks import Callbacks
@@ -106,9 +106,10 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     timeout = config.parallel.distributed_timeout_minutes
     meeting = meet(timeout_minutes=minutes_to_meet(config))
     memory = partial(peak_memory, backend.device)
-    watch = Watch(config, Phases(clock_of(backend.device)), meeting, memory=memory)
+    phases = Phases(clock_of(backend.device))
+    phases.enter(START, "connections")  # which the first report names
+    watch = Watch(config, phases, meeting, memory=memory)
     try:
-        watch.starting("connections")
         start(backend, timeout_minutes=timeout, meeting=meeting)
         return _locked(config, backend, saver, watch, began)
     except BaseException:

@@ -120,11 +120,16 @@ def test_a_stopped_process_of_the_same_torchrun_is_ended(monkeypatch: pytest.Mon
     _kill_sibling(child.pid)  # it is gone
 
 
-@pytest.mark.parametrize("silent", [0, 2])
-def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(silent: int, tmp_path: Path, capfd):
+@pytest.mark.parametrize(("silent", "at_once"), [(0, False), (2, False), (2, True)])
+def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(
+    silent: int, at_once: bool, tmp_path: Path, capfd
+):
+    """Also one that stops before its first round."""
     ranks = Ranks(3, tmp_path, timeout=1.0)
     dog = ranks.dogs[silent]
     round_, stopped = dog._round, threading.Event()
+    if at_once:
+        stopped.set()
     dog._round = lambda passed: None if stopped.is_set() else round_(passed)
     ranks.start()
     assert wait(lambda: all(ranks.dogs[rank].table for rank in {0, 2} - {silent}))
