@@ -28,10 +28,10 @@ RUN = [*SMALL, *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --langua
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
     (2, "--tp 2 --optimizer muon"),
-    (2, f"{FULL} --precision bf16 --offload optimizer"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            (2, f"{FULL} --precision bf16 --offload optimizer"),
             (4, "--pp 2 --vpp 2 --precision bf16"),
             (2, "--placement colocated --optimizer lion --lr 1e-4 --offload optimizer"),
             (2, "--data-parallel-sharding none --precision bf16 --tp 2"),

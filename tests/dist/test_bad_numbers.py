@@ -51,7 +51,12 @@ CASES = [
         Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
         marks=pytest.mark.slow,
     ),
-    (2, f"--pp 2 --precision bf16 {DELAYED}", Fault("output", (3,), name="language.layers.1", value=inf)),
+    pytest.param(
+        2,
+        f"--pp 2 --precision bf16 {DELAYED}",
+        Fault("output", (3,), name="language.layers.1", value=inf),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

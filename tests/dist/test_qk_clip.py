@@ -130,7 +130,7 @@ def test_sharding_clips_the_heads_of_one_process(pools, one, tmp_path, world, mo
 @pytest.mark.parametrize(
     "flags",
     [
-        f"{MUON} --tp 2 --micro-batch-size 4 --precision bf16",
+        pytest.param(f"{MUON} --tp 2 --micro-batch-size 4 --precision bf16", marks=pytest.mark.slow),
         pytest.param(f"{CLIP} {ZERO_3}", marks=pytest.mark.slow),
         pytest.param(f"{CLIP} --placement colocated --pp 2", marks=pytest.mark.slow),
     ],

@@ -22,7 +22,7 @@ from tests.support.training import SMALL, assert_resumed, assert_same_curve, met
     ("world", "layout"),
     [
         pytest.param(4, "--tp 2 --pp 2 --recompute-granularity full", marks=pytest.mark.slow),
-        (2, "--data-parallel-sharding none"),
+        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --micro-batch-size 2 --placement colocated --encoder-chunk-patches 20"),
         (2, "--pp 2 --recompute-granularity full"),

@@ -131,6 +131,7 @@ def sharded_curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
     return metrics(run_dir)
 
 
+@pytest.mark.slow
 def test_a_bf16_run_keeps_its_master_weights_across_shardings(pools: Pools, tmp_path: Path):
     """Saved with one sharding and saved again with another at once: no number has changed."""
     argv = [*SMALL, *"--precision bf16 --tp 2 --micro-batch-size 4 --train-iters".split()]

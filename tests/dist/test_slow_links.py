@@ -253,6 +253,7 @@ def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, 
     assert any(ours["grad_norm"] != theirs["grad_norm"] for ours, theirs in zip(coded, plain, strict=True))
 
 
+@pytest.mark.slow
 def test_coded_weights_resume_bit_for_bit(pools: Pools, tmp_path: Path) -> None:
     """They are coded as themselves, and masters are exact. (Of gradients, what was not sent yet is dropped.)"""
     argv = [*SMALL, *WEIGHTS.split()]
