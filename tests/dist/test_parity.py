@@ -95,6 +95,7 @@ EIGHT_PROCESSES = ("rich", "one-image-rank", "qwen3-vl", "llava-onevision")
 PRODUCT = [
     (layout, model) for layout in LAYOUTS for model in MODELS if layout != "tp2-pp2-dp2" or model in EIGHT_PROCESSES
 ]
+GEMMA_STAGES = ("pp4-vpp2", "gemma3")
 SLOW = [
     ("tp2-pp2-vpp2", "frozen-vision", "cuts4"),
     ("tp2", "frozen-vision-projector", "colocated"),
@@ -111,9 +112,15 @@ SLOW = [
     ],
     *[(layout, "padded-heads", "vision-tp4") for layout in ("tp4", "pp4-vpp2", "tp2-pp2", "tp2-pp2-dp2")],
     # Each layout meets each model, in turn with the encoder in stages and colocated: so either placement meets every
-    # layout, and every model.
+    # layout, and every model. (Without its tower, gemma3 has fewer layers than this layout has chunks.)
     *[
-        (layout, model, ("colocated", "")[(list(LAYOUTS).index(layout) + list(MODELS).index(model)) % 2])
+        (
+            layout,
+            model,
+            "colocated"
+            if (list(LAYOUTS).index(layout) + list(MODELS).index(model)) % 2 == 0 and (layout, model) != GEMMA_STAGES
+            else "",
+        )
         for layout, model in PRODUCT
     ],
     *[(layout, "rich", "no-zero") for layout in LAYOUTS],
@@ -127,6 +134,13 @@ SLOW = [
 # the gradient norm is off by 2.7e-6 on one process with micro-batches of four, 9.5e-6 with TP 2 and 1.42e-5 with TP 4:
 # the same weight, by different amounts. In float64 the same runs agree to 1.2e-14, which the test below holds.
 TOLERANCES = {("tp4", "llava-onevision", ""): 2e-5}
+# Rounding moves this model at TP 2 as far: the gradient norm of iterations 11 and 12 is 1.1e-5 to 1.4e-5 off, and that
+# of the same runs in float64 1.2e-14.
+TOLERANCES |= {
+    ("tp2", "glm4v", "colocated"): 2e-5,
+    ("tp2-pp2", "glm4v", "colocated"): 2e-5,
+    ("tp2-pp2-vpp2", "glm4v", "vision-tp2-passes"): 2e-5,
+}
 
 
 def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=THREE) -> None:
