@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import PAGES, Example, examples, write_folder
+from tests.support.forked import PATIENCE
 
 # Runs are shorter than a user's: three steps, of which each saves.
 SHORT = ("--train-iters", "3", "--save-interval", "2", "--num-workers", "0")
@@ -37,6 +38,7 @@ def run(folder: Path, words: tuple[str, ...]) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"

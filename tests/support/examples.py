@@ -27,6 +27,7 @@ ELSEWHERE = {
     "python tools/sweep.py lr.yaml ": "a grid of hours; tests/unit/sweep has small ones",
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
+    "torchrun --nnodes 16 ": "it waits for machines; tests/dist/test_doctor_world.py has two",
     "tools/gpu_check.sh": "it needs a GPU",
     "python -m pytest ": "the suite has them",
     "python benchmarks/": "hours",
