@@ -42,6 +42,7 @@ ELSEWHERE = {
     "megavlm convert export runs/qformer ": "tests/dist/test_compose.py exports a run in parts",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --vision-from exported/vision ": "and begins another run with them",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
+    "python tools/convert.py export runs/acme ": "tests/dist/test_extensions.py exports a folder of that family",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
     "python examples/first_hour/make_data.py": "the folder has what it writes",
 }
@@ -94,7 +95,9 @@ def examples(page: Path) -> Iterator[Example]:
 
 def write_folder(folder: Path) -> None:
     """Write what the examples name: programs, data, models, configurations."""
+    import pyarrow
     import transformers
+    from pyarrow import parquet
 
     from examples.first_hour import make_data
     from examples.first_run import small_model
@@ -107,6 +110,9 @@ def write_folder(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
     inside = [{**record, "image": Path(record["image"]).name} for record in records]
     (folder / "llava_665k.json").write_text(json.dumps(inside * 4))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "scans").symlink_to(folder / "images")
+    parquet.write_table(pyarrow.Table.from_pylist(inside), folder / "docvqa.parquet")
     make_data.main(folder / "my-data", images=120)
     small_model.main(folder / "HF_DIR")
     _write_qwen(folder / "Qwen2.5-VL-7B-Instruct")
