@@ -33,6 +33,7 @@ _NO_PAIRS = (
     "--objective next-token"
 )
 _LOOKED_AT = 100  # most records that are read to find a good one
+_NAMED = 12  # most of their fields that a message names
 _UNREADABLE = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
@@ -175,9 +176,11 @@ def _shape(source: DatasetConfig, container: Container) -> Shape:
     if not fields:
         raise _wrong(source, f"has no record among its first {_LOOKED_AT}: write JSON Lines or an array of objects")
     wanted = ", ".join(FIELD.values()) if source.kind == "auto" else FIELD[cast(Shape, source.kind)]
+    more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
     raise _wrong(
         source,
-        f"has records of the fields {', '.join(map(shown, fields))}, none of {wanted}: see docs/data.md for kinds",
+        f"has records of the fields {', '.join(map(shown, fields[:_NAMED]))}{more}, none of {wanted}: see docs/data.md "
+        "for kinds",
     )
 
 

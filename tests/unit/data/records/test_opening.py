@@ -127,6 +127,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.json", b'[{"conversations": [', r"is no JSON array \(at byte 1, element 0"),
         ("d.jsonl", b"garbage\n" * 200, "has no record among its first 100"),
         ("d.jsonl", b'{"question": "x"}\n', "fields 'question', none of conversations, messages, text"),
+        ("d.jsonl", json.dumps({f"f{n:02}": n for n in range(40)}).encode(), "'f10', 'f11' and 28 more, none of"),
         ("d.jsonl", '{"text": "x"}'.encode("utf-16"), "is UTF-16"),
         ("d.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "is gzip"),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
