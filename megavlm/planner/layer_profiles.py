@@ -178,7 +178,7 @@ def relay(ahead: Array, behind: Array) -> float:
 
 
 def relays_of(ahead: Array, behind: Array) -> Array:
-    """Return `relay` of many passes at once, […]: prefix sums are [layers + 1, …], a column for each pass."""
+    """Return `relay` of each of many passes, [passes, …]; both prefix sums are [layers + 1, passes, …]."""
     found: Array = behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max(axis=0)
     return found
 

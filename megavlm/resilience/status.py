@@ -32,8 +32,8 @@ def write_status(
     exit_status: int | None = None,
     **details: Any,
 ) -> None:
-    """Replace RUN_DIR/status.json. Numbers and names that are not given stay as they were; `reason` and `exit_status`
-    belong to a state.
+    """Replace RUN_DIR/status.json. The iteration, the number of iterations, the checkpoint and the number of ranks stay
+    as the file had them where they are not given; `reason` and `exit_status` do not.
 
     `exit_status` is that of a rank; that of a finished and of a stopped run is known. A run that was killed leaves the
     state "running" behind.

@@ -83,7 +83,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Report once, for all ranks to know of one that stops before its first round, and watch from then on."""
+        """Publish a first report at once, then start the thread.
+
+        Reports are judged when every rank has one: a rank that stopped before its first would never be named.
+        """
         self._store.set(_key(self._member.rank), self._report(0.0).dumps())
         self._thread.start()
 

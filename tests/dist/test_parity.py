@@ -112,7 +112,7 @@ SLOW = [
     ],
     *[(layout, "padded-heads", "vision-tp4") for layout in ("tp4", "pp4-vpp2", "tp2-pp2", "tp2-pp2-dp2")],
     # Each layout meets each model, in turn with the encoder in stages and colocated: so either placement meets every
-    # layout, and every model. (Without its tower, gemma3 has fewer layers than this layout has chunks.)
+    # layout, and every model. (A colocated gemma3 has seven layers in stages, and PP4·VPP2 has eight chunks.)
     *[
         (
             layout,

@@ -50,9 +50,9 @@ ODD = VALUES | st.sampled_from(
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the places of all values in a value, its own `()` first.
+    """Return the place of each value in a JSON value as a path of keys and indices; that of the whole is `()`.
 
-    Not those more than ten levels deep: with one value of 900 levels inside of another, json.dumps fails.
+    Places more than ten levels deep are left out: json.dumps fails on a value of 900 levels inside of another.
     """
     found = [place]
     if len(place) > 10:

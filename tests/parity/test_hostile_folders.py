@@ -70,7 +70,7 @@ def describe(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_setting_of_another_type_or_size_is_one_line(step: int) -> None:
-    """Every setting of every family with every wrong value; with `step`, each so many of them."""
+    """Give each setting of each family each wrong value; of all these pairs, take every `step`-th."""
     configs = [CONFIG, *({"model_type": family.model_types[0], **values} for family, values in PUBLISHED.values())]
     cases = [(config, place, value) for config in configs for place in sections(config) for value in WRONG]
     assert len(WRONG) % 5, "the same values of each setting would be taken"

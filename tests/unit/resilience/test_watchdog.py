@@ -124,7 +124,7 @@ def test_a_stopped_process_of_the_same_torchrun_is_ended(monkeypatch: pytest.Mon
 def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(
     silent: int, at_once: bool, tmp_path: Path, capfd
 ):
-    """Also one that stops before its first round."""
+    """With `at_once`, it stops before its thread has published anything."""
     ranks = Ranks(3, tmp_path, timeout=1.0)
     dog = ranks.dogs[silent]
     round_, stopped = dog._round, threading.Event()
