@@ -26,6 +26,7 @@ from megavlm.checkpoint.retention import Keep
 from megavlm.checkpoint.staging import Places, Staging
 from megavlm.checkpoint.writer import Job, Outcome, Pulse, is_committed, reports_of, serve
 from megavlm.checkpoint.writing import Division, Share
+from megavlm.resilience.ended import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
 _LOOK = 1.0  # seconds between looks for signs of life of the writer
@@ -153,8 +154,8 @@ class Saver:
         """Start another writer after one has died, and let it do the same work once more from the same memory."""
         assert self._job is not None
         self._connection.close()
-        self._process.join(_GIVEN_UP)
-        reason = reason or f"the process that writes checkpoints died (exit code {self._process.exitcode})"
+        ended = how_it_ended(self._process, _GIVEN_UP)
+        reason = reason or f"the process that writes checkpoints {ended}"
         self._start()
         if not self._again:
             reason = f"rank {self._job.rank}: {reason}"

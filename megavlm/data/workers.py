@@ -26,6 +26,7 @@ import torch.multiprocessing  # tensors travel in shared memory
 from megavlm.data.files import FilesSource
 from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
 from megavlm.errors import UserError
+from megavlm.resilience.ended import how_it_ended
 from megavlm.resilience.signals import SIGNALS
 
 Result = TypeVar("Result")
@@ -166,13 +167,10 @@ class _Worker:
 
     def _how_it_ended(self) -> str:
         self._process.kill()
-        self._process.join()
+        ended = how_it_ended(self._process)
         self._pipe.close()
         self.lost = True
-        code = self._process.exitcode or 0
-        if self.hangs:
-            return "hung (--data-worker-timeout)"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return "hung (--data-worker-timeout)" if self.hangs else ended
 
 
 class TellingSource:

@@ -121,7 +121,8 @@ def test_stalls_and_times_of_saves_are_measured(undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("fails", "the disk is full"), ("killed", "rank 1: the process that writes checkpoints died")]
+    ("how", "reason"),
+    [("fails", "the disk is full"), ("killed", "rank 1: the process that writes checkpoints was ended by SIGKILL")],
 )
 def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, how: str, reason: str) -> None:
     """Although it is rank 0 that commits: it does not wait for a writer that is gone."""
