@@ -80,6 +80,7 @@ def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: 
     assert event["iteration"] == 3
     assert event["module"] == (fault.name or "pixels")
     assert fault.rank in (None, event["culprit"])
+    assert f"rank {event['culprit']} " in event["reason"]
     assert event["samples"]
     assert len(event["samples"]) <= (4 if "colocated" in layout else 2)
 

@@ -203,11 +203,12 @@ def test_units_send_what_codes_and_residuals_say(
 
 
 CLOSE = [
-    (2, f"{GRADIENTS} {BF16}"),
+    (2, f"{GRADIENTS} {WEIGHTS}"),
     (2, f"{FULL} {GRADIENTS} {WEIGHTS}"),
 ]
 SLOW = [
     (2, WEIGHTS),
+    (2, f"{GRADIENTS} {BF16}"),
     (4, f"{GRADIENTS} {WEIGHTS} --compress-group-size 2"),
     (4, f"{FULL} {GRADIENTS} {WEIGHTS} --compress-group-size 2 --secondary-shard-size 2 --global-batch-size 8"),
     (4, f"--tp 2 {GRADIENTS} {WEIGHTS}"),
