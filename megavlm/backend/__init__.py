@@ -1,7 +1,7 @@
 """Choose the device of this process, and patch megatron-core for it before anything imports megatron-core.
 
-`backend.mcore_patches` holds the few patches that every device needs, `backend.cpu` those that a CPU run adds. No other
-package patches modules of torch or megatron-core.
+`backend.mcore_patches` holds the few patches that every device needs, `backend.cpu` and `backend.gloo` those that a CPU
+run adds. No other package patches modules of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def activate(*, launches_in_order: bool = False) -> Backend:
         transformer_engine.loading_error()  # before megatron-core tries
         mcore_patches.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
-    from megavlm.backend import cpu
+    from megavlm.backend import cpu, gloo
 
     cpu.install()
+    gloo.install()
     return Backend(device=torch.device("cpu"), communication="gloo", name="CPU")

@@ -188,6 +188,7 @@ HOOKS = (
         "where second shards of weights are",
         ("mesh", "shard_mesh_dim", "replicate_mesh_dim"),
     ),
+    Hook("torch.distributed", "ProcessGroupGloo._Options", "one worker thread in each gloo group"),
     Hook("torch", "_fused_adamw_", "one pass over memory per update"),
     Hook("torch", "_fused_adam_", "the same for Adam with L2"),
     Hook(
