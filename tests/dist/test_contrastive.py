@@ -63,6 +63,7 @@ FAST = [
     ("plain", "rich", "tp2"),
     ("mean", "plain", "pp2-vpp2"),
     ("mean", "plain", "dp2"),
+    ("mean", "plain", "cp2"),
     ("sigmoid", "plain", "dp2"),
 ]
 SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")

@@ -65,7 +65,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
-        pytest.param(2, "--tp 2 --no-sequence-parallel", marks=pytest.mark.slow),
+        (2, "--tp 2 --no-sequence-parallel"),
         pytest.param(4, "--tp 2 --data-parallel-sharding none", marks=pytest.mark.slow),
     ],
 )

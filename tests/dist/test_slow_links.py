@@ -204,6 +204,7 @@ def test_units_send_what_codes_and_residuals_say(
 
 CLOSE = [
     (2, f"{GRADIENTS} {WEIGHTS}"),
+    (2, f"{GRADIENTS} --data-parallel-sharding none"),
     (2, f"{FULL} {GRADIENTS} {WEIGHTS}"),
 ]
 SLOW = [
@@ -225,7 +226,6 @@ SLOW = [
     (2, f"{FULL} {GRADIENTS} {WEIGHTS} --freeze vision --lora-rank 4"),
     (2, "--compress-gradients fp8"),
     (2, "--compress-gradients bf16"),
-    (2, f"{GRADIENTS} --data-parallel-sharding none"),
     (4, f"{GRADIENTS} {WEIGHTS} --hybrid-shard-size 2"),
     (4, f"--pp 2 --vpp 2 {GRADIENTS}"),
     (4, f"--pp 2 --placement colocated {GRADIENTS} {WEIGHTS}"),
