@@ -51,6 +51,18 @@ def test_an_answer_ends_before_a_stop_token(pools: Pools, tmp_path: Path) -> Non
         assert found == [expected] * world
 
 
+def test_replicas_whose_answers_end_sooner_go_on_with_the_others(pools: Pools, tmp_path: Path) -> None:
+    """With ZeRO-3 every layer gathers weights from all of them."""
+    (whole,) = pools(1).run(answers, argv("plain"), str(tmp_path / "whole"))
+    stop = [answer[0] for answer in whole[::2]]  # replica 0 takes every second prompt
+    later = [answer for answer in whole[1::2] if not set(stop) & set(answer[:2])]
+    assert later, "no answer of replica 1 has more tokens than those of replica 0"
+    flags = argv("plain", "--data-parallel-sharding", "full")
+    found = pools(2).run(_stopped, flags, str(tmp_path / "run"), stop)
+    ends = [next((i for i, token in enumerate(answer) if token in stop), NEW_TOKENS) for answer in whole]
+    assert found == [[answer[:end] for answer, end in zip(whole, ends, strict=True)]] * 2
+
+
 def _uncached(flags: list[str], run_dir: str) -> list[list[int]]:
     return answers(flags, run_dir, with_cache=False)
 

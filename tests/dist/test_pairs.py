@@ -40,7 +40,8 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, "--tp 2 --num-workers 1"),
+        (2, "--num-workers 1"),
+        pytest.param(2, "--tp 2 --num-workers 1", marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --num-workers 1", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --vpp 2 --placement colocated", marks=pytest.mark.slow),
         pytest.param(2, "--cp 2 --no-packing", marks=pytest.mark.slow),

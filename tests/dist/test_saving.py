@@ -133,6 +133,43 @@ def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, ho
     assert time.monotonic() - began < 120
 
 
+def asked_in_a_save(argv: list[str], run_dir: str) -> str:
+    """Train until rank 0 alone is asked to stop while the state of iteration 2 is copied; return why the run ends."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megavlm.errors import Stopped
+    from megavlm.resilience.signals import StopRequest
+    from megavlm.train.saves import Saves
+
+    requests: list[StopRequest] = []
+    began, save = StopRequest.training, Saves.save
+
+    def beginning(self: StopRequest) -> Any:
+        requests.append(self)
+        return began(self)
+
+    def saving(self: Saves, position: Any, record: Any) -> None:
+        save(self, position, record)
+        if dist.get_rank() == 0 and position.iteration == 2:
+            requests[0].ask("the test", warning=True, urgent=False)
+
+    with patch.object(StopRequest, "training", beginning), patch.object(Saves, "save", saving):
+        try:
+            train(argv, run_dir)
+        except Stopped as stopped:
+            return str(stopped)
+    return "nothing"
+
+
+def test_a_request_to_one_rank_during_a_save_ends_the_run_on_all(pools: Pools, tmp_path: Path) -> None:
+    told = pools(2).run(asked_in_a_save, [*TINY, "--train-iters", "6"], str(tmp_path))
+    assert told == ["the test", "another rank was asked to stop"]
+    assert [iteration for iteration, _ in folders.complete(tmp_path / "checkpoints")] == [2]
+    assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2]
+
+
 def with_a_commit_that_is_killed(argv: list[str], run_dir: str, where: str) -> None:
     """Train with a writer of rank 0 that is killed once: in the commit of iteration 2, or as it prunes after that."""
     import torch.distributed as dist

@@ -152,8 +152,10 @@ def test_training_is_bit_identical_with_and_without(
 
 
 def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: int) -> int:
-    """Run until a request to stop comes in the validation after an iteration; return its batches after the request."""
+    """Run until rank 0 is asked to stop in the validation after an iteration; return its batches after the request."""
     from unittest.mock import patch
+
+    import torch.distributed as dist
 
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
@@ -176,7 +178,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     def computing(self, *args, **options):
         nonlocal after
         if after >= 0:
-            if not requests[0].requested:
+            if dist.get_rank() == 0 and not requests[0].requested:
                 requests[0].ask("the test", warning=True, urgent=False)
             after += 1
         return losses(self, *args, **options)
