@@ -52,6 +52,33 @@ def test_features_come_from_disk_once_they_are_there(
         assert_same_curve(metrics(tmp_path / run), metrics(plain))
 
 
+def train_with_files_that_vanish(argv: list[str], run_dir: str) -> None:
+    """As if another run deleted every third file after rank 0 had read it, and before rank 1 did."""
+    import torch.distributed as dist
+
+    from megavlm.pipeline.feature_cache import FeatureCache
+
+    get, asked = FeatureCache.get, 0
+
+    def vanishing(self, key):
+        nonlocal asked
+        asked += 1
+        return None if dist.get_rank() == 1 and asked % 3 == 0 else get(self, key)
+
+    FeatureCache.get = vanishing  # type: ignore[method-assign]
+    try:
+        train(argv, run_dir)
+    finally:
+        FeatureCache.get = get  # type: ignore[method-assign]
+
+
+def test_ranks_of_an_encoder_run_it_together_where_one_finds_no_file(pools: Pools, plain: Path, tmp_path: Path):
+    argv = [*FROZEN, *"--no-save --vision-tp 2 --vision-cache".split(), str(tmp_path / "cache")]
+    pools(2).run(train, argv, str(tmp_path / "first"))
+    pools(2).run(train_with_files_that_vanish, argv, str(tmp_path / "second"))
+    assert_same_curve(metrics(tmp_path / "second"), metrics(plain))
+
+
 class _Fp8:
     """Transformer Engine's switch (`FP8GlobalStateManager.FP8_ENABLED`) is a class's attribute, so of the process."""
 
