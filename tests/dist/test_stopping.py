@@ -19,6 +19,7 @@ from tests.support.torchrun import TINY, Launched, last_iteration
 
 TWO_RANKS = "--standalone --nproc-per-node 2 --shutdown-timeout 300".split()
 ENDLESS = [*TINY, *"--train-iters 100000 --log-interval 50".split()]
+EVERY = 20  # iterations between saves: the writer is found before the first of them
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -68,15 +69,13 @@ def test_a_signal_during_imports(tmp_path: Path):
 def test_a_signal_in_a_save(tmp_path: Path):
     """The save is completed, and the run ends without another step."""
     run_dir, output = tmp_path / "run", tmp_path / "output"
-    process = start_program([*ENDLESS, *"--save-interval 4 --run-dir".split(), str(run_dir)], output)
+    process = start_program([*ENDLESS, "--save-interval", str(EVERY), "--run-dir", str(run_dir)], output)
     while last_iteration(run_dir) < 1:
         time.sleep(0.02)
         assert process.is_alive(), output.read_text()
     writer = only_child(process.pid)
     writer.suspend()
-    while last_iteration(run_dir) % 4 or not waits_in_a_save(run_dir):
-        time.sleep(0.02)
-    reached = last_iteration(run_dir)
+    reached = where_a_save_waits(run_dir)
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(0.5)
     assert process.is_alive(), output.read_text()
@@ -92,11 +91,21 @@ def only_child(pid: int) -> psutil.Process:
     return child
 
 
-def waits_in_a_save(run_dir: Path) -> bool:
-    """Whether no iteration comes any more: a save waits for the one before it, whose writer is suspended."""
-    before = last_iteration(run_dir)
-    time.sleep(1.0)
-    return last_iteration(run_dir) == before
+def where_a_save_waits(run_dir: Path) -> int:
+    """Return the iteration whose save waits for the one before it, as the writer was suspended just now.
+
+    The second save from now on does, however slow the machine is. The first one does if the writer was busy: then no
+    iteration comes any more, which a machine that stands still looks like, too.
+    """
+    first = (last_iteration(run_dir) // EVERY + 1) * EVERY
+    since, before = time.monotonic(), 0
+    while (reached := last_iteration(run_dir)) < first + EVERY:
+        if reached != before:
+            since, before = time.monotonic(), reached
+        if reached == first and time.monotonic() - since > 20:
+            break
+        time.sleep(0.02)
+    return reached
 
 
 @pytest.mark.slow
