@@ -5,6 +5,8 @@ lock (torch 2.13, `ProcessGroupGloo::runLoop`, `lastCompletedWorkName`). A name 
 heap, as that of a coalesced all-gather is, and two threads that assign at once free it twice. A run whose collectives
 overlap then dies after hours: "malloc(): unaligned tcache chunk detected" (`tests/unit/backend/test_gloo.py` shows it).
 
+torch 2.14 has the race, too, but other names for options: there groups keep two threads.
+
 One thread takes a group's collectives in the order in which every rank starts them, and so waits for nothing that two
 would not wait for.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -27,13 +28,14 @@ def install() -> None:
         return
 
     @functools.wraps(original)
-    def with_one_worker(self: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout) -> None:
-        if not isinstance(timeout, timedelta):  # options in its place: whoever made them has chosen
-            original(self, store, rank, size, timeout)
-            return
+    def with_one_worker(self: Any, *args: Any, timeout: Any = None, **others: Any) -> None:
         options = gloo._Options()
+        if len(args) != 3 or timeout is None or any(others.values()) or not hasattr(options, "_threads"):
+            given = {**others, **({} if timeout is None else {"timeout": timeout})}
+            original(self, *args, **given)  # options of the caller's own, or a torch that names them otherwise
+            return
         options._threads, options._timeout, options._devices = 1, timeout, _devices(gloo)
-        original(self, store, rank, size, options)
+        original(self, *args, options)
 
     gloo.__init__ = with_one_worker
 
