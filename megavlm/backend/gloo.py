@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Give gloo groups that torch makes from now on one worker thread. Idempotent."""
+    """Let every gloo group that torch makes from now on have one worker thread. Idempotent."""
     gloo: Any = dist.ProcessGroupGloo
     original = gloo.__init__
     if hasattr(original, "__wrapped__"):

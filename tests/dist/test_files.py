@@ -163,7 +163,7 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
 
 
 def end_of_late_data(argv: list[str], run_dir: str) -> str:
-    """Train with data that are never ahead, and spoilt on rank 1 after the third step; return how the run ends."""
+    """Train with data that are never prefetched in time; after step 3 those of rank 1 cannot be read. Return the error."""
     from unittest.mock import patch
 
     import torch.distributed as dist
@@ -186,7 +186,7 @@ def end_of_late_data(argv: list[str], run_dir: str) -> str:
 
 
 def test_late_data_of_one_rank_that_cannot_be_read_end_the_run_on_all(pools: Pools, tmp_path: Path) -> None:
-    """After the step that is done, which is saved; the other rank would wait in the next one for ever."""
+    """The run ends after step 3, which is saved. If rank 0 did not hear of it, it would wait in step 4 for ever."""
     assert pools(2).run(end_of_late_data, SMALL, str(tmp_path)) == ["a Bär ate train.jsonl"] * 2
     assert [folder.name for folder in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000003"]
 

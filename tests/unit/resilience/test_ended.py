@@ -34,7 +34,7 @@ def test_words(end: object, words: str) -> None:
 
 
 def test_another_thread_was_given_the_status_and_keeps_it_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a start of another process between the end and the question."""
+    """Another thread takes the status of the dead process first, as it does when it starts a process."""
     given, asked, system = threading.Event(), threading.Event(), os.waitpid
 
     def waitpid(pid: int, options: int) -> tuple[int, int]:
