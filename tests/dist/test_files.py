@@ -163,7 +163,7 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
 
 
 def end_of_late_data(argv: list[str], run_dir: str) -> str:
-    """Train with data that are never prefetched in time; after step 3 those of rank 1 cannot be read. Return the error."""
+    """Train with data that are always late, and of rank 1 cannot be read after step 3; return the error."""
     from unittest.mock import patch
 
     import torch.distributed as dist

@@ -53,7 +53,7 @@ def test_features_come_from_disk_once_they_are_there(
 
 
 def train_with_files_that_vanish(argv: list[str], run_dir: str) -> None:
-    """Train where rank 1 misses every third file of the cache, as if another run had deleted it after rank 0 read it."""
+    """Train where rank 1 misses every third file of the cache, as if another run had deleted it."""
     import torch.distributed as dist
 
     from megavlm.pipeline.feature_cache import FeatureCache

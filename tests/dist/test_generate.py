@@ -52,7 +52,7 @@ def test_an_answer_ends_before_a_stop_token(pools: Pools, tmp_path: Path) -> Non
 
 
 def test_replicas_whose_answers_end_sooner_go_on_with_the_others(pools: Pools, tmp_path: Path) -> None:
-    """With ZeRO-3 every layer gathers weights from all replicas: one that stopped alone would leave the other waiting."""
+    """With ZeRO-3 layers gather weights from all replicas: one that stopped alone would leave the other waiting."""
     (whole,) = pools(1).run(answers, argv("plain"), str(tmp_path / "whole"))
     stop = [answer[0] for answer in whole[::2]]  # replica 0 takes every second prompt
     later = [answer for answer in whole[1::2] if not set(stop) & set(answer[:2])]
