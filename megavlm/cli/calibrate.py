@@ -12,12 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.rules import check
 from megavlm.config.schema import (
     Config,
@@ -31,7 +31,6 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
-from megavlm.errors import UserError
 from megavlm.parallel.world import world_of
 from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
@@ -46,19 +45,15 @@ SIZES = (
 )
 
 
+@reported("calibrate")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
-    options = _parser().parse_args(argv)
-    try:
-        calibrate(options)
-    except UserError as error:
-        print(f"calibrate.py: {error}", file=sys.stderr)
-        return 2
+    calibrate(_parser().parse_args(argv))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure this machine's rates and write them as a hardware profile.")
+    parser = Parser(description="Measure this machine's rates and write them as a hardware profile.")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="Write the profile to this file.")
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers; default: fp32."

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
@@ -24,21 +25,18 @@ from megavlm.data.records import Records, is_stream, open_records, open_tars, pr
 from megavlm.data.records.streams import cache_of
 from megavlm.data.types import BadSample, ImageRef
 from megavlm.errors import UserError
+from megavlm.program import program
 
 
+@reported("channels")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
-    options = _parser().parse_args(argv)
-    try:
-        measure(options)
-    except UserError as error:
-        print(f"megavlm channels: {error}", file=sys.stderr)
-        return 2
+    measure(_parser().parse_args(argv))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Measure the mean and standard deviation of each channel of images, for --channel-statistics."
     )
     parser.add_argument("source", metavar="SOURCE", help="File of records, or tars, as --datasets takes them.")
@@ -68,7 +66,7 @@ def measure(options: argparse.Namespace) -> None:
     if skipped:
         print(f"  the first: {skipped[0].detail}")
     print(
-        f"train on it: pretrain_vlm.py --vision-input {vision_input.name} --vision-in-channels {len(found.mean)} "
+        f"train on it: {program('train')} --vision-input {vision_input.name} --vision-in-channels {len(found.mean)} "
         f"--channel-statistics {options.out} …"
     )
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
 from megavlm.data.types import BadSample
 from megavlm.errors import UserError
@@ -16,6 +17,7 @@ from megavlm.inference.talk import Talk
 _COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
 
 
+@reported("chat")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
     try:
@@ -33,16 +35,12 @@ def main(argv: Sequence[str]) -> int:
             talk.answer(given.prompt, _show)
             print()
     except BadSample as error:
-        print(f"chat.py: {error.detail}", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"chat.py: {error}", file=sys.stderr)
-        return 2
+        raise UserError(error.detail) from error
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Talk to a trained model in a terminal.",
         epilog=f"In a conversation {_COMMANDS}; Ctrl-C stops an answer.",
         allow_abbrev=False,

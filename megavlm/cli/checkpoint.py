@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from megavlm.checkpoint import inspection, store_inspection
 from megavlm.checkpoint.retention import Keep
+from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.storage.store import StoreError
 from megavlm.storage.urls import is_url
 
 
+@reported("checkpoint")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.action(options)
-    except (UserError, StoreError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        return 2
+    except StoreError as error:
+        raise UserError(str(error)) from error
     return status
 
 
@@ -84,7 +84,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="List, verify, show, prune and copy checkpoints.")
+    parser = Parser(description="List, verify, show, prune and copy checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="List the checkpoints of a run, and which are damaged at a first look.")

@@ -14,6 +14,7 @@ from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
+from megavlm.config.commands import Parser, reported
 from megavlm.config.derived import replica_size
 from megavlm.config.extensions import without_extensions
 from megavlm.config.load import to_yaml
@@ -24,21 +25,19 @@ from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, Precisi
 from megavlm.errors import UserError
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.plan import make_plan
+from megavlm.program import program, started_as
 
 
+@reported("convert")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
-    try:
-        options, rest = _parser().parse_known_args(without_extensions(argv))
-        status: int = options.run(options, rest)
-    except UserError as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        return 2
+    options, rest = _parser().parse_known_args(without_extensions(argv))
+    status: int = options.run(options, rest)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Convert between Hugging Face folders and megavlm checkpoints.")
+    parser = Parser(description="Convert between Hugging Face folders and megavlm checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     into = commands.add_parser("import", help="Convert a Hugging Face folder to a checkpoint for --load (any layout).")
     into.add_argument("source", metavar="HF_DIR", type=Path)
@@ -95,7 +94,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     (options.out / "config.yaml").write_text(to_yaml(_loading(given, options.out)))
     parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
-    print(f"start from it: torchrun … pretrain_vlm.py --config {options.out / 'config.yaml'} --run-dir RUN")
+    print(f"start from it: {program('train')} --config {options.out / 'config.yaml'} --run-dir RUN")
     return 0
 
 
@@ -177,7 +176,7 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {length} positions"
     )
     if found.largest > options.tolerance:
-        print(f"convert.py: that is more than --tolerance {options.tolerance}", file=sys.stderr)
+        print(f"{started_as('convert')}: that is more than --tolerance {options.tolerance}", file=sys.stderr)
         return 1
     return 0
 

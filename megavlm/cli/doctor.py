@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from megavlm.config.commands import Parser, complaint
 from megavlm.doctor.collect import collect
 from megavlm.doctor.formatting import as_json, as_lines, as_text
 from megavlm.doctor.needs import needs
@@ -29,12 +30,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 1 if a run could not work, 2 if an argument or the environment is wrong, else 0."""
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         return check_world(options) if options.world else check_machine(options)
     except UserError as error:
         if isinstance(error, RankError) or os.environ.get("RANK", "0") == "0":
-            print(f"doctor.py: {error}", file=sys.stderr)
+            print(complaint("doctor", error, argv), file=sys.stderr)
         return error.status
 
 
@@ -106,7 +107,7 @@ def _status(found: Sequence[Problem]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Report what this machine offers, what is missing, and how to fix it; with --world, of all nodes."
     )
     parser.add_argument(
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--profile",
         metavar="NAME",
         help="With --world: rates to compare with, of a GPU (h100), a cloud's machine (a3-megagpu-8g) or a file of "
-        "tools/calibrate.py; default: those of the GPUs.",
+        "megavlm calibrate; default: those of the GPUs.",
     )
     parser.add_argument(
         "--json",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
 from megavlm.config.messages import shown
 from megavlm.data.records.pictures import file_below
@@ -31,22 +32,19 @@ from megavlm.inference.exports import model_folder
 from megavlm.inference.options import device_of
 
 
+@reported("embed")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or a record is wrong (reported in one line)."""
     try:
         given = _parser().parse_args(without_extensions(argv))
         _embed(given)
     except torch.OutOfMemoryError:
-        print(f"embed.py: out of memory at --batch-size {given.batch_size}: give a smaller one", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"embed.py: {error}", file=sys.stderr)
-        return 2
+        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write the vectors of texts and images.", allow_abbrev=False)
+    parser = Parser(description="Write the vectors of texts and images.", allow_abbrev=False)
     parser.add_argument(
         "model",
         type=Path,

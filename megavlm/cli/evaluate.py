@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import AnswerFolder
@@ -34,6 +35,7 @@ from megavlm.parallel.world import World, world_of
 _PAUSE = 1.0  # seconds between two looks at the answers of other processes
 
 
+@reported("evaluate")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
     world, given = World(), argparse.Namespace()
@@ -42,20 +44,16 @@ def main(argv: Sequence[str]) -> int:
         world = world_of(os.environ)
         _evaluate(given, world)
     except torch.OutOfMemoryError:
-        print(f"evaluate.py: out of memory at --batch-size {given.batch_size}: give a smaller one", file=sys.stderr)
-        return 2
+        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
     except UserError as error:
         if world.rank:
             time.sleep(error.wait)  # where rank 0 finds the same, torchrun ends this process before it repeats it
-        print(f"evaluate.py: {error}", file=sys.stderr)
-        return 2
+        raise
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Score a trained model on questions about images and videos.", allow_abbrev=False
-    )
+    parser = Parser(description="Score a trained model on questions about images and videos.", allow_abbrev=False)
     parser.add_argument(
         "--task",
         nargs="+",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.preview.goodput import LIMIT, page
 from megavlm.preview.html import write_page
@@ -21,16 +21,13 @@ from megavlm.resilience.events import events
 from megavlm.resilience.history import CAUSES, TRAINING, history_of
 
 
+@reported("goodput")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    try:
-        accounts = [_account(run) for run in given.runs]
-        scaling = _scaling(given.runs) if given.scaling else None
-        write_page(page(accounts, scaling), given.out)
-    except UserError as error:
-        print(f"goodput.py: {error}", file=sys.stderr)
-        return 2
+    accounts = [_account(run) for run in given.runs]
+    scaling = _scaling(given.runs) if given.scaling else None
+    write_page(page(accounts, scaling), given.out)
     if given.json:
         print(json.dumps(_as_json(accounts, scaling), indent=2))
     else:
@@ -40,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Say what runs' time went to, in words and on an HTML page.", allow_abbrev=False
-    )
+    parser = Parser(description="Say what runs' time went to, in words and on an HTML page.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Folders of runs, as given to --run-dir.")
     parser.add_argument(
         "--out",

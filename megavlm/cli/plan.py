@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.cli.plan_costs import add_cost_options, costs, machine_of
 from megavlm.config.cli import parse
+from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import load_extensions, without_extensions
 from megavlm.config.fields import with_values
 from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
@@ -39,17 +39,14 @@ LOOK = 2048  # samples: as many as a run packs together, and some three seconds
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
+@reported("plan")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
-    try:
-        return plan(_parser().parse_args(without_extensions(argv)))
-    except UserError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
-        return 2
+    return plan(_parser().parse_args(without_extensions(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Rank the layouts of a model on a number of devices.")
+    parser = Parser(description="Rank the layouts of a model on a number of devices.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
     what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
@@ -60,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu",
         "--profile",
         dest="gpu",
-        help=f"Device: {', '.join(PROFILES)}, or a JSON file from tools/calibrate.py; default: h100.",
+        help=f"Device: {', '.join(PROFILES)}, or a JSON file from megavlm calibrate; default: h100.",
     )
     device.add_argument(
         "--machine",
@@ -86,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--datasets",
         nargs="+",
         metavar="PATH",
-        help="Data sets of the run, as pretrain_vlm.py takes them.",
+        help="Data sets of the run, as a run takes them.",
     )
     parser.add_argument(
         "--look",

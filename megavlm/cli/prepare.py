@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megavlm.config.commands import Parser, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, size_of
@@ -21,21 +22,18 @@ from megavlm.data.processors.vision_inputs import RGB, vision_input_of
 from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
+from megavlm.program import program
 
 
+@reported("prepare")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
-    options = _parser().parse_args(argv)
-    try:
-        prepare(options)
-    except UserError as error:
-        print(f"prepare_data.py: {error}", file=sys.stderr)
-        return 2
+    prepare(_parser().parse_args(argv))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write records and their images as WebDataset tars.")
+    parser = Parser(description="Write records and their images as WebDataset tars.")
     parser.add_argument("source", metavar="SOURCE", help="File of records, or a folder of files of one kind.")
     parser.add_argument(
         "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
@@ -101,7 +99,7 @@ def prepare(options: argparse.Namespace) -> None:
         print(f"  {number} {reason}")
     if notes.skipped:
         print(f"  {options.out / SKIPPED} lists them")
-    print(f"train on it: pretrain_vlm.py --datasets {options.out} …")
+    print(f"train on it: {program('train')} --datasets {options.out} …")
 
 
 def _progress(total: int) -> Callable[[int, Notes], None]:

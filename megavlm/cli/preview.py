@@ -7,35 +7,30 @@ the packing of samples into sequences, lengths, the sampling share of each sourc
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.cli import parse
+from megavlm.config.commands import Parser, reported
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ParallelConfig
-from megavlm.errors import UserError
 
 
+@reported("preview")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(argv)
     if rest and not rest[0].startswith("-"):
         rest = ["--config", *rest]
-    try:
-        path = write(_config(rest), options.out, shown=options.samples)
-    except UserError as error:
-        print(f"preview_data.py: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {path}")
+    print(f"wrote {write(_config(rest), options.out, shown=options.samples)}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Write an HTML page that shows the training data of a run.",
-        epilog="All flags of pretrain_vlm.py are accepted as well. A leading argument without -- is taken as --config.",
+        epilog="All flags of a run are accepted as well. A leading argument without -- is taken as --config.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")

@@ -7,30 +7,26 @@ which the runs differ, and their events.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.errors import UserError
+from megavlm.config.commands import Parser, reported
 from megavlm.preview.html import write_page
 from megavlm.preview.report import page
 from megavlm.preview.run_data import read_run
 
 
+@reported("report")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    try:
-        write_page(page([read_run(run) for run in given.runs]), given.out)
-    except UserError as error:
-        print(f"report.py: {error}", file=sys.stderr)
-        return 2
+    write_page(page([read_run(run) for run in given.runs]), given.out)
     print(f"wrote {given.out}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare runs on one HTML page.", allow_abbrev=False)
+    parser = Parser(description="Compare runs on one HTML page.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Folders of runs, as given to --run-dir.")
     parser.add_argument(
         "--out",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.launch.__main__ import main as launch
 from megavlm.launch.checks import check_job
@@ -29,31 +29,28 @@ from megavlm.sweep.state import note_flags, note_submitted, state_of, to_train, 
 _EACH = ("vertex", "kubernetes")  # a job for each variant
 
 
+@reported("sweep")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, or submitted, 2 a mistake (one line), 75 stopped by a signal, 1 failed."""
     options, more = _parser().parse_known_args(argv)
-    try:
-        grid = read_grid(options.grid)
-        variants = variants_of(grid)
-        if options.report:
-            return report(options.grid.stem, grid, variants)
-        _check(options, more, grid, variants)
-        waiting = to_train(variants, retry_failed=options.retry_failed)
-        if options.on in _EACH:
-            waiting = unsubmitted(Path(grid.run_dir), waiting, again=options.retry_failed)
-        if options.dry_run:
-            return dry_run(options, more, grid, variants, waiting)
-        note_flags(Path(grid.run_dir), variants)
-        failed = sum(state_of(variant) == "failed" for variant in variants if variant not in waiting)
-        hint = f"; {failed} failed: --retry-failed starts them again" if failed else ""
-        print(f"{len(waiting)} of {len(variants)} variants are to train{hint}", flush=True)
-        status = start(options, more, grid, waiting) if waiting else 0
-        if options.on == "local" or not waiting:
-            report(options.grid.stem, grid, variants)
-        return status
-    except UserError as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
-        return error.status
+    grid = read_grid(options.grid)
+    variants = variants_of(grid)
+    if options.report:
+        return report(options.grid.stem, grid, variants)
+    _check(options, more, grid, variants)
+    waiting = to_train(variants, retry_failed=options.retry_failed)
+    if options.on in _EACH:
+        waiting = unsubmitted(Path(grid.run_dir), waiting, again=options.retry_failed)
+    if options.dry_run:
+        return dry_run(options, more, grid, variants, waiting)
+    note_flags(Path(grid.run_dir), variants)
+    failed = sum(state_of(variant) == "failed" for variant in variants if variant not in waiting)
+    hint = f"; {failed} failed: --retry-failed starts them again" if failed else ""
+    print(f"{len(waiting)} of {len(variants)} variants are to train{hint}", flush=True)
+    status = start(options, more, grid, waiting) if waiting else 0
+    if options.on == "local" or not waiting:
+        report(options.grid.stem, grid, variants)
+    return status
 
 
 def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variants: Sequence[Variant]) -> None:
@@ -135,7 +132,7 @@ def report(title: str, grid: Grid, variants: Sequence[Variant]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train the variants of a run that a grid describes, and compare what came out.",
         epilog="Options that are not listed go to sbatch (--time 2-0), or to `megavlm launch vertex | kubernetes`.",
         allow_abbrev=False,

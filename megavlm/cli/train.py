@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.config.cli import parse
+from megavlm.config.commands import complaint
 from megavlm.config.derived import launches_in_order, replica_size
 from megavlm.config.resolve import has_validation, resolve
 from megavlm.config.rules import check, usable_world
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         note_exit(error.status, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, RankError) or _speaks():
-            print(f"pretrain_vlm.py: {error}", file=sys.stderr, flush=True)
+            print(complaint("train", error, argv), file=sys.stderr, flush=True)
         if _world_or_alone().world_size > 1:
             time.sleep(error.wait)
         return error.status

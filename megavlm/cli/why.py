@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megavlm.config.commands import Parser, reported
+from megavlm.errors import UserError
 from megavlm.resilience.account import records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.history import history_of
 from megavlm.resilience.why import findings
 
 
+@reported("why")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 no run is there."""
     run_dir = _parser().parse_args(argv).run_dir
     steps = records_of(run_dir)
     if not steps:
-        print(f"why.py: {run_dir} has no metrics.jsonl with a step: name the folder of a run", file=sys.stderr)
-        return 2
+        raise UserError(f"{run_dir} has no metrics.jsonl with a step: name the folder of a run")
     happened = events(run_dir)
     past = history_of(happened, steps)
     if past is not None:
@@ -30,6 +31,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Say what holds a run back, and the remedy.", allow_abbrev=False)
+    parser = Parser(description="Say what holds a run back, and the remedy.", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, as given to --run-dir.")
     return parser

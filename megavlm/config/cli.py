@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from megavlm.config.commands import Parser
 from megavlm.config.effects import without_idle
 from megavlm.config.extensions import load_extensions, words_after
 from megavlm.config.fields import Kind, Option, options, with_values
@@ -92,13 +93,6 @@ def _from_file(path: str) -> Config:
     return from_yaml_file(path)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError for a mistake instead of printing the usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.removeprefix("argument ").split()))
-
-
 class _Formatter(argparse.HelpFormatter):
     """Prints the metavar of an option once, after its last flag, on all Python versions."""
 
@@ -154,7 +148,7 @@ class _Store(argparse.Action):
 
 def _parser(*, all_options: bool) -> argparse.ArgumentParser:
     """Return the parser of all options, by section, or of the common ones, by task (for `--help` alone)."""
-    parser = _Parser(
+    parser = Parser(
         usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG [VALUE ...]] ...",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
         f"the last of repeated flags wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",

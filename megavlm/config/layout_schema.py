@@ -158,7 +158,7 @@ class PlacementConfig:
     hardware: str = option(
         "cpu",
         "Device for --plan auto, and for the duration that --dry-run foretells: a100, h100, h200, b200, gh200, cpu, or "
-        "a JSON file from tools/calibrate.py.",
+        "a JSON file from megavlm calibrate.",
     )
     pipeline_cuts: tuple[int, ...] | None = option(
         None,

@@ -23,6 +23,7 @@ from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
 from megavlm.families.shared.qwen_vl import NativeResolution
 from megavlm.json_files import read_json
+from megavlm.program import program
 from megavlm.storage.cache import local_path
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -140,7 +141,7 @@ def _with_channels(processor: Processor, config: Config, given: str | None) -> P
     file = Path(data.channel_statistics) if data.channel_statistics else folder
     said, statistics = read_channels(file) if file is not None and file.exists() else (None, None)
     if data.channel_statistics and statistics is None:
-        raise UserError(f"--channel-statistics {file} is not there: write it with `megavlm channels`")
+        raise UserError(f"--channel-statistics {file} is not there: write it with {program('channels')}")
     name = data.vision_input or said or RGB.name
     vision_input = vision_input_of(name, wanted)
     if vision_input == RGB:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megavlm.data.types import Reason, Skipped
+from megavlm.program import program
 
-_LOOK = "see which with tools/preview_data.py and the same flags; docs/data.md has what a record needs"
+_LOOK = "see which with {preview} and the same flags; docs/data.md has what a record needs"
 _COPY = "copy the files again, or leave the records out"
 _ROOT = "name the folder of the images: --datasets PATH,image_root=DIR"
 REMEDIES: dict[Reason, str] = {
@@ -52,4 +53,5 @@ class SkipSummary:
         """Return the commonest reason with its number, an example, and the remedy."""
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)
-        return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {REMEDIES.get(reason, _LOOK)}"
+        remedy = REMEDIES.get(reason, _LOOK.format(preview=program("preview")))
+        return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {remedy}"

@@ -9,6 +9,7 @@ from typing import Literal
 from megavlm.doctor.facts import Facts
 from megavlm.doctor.needs import RequiredPackage
 from megavlm.precision.capability import OLDEST_TE, newest_te, parsed, shown
+from megavlm.program import program
 
 Level = Literal["error", "warning", "note"]
 Needs = Mapping[str, RequiredPackage]
@@ -157,7 +158,7 @@ def storage(facts: Facts, needs: Needs) -> Iterator[Problem]:
 def communication(facts: Facts, needs: Needs) -> Iterator[Problem]:
     for backend, error in facts.communication.items():
         if error is not None:
-            remedy = "NCCL_DEBUG=INFO python tools/doctor.py" if backend == "nccl" else needs["torch"].exact_command
+            remedy = f"NCCL_DEBUG=INFO {program('doctor')}" if backend == "nccl" else needs["torch"].exact_command
             yield Problem("error", f"{backend} cannot reduce on this machine: {error}", remedy)
 
 

@@ -18,6 +18,7 @@ from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
+from megavlm.program import program
 
 EXPORTS = "exports"  # in a run folder
 # The options of the data that say what text and which pixels a model gets.
@@ -89,8 +90,8 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
                 mark.write_text(digest)
     except OSError as error:
         raise UserError(
-            f"{exports} cannot be written ({error.strerror or error}): export the run elsewhere with tools/convert.py "
-            "and name that folder"
+            f"{exports} cannot be written ({error.strerror or error}): export the run elsewhere with "
+            f"{program('convert')} export and name that folder"
         ) from error
     return out
 

@@ -5,47 +5,37 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.launch import agent, kubernetes, local, slurm, vertex
 from megavlm.launch.profile import read_profile
 
 
+@reported("launch")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else that of the run."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     flags = tuple(argv[cut + 1 :])
-    try:
-        options, more = _parser().parse_known_args(argv[:cut])
-        _check(options, more)
-        if options.scheduler == "slurm":
-            return slurm.launch(options, more, flags)
-        return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
-    except UserError as error:
-        print(f"megavlm.launch: {error}", file=sys.stderr)
-        return error.status
+    options, more = _parser().parse_known_args(argv[:cut])
+    _check(options, more)
+    if options.scheduler == "slurm":
+        return slurm.launch(options, more, flags)
+    return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
 
 
 def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
     if options.nodes < 1 or (options.gpus_per_node is not None and options.gpus_per_node < 1):
         raise UserError("--nodes and --gpus-per-node must be at least 1")
     if more and options.scheduler != "slurm":
-        raise UserError(f"{more[0]} is no option of this program: flags of pretrain_vlm.py come after --")
+        raise UserError(f"{more[0]} is no option of this program: flags of the run come after --")
     read_profile(options.profile)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError for a mistake instead of printing the usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.removeprefix("argument ").split()))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m megavlm.launch",
-        description="Check a run here, then start it on many machines. Flags of pretrain_vlm.py come after --.",
+        description="Check a run here, then start it on many machines. Flags of the run come after --.",
         allow_abbrev=False,
     )
     schedulers = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|vertex|kubernetes|local")

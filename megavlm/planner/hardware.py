@@ -18,6 +18,7 @@ from megavlm.json_files import FLAG, TEXT, Expected, check, number, read_json, w
 from megavlm.planner.data_sheets import SHEETS, DataSheet
 from megavlm.planner.machines import MACHINES, Machine, find_machine
 from megavlm.planner.peaks import peak_tflops
+from megavlm.program import program
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ PROFILES: dict[str, Hardware] = {
     # One core of a server processor and gloo on one machine: enough to compare layouts, no more. Calibrate yours.
     "cpu": Hardware(
         name="cpu",
-        source="an order of magnitude for one core; tools/calibrate.py measures yours",
+        source="an order of magnitude for one core; `megavlm calibrate` measures yours",
         on_gpu=False,
         memory=8e9,
         forward=Rates(6e10, 4e10, 4e9, 1e-4),
@@ -201,7 +202,7 @@ def profile(name: str) -> Hardware:
     if not path.is_file():
         hint = (
             did_you_mean(name, [*PROFILES, *MACHINES])
-            or f": choose {', '.join(PROFILES)} or a file of tools/calibrate.py"
+            or f": choose {', '.join(PROFILES)} or a file of {program('calibrate')}"
         )
         raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
     try:
@@ -209,7 +210,7 @@ def profile(name: str) -> Hardware:
     except (UserError, ValueError, KeyError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise UserError(
-            f"--profile {plain(name)} is no hardware profile ({reason}): write one with tools/calibrate.py"
+            f"--profile {plain(name)} is no hardware profile ({reason}): write one with {program('calibrate')}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
+from megavlm.program import started_as
 from megavlm.resilience.events import record
 
 FILE = "lock"
@@ -135,7 +136,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _say(line: str) -> None:
-    print(f"pretrain_vlm.py: {line}", file=sys.stderr, flush=True)
+    print(f"{started_as('train')}: {line}", file=sys.stderr, flush=True)
 
 
 def _me() -> dict[str, Any]:

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Literal
 
+from megavlm.program import started_as
 from megavlm.resilience.status import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -127,7 +128,7 @@ def _do_nothing(*_: object) -> None:
 
 def _say(line: str) -> None:
     # Not print: the main thread may hold the lock of sys.stderr.
-    os.write(2, f"pretrain_vlm.py (rank {os.environ.get('RANK', '0')}): {line}\n".encode())
+    os.write(2, f"{started_as('train')} (rank {os.environ.get('RANK', '0')}): {line}\n".encode())
 
 
 def torchrun_patience() -> float:

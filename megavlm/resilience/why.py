@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megavlm.program import program
 from megavlm.resilience import history, phases
 from megavlm.resilience.history import History
 
@@ -45,7 +46,7 @@ def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
         Finding(
             data / total,
             "the ranks wait for data",
-            "raise --num-workers; see what samples cost with tools/preview_data.py",
+            f"raise --num-workers; see what samples cost with {program('preview')}",
         )
     ]
     spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
@@ -54,7 +55,7 @@ def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
         (
             phases.PIPELINE,
             "pipeline stages wait for one another (the bubble, or uneven stages)",
-            "raise --global-batch-size or --vpp, lower --pp, or let tools/plan.py cut the stages",
+            f"raise --global-batch-size or --vpp, lower --pp, or let {program('plan')} cut the stages",
         ),
         (
             phases.COMMUNICATION,
@@ -89,7 +90,7 @@ def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
         shares.append(min(1.0, own * excess / (1 + excess) / _number(record["step_time_s"])))
     where = "replace its node" if phase != phases.DATA else "look at its data workers and its storage"
     what = f"rank {rank} is slower than the others in {phase} ({times} of {len(said)} reports), and they wait for it"
-    return [Finding(statistics.mean(shares), what, f"{where}; tools/doctor.py checks a machine")]
+    return [Finding(statistics.mean(shares), what, f"{where}; {program('doctor')} checks a machine")]
 
 
 def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -16,6 +16,7 @@ from megavlm.data.types import StepData
 from megavlm.errors import BadNumbers, Stopped, UserError
 from megavlm.metrics.callback import StepEnd, Value
 from megavlm.planner.out_of_memory import explain
+from megavlm.program import program
 from megavlm.resilience import events
 from megavlm.resilience.cut_short import CutShort, StepCutShort
 from megavlm.resilience.signals import StopRequest
@@ -65,7 +66,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
         if not _finish_uploads(run):
             raise UserError(
                 f"not all checkpoints are copied to --checkpoint-dir {run.config.checkpoint.checkpoint_dir} "
-                f"(RUN_DIR/events.jsonl says why): python tools/checkpoint.py copy {run.run_dir} copies the last one"
+                f"(RUN_DIR/events.jsonl says why): {program('checkpoint')} copy {run.run_dir} copies the last one"
             )
     except torch.OutOfMemoryError as error:
         told = _out_of_memory(run)

@@ -160,7 +160,7 @@ def test_a_mistake_is_one_line(model: Path, flags: str, says: str, capsys: pytes
     argv = [word.format(model=model, root=model.parent) for word in flags.split()]
     assert chat.main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("chat.py: ")
+    assert line.startswith("megavlm chat: ")
     assert says in line
 
 

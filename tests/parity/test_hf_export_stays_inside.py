@@ -96,7 +96,7 @@ def test_an_export_writes_only_its_own_folder(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert convert.main(["export", str(imported), str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("convert.py: ")
+    assert line.startswith("megavlm convert: ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not Path("/tmp/megavlm-foreign.safetensors").exists()
     assert (tmp_path / "foreign.safetensors").read_text() == "someone else's"

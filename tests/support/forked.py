@@ -44,6 +44,7 @@ def run_program(argv: list[str], output: str, env: Mapping[str, str] | None = No
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
+    sys.argv = ["pretrain_vlm.py", *argv]
     from megavlm.cli.train import main
 
     status = main(argv)

@@ -39,6 +39,7 @@ from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, 
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 from megavlm.objective.contrastive import scale_of
+from megavlm.program import program
 
 FILE_BYTES = 5 * 10**9
 
@@ -179,8 +180,8 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     sidecar = read_sidecar(checkpoint)
     if read_part_sidecars(checkpoint):
         raise UserError(
-            f"{source} consists of parts that no model of Transformers has together: use convert.py export, or "
-            "merge-lora with adapters, which write a folder for each"
+            f"{source} consists of parts that no model of Transformers has together: use "
+            f"{program('convert')} export, or merge-lora with adapters, which write a folder for each"
         )
     if sidecar is None:
         raise UserError(

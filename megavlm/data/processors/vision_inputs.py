@@ -15,6 +15,7 @@ from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.registry import Entry, registered
 from megavlm.errors import UserError
 from megavlm.json_files import Expected, check, listed, number, read_json
+from megavlm.program import program
 
 NAME = "channels.json"  # in a Hugging Face folder: how its model sees images that are not RGB
 _LARGEST = 4096  # channels
@@ -102,6 +103,8 @@ def read_channels(file: Path) -> tuple[str | None, Channels]:
     check(values, _EXPECTED, str(file))
     mean, std = (tuple(map(float, values.get(name) or ())) for name in _EXPECTED)
     if not mean or len(mean) != len(std):
-        raise UserError(f"{file} has {len(mean)} means and {len(std)} deviations: `megavlm channels` writes such files")
+        raise UserError(
+            f"{file} has {len(mean)} means and {len(std)} deviations: {program('channels')} writes such files"
+        )
     said = values.get("vision_input")
     return (said if isinstance(said, str) else None), Channels(mean, std)

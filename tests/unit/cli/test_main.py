@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.cli.main import COMMANDS, program
+from megavlm.config.commands import as_typed
+from megavlm.program import program as what_starts
+from megavlm.program import started_as
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +49,53 @@ def test_a_command_takes_its_words_and_its_name(
     assert "--model nonsense is not known" in capsys.readouterr().err
     assert ended(monkeypatch, "why", "--help") == 0
     assert capsys.readouterr().out.startswith("usage: megavlm why ")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("train", "doctor")])
+def test_a_mistake_in_a_command_is_one_line_with_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--nope"]):
+        assert importlib.import_module(COMMANDS[name][0]).main(argv) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"megavlm {name}: ")
+        assert "preview" in line or "--help" in line or "come after --" in line
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "speaks", "other"),
+    [
+        ("megavlm plan", "plan", "megavlm plan", "megavlm doctor"),
+        ("python -m megavlm plan", "plan", "megavlm plan", "python -m megavlm doctor"),
+        ("tools/plan.py", "plan", "plan.py", "python tools/doctor.py"),
+        (str(ROOT / "pretrain_vlm.py"), "train", "pretrain_vlm.py", f"python {ROOT}/tools/doctor.py"),
+        ("/usr/lib/pytest/__main__.py", "train", "megavlm train", "megavlm doctor"),
+    ],
+)
+def test_a_program_is_named_as_it_was_typed(
+    monkeypatch: pytest.MonkeyPatch, typed: str, command: str, speaks: str, other: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert started_as(command) == speaks
+    assert what_starts("doctor") == other
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--tp 2 --pp=3", "--tp 2 × --pp 3, --sequence-parallel, --tensor-model-parallel-size-x"),
+        (
+            "--tensor-model-parallel-size 2 --sp",
+            "--tensor-model-parallel-size 2 × --pipeline-model-parallel-size 3, --sp",
+        ),
+    ],
+)
+def test_an_option_is_named_as_it_was_typed(typed: str, says: str) -> None:
+    message = (
+        "--tensor-model-parallel-size 2 × --pipeline-model-parallel-size 3, --sequence-parallel, "
+        "--tensor-model-parallel-size-x"
+    )
+    assert as_typed(message, typed.split()).startswith(says)
+    assert as_typed("leave --no-sequence-parallel out", ["--no-sp"]) == "leave --no-sp out"
 
 
 def test_every_script_of_a_command_calls_it() -> None:

@@ -144,14 +144,16 @@ def test_a_plan_counts_the_data_that_its_configuration_names(
     assert found.startswith("all micro-batches count as the average one, as the data are not looked at: --datasets ")
     assert found.partition("\n")[2] == without[1]
     assert planned(missing, "--look", "9")[0] == 2
-    assert planned(replace(config, data=DataConfig(kind="synthetic")), "--look", "9")[2].startswith("plan.py: --look")
-    assert planned(config, "--look", "-1")[2] == "plan.py: --look -1 must be at least 0\n"
+    assert planned(replace(config, data=DataConfig(kind="synthetic")), "--look", "9")[2].startswith(
+        "megavlm plan: --look"
+    )
+    assert planned(config, "--look", "-1")[2] == "megavlm plan: --look -1 must be at least 0\n"
     (given,) = config.data.datasets
     bare = replace(config, data=replace(config.data, datasets=()))
     named = ("--datasets", f"{given.path},image_root={given.image_root}")
     assert planned(bare, *named) == planned(config)
     assert planned(bare, "--datasets", str(tmp_path / "gone.jsonl"))[0] == 2
-    assert planned(bare, *named, "--images", "1x64")[2].startswith("plan.py: --images says what samples hold")
+    assert planned(bare, *named, "--images", "1x64")[2].startswith("megavlm plan: --images says what samples hold")
 
 
 def test_nothing_usable_is_an_error(config: Config, tmp_path: Path) -> None:

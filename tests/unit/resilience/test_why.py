@@ -41,7 +41,7 @@ SLOW = {"slowest_rank": 5, "slow": "x", "slowest_rank_excess": 2.0, "slowest_ran
         ({"phase_seconds": {"pipeline wait": 0.5}}, "pipeline stages wait", "--vpp"),
         ({"phase_seconds": {"communication": 0.5}}, "wait for gradients", "--overlap-grad-reduce"),
         ({"updated": False}, "skipped", "--lr"),
-        ({**SLOW, "slowest_rank_phase": "compute"}, "rank 5 is slower than the others in compute", "tools/doctor.py"),
+        ({**SLOW, "slowest_rank_phase": "compute"}, "rank 5 is slower than the others in compute", "megavlm doctor"),
     ],
 )
 def test_the_first_finding_names_the_cause_and_an_option(changed, words: str, option: str):

@@ -1,0 +1,69 @@
+"""What all commands share: a parser, and an end in one line with an exit status for every mistake."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import NoReturn
+
+from megavlm.config.messages import did_you_mean, plain
+from megavlm.errors import UserError
+from megavlm.program import started_as
+
+Main = Callable[[Sequence[str]], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError for a mistake instead of printing the usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        message = " ".join(message.removeprefix("argument ").split())
+        if unknown := re.match(r"unrecognized arguments: (.*)", message):
+            words = unknown[1].split()
+            word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+            hint = did_you_mean(word, _flags(self)) if word.startswith("-") else ""
+            message = f"{'unknown option' if word.startswith('-') else 'unexpected argument'} {plain(word)}{hint}"
+        raise UserError(message if "did you mean" in message else f"{message}: see {self.prog} --help")
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags of a parser and of those of its commands."""
+    below = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
+    return [*parser._option_string_actions, *(flag for each in below for flag in _flags(each))]
+
+
+def reported(command: str) -> Callable[[Main], Main]:
+    """Return a decorator of a command's `main(argv)`: for a mistake it prints one line and returns the exit status."""
+
+    def decorate(main: Main) -> Main:
+        @wraps(main)
+        def run(argv: Sequence[str]) -> int:
+            try:
+                return main(argv)
+            except UserError as error:
+                print(complaint(command, error, argv), file=sys.stderr)
+                return error.status
+
+        return run
+
+    return decorate
+
+
+def complaint(command: str, error: UserError, argv: Sequence[str]) -> str:
+    """Return the line that says what is wrong, with the names of the program and of options that were typed."""
+    return f"{started_as(command)}: {as_typed(str(error), argv)}"
+
+
+def as_typed(message: str, argv: Sequence[str]) -> str:
+    """Return a message in which each option that was typed by another of its names has that name (`--tp`)."""
+    from megavlm.config.fields import options
+
+    typed = {word.partition("=")[0] for word in argv}
+    for option in options():
+        for first, *others in (option.flags, option.negations or ("",)):
+            for other in typed.intersection(others) if first not in typed else ():
+                message = re.sub(rf"(?<![\w-]){first}(?![\w-])", other, message)
+    return message
