@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from megavlm.config.commands import Parser
-from megavlm.config.effects import without_idle
+from megavlm.config.effects import idle, options_have_an_effect, without_idle
 from megavlm.config.extensions import load_extensions, words_after
 from megavlm.config.fields import Kind, Option, options, with_values
 from megavlm.config.messages import did_you_mean, plain, renamed
@@ -28,7 +28,7 @@ RUN_FLAGS = ("--help", "--help-all", "--recipe", "--config", "--print-config")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda config: config) -> Config:
+def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = None) -> Config:
     """Return the configuration that a command line describes.
 
     Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins, except
@@ -36,7 +36,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
     their defaults. Raises UserError for every mistake. `--help`, `--help-all` and `--print-config` print
     and exit with status 0.
 
-    `complete` returns what `--print-config` prints of a configuration, such as the model of its Hugging Face folder.
+    `complete` returns a configuration with the model of its Hugging Face folder, as `--print-config` prints it. A
+    program that gives it trains with all of the configuration, so a flag without effect is refused even at its default.
     """
     extensions = (*_of_file(argv), *words_after("--extension", argv))  # first: they decide which flags there are
     load_extensions(extensions)
@@ -59,8 +60,12 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] = lambda 
     if given.print_config:
         from megavlm.config.load import to_yaml  # here and below: YAML is imported only where it is used
 
-        print(to_yaml(complete(config)), end="")
+        print(to_yaml(complete(config) if complete else config), end="")
         raise SystemExit(0)
+    # A model may give an option its effect; it is read only if there is something to ask.
+    asks = any(True for _ in idle(config, typed=values))
+    if complete and asks and (complaint := options_have_an_effect(complete(config), typed=values)):
+        raise UserError(complaint)
     return config
 
 

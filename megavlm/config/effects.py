@@ -381,15 +381,22 @@ EFFECTS = (
 )
 
 
-def idle(config: Config) -> Iterator[tuple[Option, Effect]]:
-    """Yield the options that differ from their defaults but have no effect in this configuration."""
+# Defaults that say "off", which scripts may say of what they do not use (`--ep 1`).
+_OFF = (None, False, 0, 1, (), "none")
+
+
+def idle(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator[tuple[Option, Effect]]:
+    """Yield the options that have no effect in this configuration, although they differ from their defaults, or their
+    path was `typed` and the default is more than "off": `--lora-alpha 16` without a rank is meant to train adapters.
+    """
     known = {option.key: option for option in options()}
     for effect in (*_of_names(config), *EFFECTS):
         if effect.there(config):
             continue
         for name in effect.options:
             option = known[f"{effect.section}.{name}"]
-            if value_at(config, option.path) != option.default and not is_start_default(config, option):
+            differs = value_at(config, option.path) != option.default and not is_start_default(config, option)
+            if differs or (option.path in typed and option.default not in _OFF):
                 yield option, effect
 
 
@@ -415,8 +422,8 @@ def _never(config: Config) -> bool:
     return False
 
 
-def options_have_an_effect(config: Config) -> str | None:
-    for option, effect in idle(config):
+def options_have_an_effect(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> str | None:
+    for option, effect in idle(config, typed=typed):
         flag = option.negations[0] if value_at(config, option.path) is False else option.flag
         return f"{flag} has no effect {effect.lacking}: {effect.remedy}, or leave {flag} out"
     return None

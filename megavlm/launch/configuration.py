@@ -11,7 +11,7 @@ from megavlm.config.schema import Config
 
 def configured(argv: Sequence[str], *, world: int) -> Config:
     """Return the configuration with which `world` processes would train. Raises UserError as they would."""
-    config = with_model(parse(argv))
+    config = with_model(parse(argv, complete=with_model))
     world = usable_world(config, world)
     config = with_plan(config, world=world)
     check(config, world=world)

@@ -253,3 +253,28 @@ def test_a_reader_that_stops_early_ends_the_program_quietly(argv: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == -signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("--lora-alpha 16", "--lora-rank 16"),
+        ("--muon-momentum 0.95", "--optimizer muon"),
+        ("--ep 1 --vpp 1 --lora-rank 0", None),
+        ("--lora-rank 8 --lora-alpha 16", None),
+    ],
+)
+def test_a_flag_that_says_a_default_has_to_have_an_effect_too(flags: str, remedy: str | None) -> None:
+    """`--lora-alpha 16` alone is meant to train adapters; that 16 is the default must not train everything instead."""
+    if remedy is None:
+        parse(flags.split(), complete=lambda config: config)
+        return
+    with pytest.raises(UserError, match=remedy):
+        parse(flags.split(), complete=lambda config: config)
+
+
+def test_a_model_may_give_a_flag_its_effect() -> None:
+    def with_adapters(config: Config) -> Config:
+        return replace(config, lora=replace(config.lora, rank=8))
+
+    assert parse(["--lora-alpha", "16"], complete=with_adapters).lora.rank == 0
