@@ -9,17 +9,20 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megavlm.config.commands import Parser, reported
+from megavlm.config.fields import Kind
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, size_of
 from megavlm.data.processors.vision_inputs import RGB, vision_input_of
 from megavlm.data.records import is_stream, open_records
+from megavlm.data.records.shapes import SHAPES
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
 from megavlm.program import program
@@ -34,16 +37,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write records and their images as WebDataset tars.")
-    parser.add_argument("source", metavar="SOURCE", help="File of records, or a folder of files of one kind.")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="File of records, or folder of files of one kind, as --datasets has it."
+    )
     parser.add_argument(
         "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
     )
     parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
     parser.add_argument(
         "--kind",
-        default="auto",
-        choices=["auto", "llava", "messages", "text"],
-        help="Format of SOURCE; auto detects it.",
+        choices=["auto", *(kind for kind in SHAPES if kind != "pairs")],
+        help="Format of a record of SOURCE; default: auto, which detects it.",
     )
     parser.add_argument(
         "--vision-input", default=RGB.name, help="As in training; default: rgb, which leaves arrays out."
@@ -59,26 +63,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    source = DatasetConfig(path=options.source, kind=options.kind, image_root=options.image_root)
+    source = _source(options)
     if options.shard_mib < 1:
         raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
     if is_stream(source):
-        raise UserError(
-            f"{options.source} contains tars, which training reads directly: use --datasets {options.source}"
-        )
+        raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"{options.out} is a file: name a folder to write the tars to")
     records = open_records(source, pairs=False)
     count = len(records)
     order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)
     recipe = {
-        "source": str(Path(options.source).resolve()),
-        "kind": options.kind,
-        "image_root": options.image_root,
+        "source": str(Path(source.path).resolve()),
+        "kind": source.kind,
+        "image_root": source.image_root,
         "records": count,
         "shard_mib": options.shard_mib,
         "shuffle": options.shuffle,
     }
+    if source.columns:
+        recipe["columns"] = dict(source.columns)
     look: Callable[[bytes], object] = size_of
     if vision_input_of(options.vision_input, options.vision_in_channels or 0).array_channels is not None:
         recipe |= {"vision_input": options.vision_input, "vision_in_channels": options.vision_in_channels}
@@ -100,6 +104,13 @@ def prepare(options: argparse.Namespace) -> None:
     if notes.skipped:
         print(f"  {options.out / SKIPPED} lists them")
     print(f"train on it: {program('train')} --datasets {options.out} …")
+
+
+def _source(options: argparse.Namespace) -> DatasetConfig:
+    """Return SOURCE, which may have keys as --datasets has, with the options of this command."""
+    (found,) = Kind(DatasetConfig, many=True).from_words([options.source], name="SOURCE")
+    given = {"kind": options.kind, "image_root": options.image_root}
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
 
 
 def _progress(total: int) -> Callable[[int, Notes], None]:

@@ -22,7 +22,7 @@ from megavlm.errors import UserError
 # The flags of these sections start with the section's name, since their fields have equal names.
 PREFIXED_SECTIONS = ("vision", "projector", "language", "lora")
 
-_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping of texts"}
 _PLURALS = {int: "integers", str: "texts"}
 
 
@@ -99,7 +99,14 @@ class Kind:
             raise UserError(wrong)
         if self.scalar is float and isinstance(value, (int, float, str)):
             return _finite(value, wrong=wrong)
+        if self.scalar is dict and isinstance(value, str):  # as a flag says it
+            pairs = [pair.partition(":") for pair in value.split("+")]
+            if not all(key and colon and name for key, colon, name in pairs):
+                raise UserError(f"{wrong}: write FIELD:NAME+FIELD:NAME")
+            value = {key: name for key, _, name in pairs}
         if not isinstance(value, self.scalar):
+            raise UserError(wrong)
+        if isinstance(value, dict) and not all(isinstance(each, str) for pair in value.items() for each in pair):
             raise UserError(wrong)
         if isinstance(value, int) and value.bit_length() > 63:
             raise UserError(f"{wrong}, which needs more than 64 bits")
@@ -242,6 +249,8 @@ def _kind(annotation: Any) -> Kind:
     if origin in (types.UnionType, Union):
         (inner,) = [argument for argument in arguments if argument is not type(None)]
         return replace(_kind(inner), optional=True)
+    if origin is Mapping:
+        return Kind(scalar=dict)
     if origin is tuple:
         return replace(_kind(arguments[0]), many=True)
     if origin is Literal:

@@ -10,6 +10,7 @@ value from `resolve.resolve` on, which computes its default from other fields.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -70,10 +71,8 @@ class DatasetConfig:
     path: str = option(
         "", "File of records, or for webdataset the folder of tars or its meta-dataset file; or its URL."
     )
-    kind: Literal["auto", "llava", "messages", "text", "pairs", "webdataset"] = option(
-        "auto",
-        "Format: LLaVA JSON or JSONL, messages JSONL or parquet, plain text, pairs of a query and documents, or tars "
-        "of WebDataset; auto detects it.",
+    kind: Literal["auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "webdataset"] = (
+        option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
     )
     weight: float = option(1.0, "Sampling weight relative to the other data sets.")
     image_root: str | None = option(
@@ -82,6 +81,9 @@ class DatasetConfig:
         "Default: the folder of the path.",
     )
     name: str | None = option(None, "Name in metrics; default: the file name.")
+    columns: Mapping[str, str] | None = option(
+        None, "Other names of fields, as columns=question:prompt+answer:reply, in YAML a mapping; default: none."
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class DataConfig:
     )
     datasets: tuple[DatasetConfig, ...] = option(
         (),
-        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME]; default: none.",
+        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME][,columns=…]; "
+        "default: none.",
         common=DATA,
     )
     validation: tuple[DatasetConfig, ...] = option(

@@ -77,7 +77,8 @@ class Decoded:
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """Return the path of the file `name`, which is absolute or below the folder `root`.
+    """Return the path of the file `name`, which is absolute or below the folder `root`; it may be written with the
+    backslashes of Windows.
 
     Raises BadSample if it lies outside `root` (an absolute path elsewhere, `..`, a symbolic link), or is not a file.
     """
@@ -91,6 +92,8 @@ def resolve_inside(root: Path, name: str) -> Path:
         raise BadSample(Reason.MISSING, f"the path {name[:200]!r} cannot be resolved: {error}") from error
     if not inside:
         raise BadSample(Reason.OUTSIDE, f"the path {name!r} leads out of image_root, {root}")
+    if not is_file and "\\" in name:
+        return resolve_inside(root, name.replace("\\", "/"))
     if not is_file:
         raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path

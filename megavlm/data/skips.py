@@ -11,7 +11,7 @@ from megavlm.program import program
 
 _LOOK = "see which with {preview} and the same flags; docs/data.md has what a record needs"
 _COPY = "copy the files again, or leave the records out"
-_ROOT = "name the folder of the images: --datasets PATH,image_root=DIR"
+_ROOT = "name the folder that its images and videos are in, as PATH,image_root=DIR"
 REMEDIES: dict[Reason, str] = {
     Reason.MISSING: _ROOT,
     Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",

@@ -24,7 +24,7 @@ from megavlm.storage.urls import complaint, is_url, without_secrets
 # What is copied of a folder: no code, and no second copy of the weights in another format.
 SUFFIXES = (
     *(".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors"),  # Hugging Face folders
-    *(".jsonl", ".ndjson", ".parquet", ".arrow"),  # data sets
+    *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),  # data sets
 )
 _LIMIT = 500.0  # GB, unless MEGAVLM_CACHE_GB says otherwise
 _held: list[int] = []  # locks of the copies that this process uses

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megavlm.data.records.arrow_index import ArrowIndex, index_of
+from megavlm.data.records.container import Choose
 from megavlm.data.records.parquet import record_of
-from megavlm.data.records.turns import COLUMNS, FIELD
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.json_files import OBJECT, check, listed, read_json
@@ -33,12 +32,12 @@ _KEPT = 16  # batches that have been checked
 
 
 class ArrowFile:
-    """Implements `Container` on an Arrow file: a record is a row, as a dict of the columns that conversations use.
+    """Implements `Container` on an Arrow file: a record is a row, as a dict of the columns that `choose` names.
 
     The constructor raises ValueError for a file that is damaged or cannot be read by number.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, choose: Choose) -> None:
         try:
             import pyarrow as pa
         except ImportError as error:
@@ -46,9 +45,8 @@ class ArrowFile:
         self._path = path
         self._index = index_of(path)
         self._ends = np.cumsum(self._index.rows, dtype=np.int64)
-        names = pa.ipc.read_schema(pa.py_buffer(self._index.schema)).names
-        first = [number for number, name in enumerate(names) if name in COLUMNS and names.index(name) == number]
-        self._columns = first or list(range(len(names)))  # if none is known, a message lists all
+        self.names = pa.ipc.read_schema(pa.py_buffer(self._index.schema)).names
+        self._columns = [self.names.index(name) for name in dict.fromkeys(choose(self.names))]
         self._batches: _Batches | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +62,7 @@ class ArrowFile:
         if batches is None or batches.process != os.getpid():  # after a fork, its lock is the parent's
             batches = self._batches = _Batches(self._path, self._index, self._columns)
         try:
-            return _listed_turns(record_of(batches.get(number).slice(index - first, 1)))
+            return record_of(batches.get(number).slice(index - first, 1))
         except _DAMAGED as error:
             what = str(error).strip().partition("\n")[0][:300]
             raise BadSample(Reason.NOT_A_RECORD, f"batch {number} cannot be read: {what}") from error
@@ -102,15 +100,6 @@ class _Batches:
             while len(self._tables) > _KEPT:
                 self._tables.popitem(last=False)
             return self._tables[number]
-
-
-def _listed_turns(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose turns are a list of objects, where `datasets` has stored them as an object of lists."""
-    for field in FIELD.values():
-        turns = record.get(field)
-        if isinstance(turns, Mapping) and turns and all(isinstance(each, list) for each in turns.values()):
-            record[field] = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
-    return record
 
 
 def is_saved(folder: Path) -> bool:

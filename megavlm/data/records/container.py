@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 from megavlm.data.records.split import key_of
 from megavlm.data.types import Conversation
+
+Choose = Callable[[Sequence[str]], list[str]]
+"""Returns those of a table's columns that are read."""
 
 
 class Records(Protocol):
@@ -34,7 +37,13 @@ class Records(Protocol):
 
 
 class Container(Protocol):
-    """Returns raw records by number. A container can be pickled and used from threads and forked processes."""
+    """Returns raw records by number. A container can be pickled and used from threads and forked processes.
+
+    `names` are all columns of a table, of which a record may have fewer; None: each record has fields of its own.
+    """
+
+    @property
+    def names(self) -> Sequence[str] | None: ...
 
     def __len__(self) -> int: ...
 
@@ -53,6 +62,7 @@ class Joined:
     def __init__(self, parts: Sequence[Container]) -> None:
         self._parts = tuple(parts)
         self._ends = list(accumulate(len(part) for part in parts))
+        self.names = self._parts[0].names
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -68,6 +78,31 @@ class Joined:
     def _find(self, index: int) -> tuple[Container, int]:
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def renamed(record: Any, columns: Mapping[str, str]) -> Any:
+    """Return a record with fields of other names: `columns` are the new names, each with the one that it had."""
+    if not isinstance(record, Mapping) or not columns:
+        return record
+    kept = {name: value for name, value in record.items() if name not in columns.values()}
+    return {**kept, **{name: record.get(column) for name, column in columns.items()}}
+
+
+class Renamed:
+    """Gives the fields of records other names."""
+
+    def __init__(self, container: Container, columns: Mapping[str, str]) -> None:
+        self._container, self._columns = container, dict(columns)
+        self.names = container.names
+
+    def __len__(self) -> int:
+        return len(self._container)
+
+    def read(self, index: int) -> Any:
+        return renamed(self._container.read(index), self._columns)
+
+    def label(self, index: int) -> str:
+        return self._container.label(index)
 
 
 class FileRecords:

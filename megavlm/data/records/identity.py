@@ -73,9 +73,9 @@ def _difference_of_datasets(saved: Any, now: list[dict[str, Any]]) -> str:
             continue
         if not isinstance(before, dict) or not isinstance(before.get("files"), list):
             return "unknown"
-        for name in ("name", "weight"):
-            if before.get(name) != after[name]:
-                return f"{name} {_plain(before.get(name))}, not {after[name]}"
+        for name in ("name", "weight", "columns"):
+            if before.get(name) != after.get(name):
+                return f"{name} {_plain(before.get(name))}, not {after.get(name)}"
         files = {str(each.get("name")): each for each in before["files"] if isinstance(each, dict)}
         if list(files) != [each["name"] for each in after["files"]]:
             return f"{after['name']} has other files"
@@ -101,6 +101,8 @@ def _plain(value: Any) -> str:
 
 def _of_dataset(source: DatasetConfig) -> dict[str, Any]:
     identity: dict[str, Any] = {"name": name_of(source), "weight": source.weight, "files": []}
+    if source.columns:
+        identity["columns"] = dict(source.columns)
     if is_stream(source):
         return identity
     for path in files_of(source):

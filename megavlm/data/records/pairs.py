@@ -17,10 +17,11 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.data.members import identity_of
 from megavlm.data.records.pictures import FindFile
-from megavlm.data.records.turns import Shape, conversation_of, text_turn
+from megavlm.data.records.turns import text_turn
 from megavlm.data.records.videos import FindVideo, no_videos
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Role, Turn, Visual
 
+OF_PAIRS = ("positive", "positives", "negative", "negatives", "id", "ids")  # fields beside the query
 _FIELDS: dict[str, Role] = {
     "positive": "positive",
     "positives": "positive",
@@ -29,24 +30,8 @@ _FIELDS: dict[str, Role] = {
 }
 
 
-def record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo = no_videos) -> Conversation:
-    """Return what is in a record of any kind; `find` returns an image by its name, `find_video` a video.
-
-    Raises no error but BadSample.
-    """
-    if shape != "pairs":
-        return conversation_of(record, shape, find, find_video)
-    try:
-        return _pairs(record, find, find_video)
-    except RecursionError as error:
-        raise BadSample(Reason.NOT_A_RECORD, "it is nested too deeply") from error
-
-
-def _pairs(record: Any, find: FindFile, find_video: FindVideo) -> Conversation:
-    if not isinstance(record, Mapping):
-        raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
-    if record.get("query") is None:
-        raise BadSample(Reason.NOT_A_RECORD, f"it has no field `query` but {shown(sorted(map(str, record)))}")
+def pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Conversation:
+    """Return the texts of a record of pairs, which has a query. Raises BadSample."""
     turns = [_turn("query", record["query"], find, find_video)]
     for field, role in _FIELDS.items():
         for each in _listed(record.get(field), field):

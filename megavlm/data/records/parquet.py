@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megavlm.data.records import parquet_decoder
-from megavlm.data.records.turns import COLUMNS
+from megavlm.data.records.container import Choose
 from megavlm.data.types import BadSample, Reason
 
 _CACHE = 2**28  # bytes of decoded row groups that are kept per file; the newest is kept whatever its size
@@ -20,16 +20,16 @@ _MOST_VALUES = 2**20  # of a row, with those in its lists and structs: each beco
 
 
 class ParquetFile:
-    """Implements `Container` on a parquet file: a record is a row, as a dict of the columns that conversations use.
+    """Implements `Container` on a parquet file: a record is a row, as a dict of the columns that `choose` names.
 
     A row group is decoded as a whole and cached. The constructor raises ValueError for a file that is not parquet.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, choose: Choose) -> None:
         self._path = path
-        rows, names = parquet_decoder.describe(path)
+        rows, self.names = parquet_decoder.describe(path)
         self._ends = np.cumsum(rows, dtype=np.int64)
-        self._columns = [name for name in names if name in COLUMNS] or names  # if none is known, a message lists all
+        self._columns = choose(self.names)
         self._groups: _Groups | None = None
 
     def __getstate__(self) -> dict[str, Any]:

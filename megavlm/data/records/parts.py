@@ -1,10 +1,10 @@
 """Convert a sample of a WebDataset, which is the files of a tar that share a name, to a conversation.
 
-The file `json` holds a LLaVA record or messages. Otherwise the text is in the file `txt` or `caption`, or in a field
-`text` or `caption` of the json (img2dataset writes such captions). The images are those that the record names, or the
-files with an image's extension, in order (`jpg`, or `0.jpg`, `1.jpg`, …), or without any of these the arrays (`npy`,
-`npz`), which beside photos mostly are features of them. The videos are the files with a video's extension. A file that
-the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
+The file `json` holds a record of any kind (`shapes.py`). If it has no turns, the text is in the file `txt` or
+`caption`, or in its own field `text` or `caption` (img2dataset writes such captions). The images are those that the
+record names, or the files with an image's extension, in order (`jpg`, or `0.jpg`, `1.jpg`, …), or without any of these
+the arrays (`npy`, `npz`), which beside photos mostly are features of them. The videos are the files with a video's
+extension. A file that the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.pairs import record_of
-from megavlm.data.records.turns import shape_of
+from megavlm.data.records.shapes import record_of, shape_of
 from megavlm.data.records.videos import natural
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
 from megavlm.storage.file_range import FileRange
@@ -99,7 +98,7 @@ def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
             raise BadSample(Reason.NOT_A_RECORD, f"its json file is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise BadSample(Reason.NOT_A_RECORD, f"its json file holds {shown(record)}, which is not an object")
-    if shape_of(record) in ("llava", "messages", "pairs"):
+    if shape_of(record) not in (None, "text"):
         return record
     for name in _CAPTIONS:
         if name in parts:
@@ -107,7 +106,7 @@ def _record(parts: Mapping[str, Part]) -> dict[str, Any]:
                 return {"text": _bytes(parts[name]).decode()}
             except UnicodeDecodeError as error:
                 raise BadSample(Reason.NOT_A_RECORD, f"its {name} file is not UTF-8: {error}") from error
-    return {**record, "text": record.get("text", record.get("caption"))}
+    return record
 
 
 def _bytes(part: Part) -> bytes:

@@ -35,7 +35,9 @@ def file_below(root: Path, name: str) -> ImageRef:
 def stored_below(root: str, name: str) -> ImageRef:
     """Return the image file `name` in the folder at the URL `root`. Raises BadSample if its name leads out of it."""
     try:
-        return ImageRef(StoredFile(root, "/".join(plain(part) for part in name.split("/") if part != ".")))
+        return ImageRef(
+            StoredFile(root, "/".join(plain(part) for part in name.replace("\\", "/").split("/") if part != "."))
+        )
     except Escapes as error:
         raise BadSample(Reason.OUTSIDE, f"the path {name[:200]!r} leaves {root}: {error}") from error
 
@@ -72,7 +74,7 @@ def _from_text(text: str, find: FindFile) -> ImageRef:
     if len(text) >= _LEAST_BASE64 and text.startswith(_BASE64_STARTS):
         return _from_base64(text)
     if not text:
-        raise BadSample(Reason.MISSING, "an image has an empty path")
+        raise BadSample(Reason.NOT_A_RECORD, "an image or a video has an empty path: write null where there is none")
     return find(text)
 
 

@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 from megavlm.data.records.parts import Part
-from megavlm.data.records.turns import COLUMNS
+from megavlm.data.records.shapes import content_of
 from megavlm.storage.file_range import FileRange
 
-_CONTENT = tuple(name for name in COLUMNS if name not in ("id", "ids"))  # copies of a record have names of their own
 _BYTES = 8
 _NEVER = b"\xff" * _BYTES  # of a record that has no content: it will be skipped
 
@@ -29,9 +28,8 @@ def key_of(record: Any) -> bytes:
     """
     if not isinstance(record, Mapping):
         return _NEVER
-    content = {name: record[name] for name in _CONTENT if record.get(name) is not None}
     try:
-        text = json.dumps(content, sort_keys=True, default=_plain)
+        text = json.dumps(content_of(record), sort_keys=True, default=_plain)
     except (RecursionError, TypeError, ValueError):
         return _NEVER
     return hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()

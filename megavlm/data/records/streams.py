@@ -23,6 +23,10 @@ def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str],
     once. Raises UserError if there are no tars with samples.
     """
     path = Path(source.path)
+    if source.columns:
+        raise UserError(
+            f"--datasets {source.path} is tars, which columns= does not reach: rename the fields in their json"
+        )
     if is_url(source.path) or path.suffix in (".yaml", ".yml"):
         return
     if not path.exists():

@@ -1,38 +1,28 @@
-"""Convert a record, as JSON or parquet contain it, to a `Conversation`.
+"""Read the turns of a record and put its images and videos in their places (`shapes.py` says which field holds what).
 
-LLaVA records and messages differ only in their field names: `conversations` of `from` and `value`, or `messages` of
-`role` and `content`; turns of either may use the names of the other. An `<image>` in a text stands for the next entry
-of the record's `image` or `images`; the parts of a message may also hold their images themselves. A `<video>` stands
-for the next entry of `video` or `videos`, and so does `<image>` in a record of videos without images (LLaVA-Video).
+A turn has `from` and `value`, or `role` and `content`, or is an exchange: `user` (`human`) and `assistant`. An
+`<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also hold
+their images themselves. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a record
+of videos without images (LLaVA-Video).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megavlm.config.messages import shown
 from megavlm.data.records.pictures import PLACES, FindFile, image_of
 from megavlm.data.records.videos import VIDEO_PLACES, FindVideo, no_videos, video_of
 from megavlm.data.types import BadSample, Conversation, Reason, Role, Turn, Visual
 
-Shape = Literal["llava", "messages", "text", "pairs"]
 TAG, VIDEO_TAG = "<image>", "<video>"
 _KINDS = {TAG: "images", VIDEO_TAG: "videos"}
-FIELD: dict[Shape, str] = {"llava": "conversations", "messages": "messages", "text": "text", "pairs": "query"}
-_OF_PAIRS = ("positive", "positives", "negative", "negatives", "id", "ids")
-COLUMNS = (
-    *FIELD.values(),
-    *_OF_PAIRS,
-    "system",
-    "image",
-    "images",
-    "video",
-    "videos",
-)  # all fields of a record that are read
+VISUALS = ("image", "images", "video", "videos", "fps")  # fields of a record of any kind
 
 _ROLES: dict[str, Role] = {
     "human": "user",
@@ -42,6 +32,8 @@ _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
 }
+_OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_response")
+_EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
@@ -60,7 +52,7 @@ Turns = list[tuple[Role, Parts]]
 
 
 @dataclass(frozen=True)
-class _Reader:
+class Reader:
     """Finds what a record names; `has_videos`: its texts may have <video>, which is text in other records."""
 
     find: FindFile
@@ -68,78 +60,84 @@ class _Reader:
     has_videos: bool
 
 
-def shape_of(record: Any) -> Shape | None:
-    """Return the kind of a record, which its fields tell, or None if it has no known field."""
-    if isinstance(record, Mapping):
-        for shape, field in FIELD.items():
-            if record.get(field) is not None:
-                return shape
-    return None
+def conversation(
+    record: Mapping[str, Any], read: Callable[[Reader], Turns], find: FindFile, find_video: FindVideo
+) -> Conversation:
+    """Return the turns that `read` finds in a record, with the record's images and videos in their places.
 
-
-def conversation_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo = no_videos) -> Conversation:
-    """Return the conversation in `record`; `find` returns an image by its name, `find_video` a video.
-
-    Raises no error but BadSample.
+    `find` returns an image by its name, `find_video` a video. Raises BadSample.
     """
-    try:
-        return _conversation(record, shape, find, find_video)
-    except RecursionError as error:
-        raise BadSample(Reason.NOT_A_RECORD, "it is nested too deeply") from error
+    named = _listed(record, "videos", "video")
+    turns = read(Reader(find, find_video, has_videos=bool(named)))
+    images = [image_of(image, find) for image in _listed(record, "images", "image")]
+    return _placed(turns, images, [video_of(video, find_video, record.get("fps")) for video in named])
 
 
 def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
     """Return the one turn of a record of plain text with its images, which may have no text. Raises BadSample."""
-    named = _listed(record, "videos", "video")
-    reader = _Reader(find, find_video, has_videos=bool(named))
-    turns: Turns = [("text", _parts(record.get("text"), reader))]
-    images = [image_of(image, find) for image in _listed(record, "images", "image")]
-    return _placed(turns, images, [video_of(video, find_video, record.get("fps")) for video in named]).turns[0]
+    return conversation(
+        record, lambda reader: [("text", parts_of(record.get("text"), reader))], find, find_video
+    ).turns[0]
 
 
-def _conversation(record: Any, shape: Shape, find: FindFile, find_video: FindVideo) -> Conversation:
-    if not isinstance(record, Mapping):
-        raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
-    content = record.get(FIELD[shape])
-    if content is None:
-        raise BadSample(Reason.NOT_A_RECORD, f"it has no field `{FIELD[shape]}` but {shown(sorted(map(str, record)))}")
-    named = _listed(record, "videos", "video")
-    reader = _Reader(find, find_video, has_videos=bool(named))
-    if shape == "text":
-        turns: Turns = [("text", _parts(content, reader))]
-    else:
-        turns = _turns(content, record.get("system"), reader)
-    images = [image_of(image, find) for image in _listed(record, "images", "image")]
-    conversation = _placed(turns, images, [video_of(video, find_video, record.get("fps")) for video in named])
-    if not any(_says_something(turn) for turn in conversation.turns if turn.role in ("assistant", "text")):
-        raise BadSample(Reason.EMPTY, "it has no text" if shape == "text" else "the assistant says nothing")
-    return conversation
+def system_turn(record: Mapping[str, Any], reader: Reader) -> Turns:
+    """Return the turn of the field `system`; none where it is empty."""
+    system = record.get("system")
+    return [("system", parts_of(system, reader))] if system else []
 
 
-def _turns(content: Any, system: Any, find: _Reader) -> Turns:
-    if isinstance(content, str):  # tables often hold conversations as a column of JSON texts
-        try:
-            content = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise BadSample(Reason.NOT_A_RECORD, f"its turns are a text that is not JSON: {shown(content)}") from error
-    if not isinstance(content, list):
-        raise BadSample(Reason.NOT_A_RECORD, f"its turns are not a list but {shown(content)}")
-    if not content:
-        raise BadSample(Reason.EMPTY, "it has no turns")
-    turns: Turns = [("system", _parts(system, find))] if system else []
-    for turn in content:
+def turns_in(content: Any, reader: Reader) -> Turns:
+    """Return the turns in the value of a field. Raises BadSample."""
+    turns: Turns = []
+    for turn in objects(content, "turns"):
         if not isinstance(turn, Mapping):
             raise BadSample(Reason.NOT_A_RECORD, f"a turn is an object with fields, not {shown(turn)}")
         name = turn.get("role", turn.get("from"))
+        if name is None and (said := [(role, turn[key]) for key, role in _EXCHANGE.items() if key in turn]):
+            turns += [(role, parts_of(text, reader)) for role, text in said]
+            continue
         role = _ROLES.get(name) if isinstance(name, str) else None
         if role is None:
-            raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}")
-        turns.append((role, _parts(turn.get("content", turn.get("value")), find)))
+            tools = ": calls of tools are not trained, leave the record out" if name in _OF_TOOLS else ""
+            raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}{tools}")
+        turns.append((role, parts_of(turn.get("content", turn.get("value")), reader)))
+    if not turns:
+        raise BadSample(Reason.EMPTY, "it has no turns")
     return turns
 
 
-def _parts(content: Any, find: _Reader) -> Parts:
-    """Return the texts, images, videos and slots of one turn, in order."""
+def objects(content: Any, what: str) -> list[Any]:
+    """Return a list that a table may store as JSON text or as an object of lists. Raises BadSample."""
+    if isinstance(content, str):
+        try:
+            content = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise BadSample(Reason.NOT_A_RECORD, f"its {what} are a text that is not JSON: {shown(content)}") from error
+    content = unzipped(content)
+    if not isinstance(content, list):
+        raise BadSample(Reason.NOT_A_RECORD, f"its {what} are not a list but {shown(content)}")
+    return content
+
+
+def unzipped(value: Any) -> Any:
+    """Return a list of objects that `datasets` has stored as an object of lists; any other value as it is."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(each, list) for each in value.values()):
+        return value
+    if len({len(each) for each in value.values()}) > 1:
+        return value
+    return [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
+
+
+def from_cell(value: Any) -> Any:
+    """Return the list that a JSON text in a cell of a table stands for; any other value as it is."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def parts_of(content: Any, find: Reader) -> Parts:
+    """Return the texts, images, videos and slots of one turn, in order. Raises BadSample."""
     match content:
         case None:  # what an assistant says when it only calls a tool
             return []
@@ -148,11 +146,11 @@ def _parts(content: Any, find: _Reader) -> Parts:
         case Mapping():
             return _part(content, find)
         case list():
-            return [piece for part in content for piece in _parts(part, find)]
+            return [piece for part in content for piece in parts_of(part, find)]
     raise BadSample(Reason.NOT_A_RECORD, f"a turn holds {shown(content)}, neither a text nor a list of parts")
 
 
-def _part(part: Mapping[str, Any], find: _Reader) -> Parts:
+def _part(part: Mapping[str, Any], find: Reader) -> Parts:
     kind = part.get("type")
     if kind in _TEXT_PARTS or (kind is None and isinstance(part.get("text"), str)):
         text = part.get("text")
@@ -179,8 +177,8 @@ def _split(text: str, *, videos: bool) -> Parts:
 
 def _listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
     for field in fields:
-        value = record.get(field)
-        if value is not None and value != [] and value != "":
+        value = from_cell(record.get(field))
+        if value is not None and value != []:
             return list(value) if isinstance(value, list) else [value]
     return []
 
@@ -225,5 +223,6 @@ def _joined(parts: Iterable[str | Visual]) -> tuple[str | Visual, ...]:
     return tuple(joined)
 
 
-def _says_something(turn: Turn) -> bool:
+def says_something(turn: Turn) -> bool:
+    """Return whether a turn has text that is not blank."""
     return any(isinstance(part, str) and part.strip() for part in turn.parts)

@@ -80,6 +80,8 @@ def video_below(root: Path, name: str) -> VideoRef:
     """
     folder = root / name
     try:
+        if "\\" in name and "\0" not in name and not folder.exists():  # written on Windows
+            return video_below(root, name.replace("\\", "/"))
         is_folder = "\0" not in name and folder.is_dir()
     except OSError:  # a name that is too long: `resolve_inside` says so
         is_folder = False

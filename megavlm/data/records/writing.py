@@ -26,7 +26,8 @@ from megavlm.data.records import tars
 from megavlm.data.records.container import Records
 from megavlm.data.records.parts import ARRAYS
 from megavlm.data.records.turns import TAG, VIDEO_TAG
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, VideoRef
+from megavlm.data.skips import SkipSummary
+from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Skipped, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
 from megavlm.paths import open_regular
@@ -35,6 +36,7 @@ from megavlm.storage.stored_file import StoredFile
 
 NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"
+_BEFORE_SHARDS = {NOTES, SKIPPED, f"{NOTES}.tmp", "000000.tmp"}  # files of a run until its first shard is complete
 _READERS = 8  # threads that read images; what they read is written in order
 _HEAD = 16  # bytes that tell what a file is
 _AT_ONCE = 256  # records that are read before they are written
@@ -92,6 +94,8 @@ def write_shards(
     """
     notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
+    _note(out, notes)
+    bad_ones = SkipSummary()
     with (out / SKIPPED).open("ab") as skipped, ThreadPoolExecutor(_READERS) as pool:
         skipped.truncate(notes.skipped_bytes)
         while not notes.done and notes.records < len(order):
@@ -105,6 +109,7 @@ def write_shards(
                 if bad is not None:
                     counts[bad.reason] += 1
                     skipped.write(_line(records.label(index), bad))
+                    bad_ones.add([Skipped(records.label(index), records.name, bad.reason, bad.detail)])
                 progress(notes.records + read, notes)
             samples.close()
             shard.close()
@@ -119,7 +124,7 @@ def write_shards(
             )
             _note(out, notes)
     if not notes.samples:
-        raise UserError(f"no record can be used: {out / SKIPPED} says why")
+        raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.told()}")
     if not notes.done:
         tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
         notes = replace(notes, done=True)
@@ -226,6 +231,8 @@ def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
         found = read_json(out / NOTES)
         check(found, _NOTES, str(out / NOTES))
         notes = Notes(**{name: value for name, value in found.items() if value is not None})
+        if {path.name for path in out.iterdir()} <= _BEFORE_SHARDS:  # of an attempt of any recipe, which wrote nothing
+            return Notes(recipe)
         there = all((out / f"{number:06}.tar").is_file() for number in range(min(notes.shards, 10**6)))
         if there and notes.recipe == recipe and notes.skipped_bytes <= (out / SKIPPED).stat().st_size:
             return notes

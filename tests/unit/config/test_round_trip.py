@@ -30,6 +30,10 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
         weight=st.floats(allow_nan=False, allow_infinity=False),
         name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=5),
+        columns=st.none()
+        | st.dictionaries(
+            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:"), min_size=1, max_size=5)], min_size=1
+        ),
     ),
 }
 
@@ -63,10 +67,12 @@ def plain(value: Any) -> Any:
 
 
 def word_for(value: Any) -> str:
+    if isinstance(value, dict):
+        return "+".join(f"{name}:{column}" for name, column in value.items())
     if not isinstance(value, DatasetConfig):
         return str(value)
     rest = {key: item for key, item in asdict(value).items() if key != "path" and item is not None}
-    return ",".join([value.path, *(f"{key}={item}" for key, item in rest.items())])
+    return ",".join([value.path, *(f"{key}={word_for(item)}" for key, item in rest.items())])
 
 
 def words_for(option: Option, value: object) -> list[str]:

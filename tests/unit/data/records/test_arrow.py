@@ -86,7 +86,7 @@ def test_a_damaged_batch_costs_its_rows(saved: Path) -> None:
     data = path.read_bytes()
     assert b"answer 4" in data
     path.write_bytes(data.replace(b"answer 4", b"answer \xff"))  # in the second of three batches
-    container = ArrowFile(path)
+    container = ArrowFile(path, list)
     assert [reason(container, number) for number in range(7)] == [None] * 3 + [Reason.NOT_A_RECORD] * 3 + [None]
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import is_stream, name_of, open_records
+from megavlm.data.records import is_stream, name_of, open_records, spans
 from megavlm.data.records.container import Records
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
@@ -125,10 +126,36 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.json", b"[]", "has no records"),
         ("d.jsonl", b"\n\n", "has no records"),
         ("d.json", b'[{"conversations": [', r"is no JSON array \(at byte 1, element 0"),
-        ("d.jsonl", b"garbage\n" * 200, "has no record among its first 100"),
-        ("d.jsonl", b'{"question": "x"}\n', "fields 'question', none of conversations, messages, text"),
-        ("d.jsonl", json.dumps({f"f{n:02}": n for n in range(40)}).encode(), "'f10', 'f11' and 28 more, none of"),
+        ("d.jsonl", b"garbage\n" * 200, r"has no record among its first 100 \(d.jsonl:1: it is not JSON"),
+        ("d.jsonl", '{"text": "é"}\n'.encode("latin-1") * 9, "first 9 .*not UTF-8 but perhaps Latin-1.*iconv -f"),
+        ("d.csv", 'text\n"é"\n'.encode("latin-1"), "not UTF-8 but perhaps Latin-1"),
+        ("d.csv", b"image;question;answer\n1;2;3", "columns are not separated by ','"),
+        ("d.csv", b"text,text\n1,2", "two columns 'text'"),
+        ("d.csv", b"text\n", "has no records"),
+        ("d.csv", b"\n\n", "it has no rows"),
+        ("d.csv", b'"text\n1\n', "is no csv file .'it is no row"),
+        ("d.csv", b"image,frage\n1,2", r"fields 'image', 'frage', none of .*columns=question:NAME\+answer:NAME \("),
+        (
+            "d.jsonl",
+            b'{"query": "x", "a": null}',
+            r"'query', 'a' \(null\), none of .*columns=response:NAME\+image:NAME",
+        ),
+        ("d.json", b'{"data": [{"text": "x"}]}', "an object whose 'data' holds the records: write that array itself"),
+        ("d.json", b'{\n "data": [\n {"text": "x"}]}', "an object whose 'data' holds the records"),
+        ("d.jsonl", b'{"prompt": "x", "chosen": "y", "rejected": "z"}', "preferences.*add columns=response:chosen"),
+        ("d.jsonl", b'{"prompt": "x", "chosen": [{}], "rejected": 0}', "preferences.*add columns=messages:chosen"),
+        ("d.jsonl", b'{"text": "x", "chosen": {}, "rejected": {}}', "preferences.*turns, .*with kind=text"),
+        ("d.jsonl", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
+        ("d.parquet", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
+        ("d.jsonl", b"PAR1abc", "is parquet: name it FILE.parquet"),
+        (
+            "d.jsonl",
+            b'{"question": "x"}\n',
+            "fields 'question', none of conversations; messages; .*columns=answer:NAME",
+        ),
+        ("d.jsonl", json.dumps({f"f{n:02}": n for n in range(40)}).encode(), "'f28', 'f29' and 10 more, none of"),
         ("d.jsonl", '{"text": "x"}'.encode("utf-16"), "is UTF-16"),
+        ("d.jsonl", '{"text": "x"}'.encode("utf-16-le"), "is UTF-16: convert it, as iconv -f UTF-16LE"),
         ("d.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "is gzip"),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
     ],
@@ -146,6 +173,97 @@ def test_parquet_without_known_columns_names_them(folder: Path) -> None:
     pq.write_table(pa.table({"question": ["x"]}), folder / "d.parquet")
     with pytest.raises(UserError, match="fields 'question'"):
         opened(folder / "d.parquet")
+
+
+@pytest.mark.parametrize(("name", "mark"), [("d.csv", ","), ("d.tsv", "\t")])
+def test_a_table_of_text(folder: Path, name: str, mark: str) -> None:
+    """Cells may have line breaks, quotation marks and lists; an empty one is null. A bad row costs itself."""
+    rows = [
+        ("question", "answer", "image", "note"),
+        ('"What is\r\nit?"', '"a ""cat"", or, \tnot"', "a.jpg", ""),
+        ("Who?", '"é\n"', "", "x"),
+        ("Who?", "me", '"[""a.jpg"", ""a.jpg""]"', ""),
+        ("Who?", "me"),
+        ("Who?", "", "", ""),
+    ]
+    text = "\ufeff" + "\r\n".join(mark.join(row) for row in rows)
+    (folder / name).write_text(text, newline="")
+    records = pickle.loads(pickle.dumps(opened(folder / name)))
+    image = ImageRef((folder / "a.jpg").resolve())
+    assert [records.read(number).turns[0].parts for number in range(3)] == [
+        (image, "\nWhat is\r\nit?"),
+        ("Who?",),
+        (image, "\n", image, "\nWho?"),
+    ]
+    assert records.read(0).turns[1].parts == ('a "cat", or, \tnot',)
+    assert len(records) == 5
+    for number, told in ((3, "2 cells, the first row 4"), (4, "no field `answer` or `answers`")):
+        with pytest.raises(BadSample, match=told):
+            records.read(number)
+
+
+def test_rows_of_text_are_found_across_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_CHUNK", 5)
+    texts = ['a "quoted"\nline', "b", "\n\nx\n", "c, d", '"']
+    (folder / "d.csv").write_text("text,n\n" + "".join('"' + t.replace('"', '""') + '",1\n' for t in texts))
+    assert [found.turns[0].parts[0] for found in conversations(opened(folder / "d.csv"))] == texts
+
+
+ODD = [{"frage": "What?", "antwort": f"answer {number}", "bild": "a.jpg", "text": "of it"} for number in range(3)]
+COLUMNS = {"question": "frage", "answer": "antwort", "image": "bild"}
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.arrow", "d.csv"])
+def test_columns_give_fields_other_names(folder: Path, name: str) -> None:
+    table = pa.Table.from_pylist(ODD)
+    if name == "d.jsonl":
+        (folder / name).write_text(as_lines(ODD))
+    elif name == "d.parquet":
+        pq.write_table(table, folder / name)
+    elif name == "d.csv":
+        pa_csv.write_csv(table, folder / name)
+    else:
+        with pa.ipc.new_stream(folder / name, table.schema) as file:
+            file.write_table(table)
+    assert opened(folder / name).read(1).turns[0].role == "text"
+    found = conversations(opened(folder / name, columns=COLUMNS))
+    image = ImageRef((folder / "a.jpg").resolve())
+    assert found == [
+        Conversation((Turn("user", (image, "\nWhat?")), Turn("assistant", (f"answer {number}",))))
+        for number in range(3)
+    ]
+    with pytest.raises(UserError, match=r"'frage', 'antwort', 'bild', 'text', and no 'bilt', .*did you mean bild"):
+        opened(folder / name, columns={**COLUMNS, "image": "bilt"})
+    with pytest.raises(UserError, match="columns=bild:image, but bild is not read: turn it round, image:bild"):
+        opened(folder / name, columns={"bild": "image"})
+
+
+def test_a_refusal_names_all_columns_of_a_table(folder: Path) -> None:
+    """Also those that no kind of record has, which are not read."""
+    pq.write_table(pa.table({"image": [b"x"], "frage": ["x"], "antwort": ["y"]}), folder / "d.parquet")
+    with pytest.raises(
+        UserError, match=r"fields 'image', 'frage', 'antwort', none of .*columns=question:NAME\+answer:"
+    ):
+        opened(folder / "d.parquet")
+
+
+def test_paths_may_be_those_of_windows(folder: Path) -> None:
+    (folder / "images" / "clip").mkdir(parents=True)
+    for name in ("images/b.jpg", "images/clip/0.jpg", "odd\\c.jpg"):
+        (folder / name).write_bytes(b"")
+    (folder / "d.jsonl").write_text(
+        as_lines([*(llava(0, name) for name in ("images\\b.jpg", "odd\\c.jpg", "..\\..\\x.jpg", "no\\x.jpg"))])
+        + as_lines([{"question": "?", "answer": "x", "video": "images\\clip"}])
+    )
+    records = opened(folder / "d.jsonl", kind="llava")
+    assert records.read(0).images == (ImageRef((folder / "images/b.jpg").resolve()),)
+    assert records.read(1).images == (ImageRef((folder / "odd\\c.jpg").resolve()),)
+    for number, reason in ((2, Reason.OUTSIDE), (3, Reason.MISSING)):
+        with pytest.raises(BadSample) as caught:
+            records.read(number)
+        assert caught.value.reason == reason
+    frames = opened(folder / "d.jsonl", kind="vqa").read(4).images[0].source
+    assert frames == (ImageRef((folder / "images/clip/0.jpg").resolve()),)
 
 
 def test_a_kind_that_does_not_fit(folder: Path) -> None:

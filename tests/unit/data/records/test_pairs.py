@@ -11,8 +11,8 @@ import pytest
 
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.records.pairs import record_of
 from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.shapes import record_of
 from megavlm.data.types import BadSample, ImageRef, Segment, VideoRef
 from megavlm.errors import UserError
 from tests.support.data_files import write_llava, write_pairs, write_tokenizer

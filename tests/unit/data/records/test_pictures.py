@@ -58,7 +58,7 @@ def test_absolute_paths_and_file_urls_inside_the_folder(spelling: str, root: Pat
     ("value", "reason"),
     [
         ("b.png", Reason.MISSING),
-        ("", Reason.MISSING),
+        ("", Reason.NOT_A_RECORD),
         ("../secret.png", Reason.OUTSIDE),
         ("/etc/passwd", Reason.OUTSIDE),
         ("link.png", Reason.OUTSIDE),

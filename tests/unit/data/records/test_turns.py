@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records import open_records
 from megavlm.data.records.pictures import file_below
-from megavlm.data.records.turns import Shape, conversation_of, shape_of
+from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.errors import UserError
 
 
 def find(name: str) -> ImageRef:
@@ -85,18 +89,34 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
             {"messages": [said("user", "<image>\nWhat is this?"), said("assistant", "A cat.")], "images": ["a.jpg"]},
             "messages",
         ),
+        ({"query": "<image>\nWhat is this?", "response": "A cat.", "images": ["a.jpg"]}, "query"),  # ms-swift
+        ({"query": "What is this?", "response": "A cat.", "images": '["a.jpg"]', "history": []}, "query"),
+        ({"prompt": "What is this?", "completion": "A cat.", "image": "a.jpg"}, "query"),  # TRL
+        ({"instruction": "<image>", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
+        ({"question": "What is this?", "answer": "A cat.", "image": {"bytes": b"a.jpg"}}, "vqa"),
+        ({"question": "What is this?", "answers": ["a", "A cat.", "A cat."], "image": "a.jpg"}, "vqa"),
+        ({"question": "What is this?", "answers": [{"answer": "A cat."}, {"answer": "b"}], "image": "a.jpg"}, "vqa"),
+        ({"question": "What is this?", "answers": {"text": ["A cat."], "start": [3]}, "image": "a.jpg"}, "vqa"),
+        ({"texts": [{"user": "What is this?", "assistant": "A cat.", "source": "x"}], "images": ["a.jpg"]}, "cauldron"),
+        ({"conversation": [{"human": "What is this?", "assistant": "A cat."}], "images": ["a.jpg"]}, "cauldron"),
+        ({"texts": {"user": ["What is this?"], "assistant": ["A cat."]}, "images": ["a.jpg"]}, "cauldron"),
     ],
 )
-def test_spellings_of_one_conversation(record: dict[str, Any], shape: Shape) -> None:
+def test_spellings_of_one_conversation(record: dict[str, Any], shape: str) -> None:
     assert shape_of(record) == shape
-    assert conversation_of(record, shape, find) == EXPECTED
+    assert record_of(record, shape, find) == EXPECTED
+
+
+def test_an_option_names_every_kind() -> None:
+    kinds = get_args(get_type_hints(DatasetConfig)["kind"])
+    assert set(kinds) == {"auto", *SHAPES, "webdataset"}
 
 
 def test_images_take_their_tags_in_order() -> None:
     record = llava(
         human("<image> or <image>?"), ANSWER, human("And <image>"), ANSWER, images=["a.jpg", "b.jpg", "a.jpg"]
     )
-    conversation = conversation_of(record, "llava", find)
+    conversation = record_of(record, "llava", find)
     assert conversation.turns[0].parts == (A, " or ", B, "?")
     assert conversation.turns[2].parts == ("And ", A)
     assert conversation.images == (A, B, A)
@@ -106,18 +126,41 @@ def test_a_system_prompt_may_be_a_turn_or_a_field() -> None:
     as_turn = llava(human("Be brief.", "system"), human("Hi"), ANSWER)
     as_field = llava(human("Hi"), ANSWER, system="Be brief.")
     expected = Turn("system", ("Be brief.",))
-    assert conversation_of(as_turn, "llava", find) == conversation_of(as_field, "llava", find)
-    assert conversation_of(as_turn, "llava", find).turns[0] == expected
+    assert record_of(as_turn, "llava", find) == record_of(as_field, "llava", find)
+    assert record_of(as_turn, "llava", find).turns[0] == expected
+
+
+def test_an_exchange_follows_its_system_prompt_and_history() -> None:
+    record = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "text": "all in one"}
+    record |= {"history": [["Hi", "Hello"]]}
+    assert shape_of(record) == "alpaca"
+    said = [(turn.role, "".join(map(str, turn.parts))) for turn in record_of(record, "alpaca", find).turns]
+    assert said == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1 2"),
+        ("assistant", "3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "trained"),
+    [(["b", "a", "a"], "a"), (["b", "a"], "b"), (3, "3"), (2.5, "2.5"), ("[1, 2]", "1"), ([{"answer": "x"}], "x")],
+)
+def test_of_several_answers_the_commonest_is_trained(answers: Any, trained: str) -> None:
+    assert record_of({"question": "?", "answers": answers}, "vqa", find).turns[1].parts == (trained,)
+    assert record_of({"question": "?", "answers": answers, "answer": "[1]"}, "vqa", find).turns[1].parts == ("[1]",)
 
 
 def test_images_without_tags_come_before_the_first_user_turn() -> None:
     record = llava(human("Be brief.", "system"), human("Which?"), ANSWER, image=["a.jpg", "b.jpg"])
-    assert conversation_of(record, "llava", find).turns[1].parts == (A, "\n", B, "\nWhich?")
+    assert record_of(record, "llava", find).turns[1].parts == (A, "\n", B, "\nWhich?")
 
 
 def test_text_is_one_turn() -> None:
-    assert conversation_of({"text": "Once upon a time"}, "text", find).turns == (Turn("text", ("Once upon a time",)),)
-    captioned = conversation_of({"text": "<image> a cat", "image": "a.jpg"}, "text", find)
+    assert record_of({"text": "Once upon a time"}, "text", find).turns == (Turn("text", ("Once upon a time",)),)
+    captioned = record_of({"text": "<image> a cat", "image": "a.jpg"}, "text", find)
     assert captioned.turns == (Turn("text", (A, " a cat")),)
 
 
@@ -136,6 +179,12 @@ def test_text_is_one_turn() -> None:
         (llava(human("Hi"), human("x", "narrator")), "llava", Reason.ROLE),
         (llava(human("Hi"), {"value": "x"}), "llava", Reason.ROLE),
         (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
+        (llava(human("What?"), ANSWER, image=""), "llava", Reason.NOT_A_RECORD),  # would be trained blind
+        ({"question": "?", "answer": 3, "choices": ["a", "b"]}, "vqa", Reason.UNSUPPORTED),
+        ({"question": "?", "answer": float("nan")}, "vqa", Reason.NOT_A_RECORD),
+        ({"question": "?", "answers": []}, "vqa", Reason.EMPTY),
+        ({"query": "?", "response": "x", "history": [["one"]]}, "query", Reason.NOT_A_RECORD),
+        ({"texts": [{"source": "x"}]}, "cauldron", Reason.ROLE),
         (llava(human("Hi"), {"from": ["gpt"], "value": "x"}), "llava", Reason.ROLE),
         (llava(human("<image>"), ANSWER), "llava", Reason.IMAGE_COUNT),
         (llava(human("<image><image>"), ANSWER, image="a.jpg"), "llava", Reason.IMAGE_COUNT),
@@ -158,32 +207,52 @@ def test_text_is_one_turn() -> None:
         (llava(human("<image>"), ANSWER, image=[3]), "llava", Reason.NOT_A_RECORD),
     ],
 )
-def test_reasons(record: Any, shape: Shape, reason: Reason) -> None:
+def test_reasons(record: Any, shape: str, reason: Reason) -> None:
     with pytest.raises(BadSample) as caught:
-        conversation_of(record, shape, find)
+        record_of(record, shape, find)
     assert caught.value.reason == reason
     assert len(str(caught.value).splitlines()) == 1
 
 
-ROWS = ("conversations", "messages", "text", "system", "image", "images")
-FIELDS = ("role", "from", "content", "value", "type", "url", "bytes", "path", "base64", "source")
-NAMES = st.sampled_from([*ROWS, *FIELDS])
-WORDS = st.sampled_from(
-    ["user", "gpt", "assistant", "text", "image", "<image>", "data:;base64,x", "a.jpg", "\ud800", "\0"]
+FIELDS = (
+    *(name for shape in SHAPES.values() for name in shape.fields),
+    *("image", "images", "role", "from", "content", "value", "type", "url", "bytes", "path", "base64", "source"),
+    *("user", "assistant", "chosen", "rejected", "data"),
 )
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
-    max_leaves=12,
+NAMES = st.sampled_from(sorted(set(FIELDS)))
+WORDS = st.sampled_from(
+    ["user", "gpt", "assistant", "text", "image", "<image>", "data:;base64,x", "a.jpg", "\ud800", "\0", "[1", "[1]"]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5)
+ANYTHING, JSON = (
+    st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12
+    )
+    for leaves in (SCALARS | st.binary(max_size=5), SCALARS)
 )
 
 
 @settings(deadline=None, max_examples=300)
-@given(record=ANYTHING, fields=st.dictionaries(NAMES, ANYTHING, max_size=4), shape=st.sampled_from(["llava", "text"]))
-def test_whatever_a_record_is_it_stops_nothing(record: Any, fields: dict[str, Any], shape: Shape) -> None:
-    for candidate in (record, fields, llava(human(record), said("assistant", "x"), **fields)):
+@given(record=ANYTHING, fields=st.dictionaries(NAMES, ANYTHING, max_size=4), kind=st.sampled_from(sorted(SHAPES)))
+def test_whatever_a_record_is_it_stops_nothing(record: Any, fields: dict[str, Any], kind: str) -> None:
+    needed = {group[-1]: record for group in SHAPES[kind].needs}
+    for candidate in (record, fields, needed | fields, fields | needed, llava(human(record), ANSWER, **fields)):
         with suppress(BadSample):
-            assert conversation_of(candidate, shape, partial(file_below, Path(__file__).parent)).turns
+            assert record_of(candidate, kind, partial(file_below, Path(__file__).parent)).turns
+
+
+@settings(deadline=None, max_examples=200)
+@given(record=JSON | st.dictionaries(NAMES, JSON, max_size=5))
+def test_any_json_is_read_or_refused_in_one_line(record: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Through a file, as a user has it: the file is refused, or its record is, or it is a conversation."""
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text(json.dumps(record))
+    told = ""
+    try:
+        assert open_records(DatasetConfig(str(path))).read(0).turns
+    except (UserError, BadSample) as error:
+        told = str(error)
+    assert told.isprintable()
 
 
 @pytest.mark.parametrize("name", ["content", "image"])
@@ -193,5 +262,5 @@ def test_deep_nesting_stops_nothing(name: str) -> None:
         nested = [nested] if name == "content" else {"image": nested}
     record = llava(said("user", nested if name == "content" else "x"), ANSWER, image=nested)
     with pytest.raises(BadSample) as caught:
-        conversation_of(record, "llava", find)
+        record_of(record, "llava", find)
     assert caught.value.reason == Reason.NOT_A_RECORD

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megavlm.data.records.parts import conversation_of_parts
-from megavlm.data.records.turns import conversation_of
+from megavlm.data.records.shapes import record_of
 from megavlm.data.records.videos import video_below, video_of
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
 
@@ -26,7 +26,7 @@ def find_video(name: str) -> VideoRef:
 
 def read(said: Any, **fields: Any) -> Conversation:
     turns = [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]
-    return conversation_of({"messages": turns, **fields}, "messages", find, find_video)
+    return record_of({"messages": turns, **fields}, "messages", find, find_video)
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,29 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib 0"),
         ((tmp_path / "out", tmp_path / "new"), "contains tars"),
         ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
-        ((tmp_path / "bad.jsonl", tmp_path / "new"), "no record can be used"),
+        ((tmp_path / "bad.jsonl", tmp_path / "new"), "none of 1 records can be used: 1 × empty_conversation, as bad."),
     ]:
         assert prepare(*arguments) == 2
         told = capsys.readouterr().err
         assert message in told
         assert len(told.splitlines()) == 1
+
+
+def test_an_attempt_that_wrote_nothing_is_in_nobodys_way(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy that a refusal names works, also into the same folder; and after a stop within the first shard."""
+    out, records = tmp_path / "out", tmp_path / "elsewhere" / "train.jsonl"
+    records.parent.mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    records.write_text(json.dumps({"question": "What?", "answer": "That.", "image": "a.png"}))
+    assert main([str(records), str(out)]) == 2
+    told = capsys.readouterr().err
+    assert "1 × missing_file, as train.jsonl:1: " in told
+    assert "as PATH,image_root=DIR" in told
+    (out / "000000.tmp").write_bytes(b"half of a shard")
+    assert main([f"{records},image_root={tmp_path}", str(out)]) == 0
+    assert [turns[0][0] for turns in read_back(out, 1)] == ["user"]
 
 
 @pytest.mark.parametrize(
@@ -187,13 +204,14 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         b"[" * 3000,
         b'{"recipe": {}, "records": "x"}',
         b'{"recipe": {}, "shards": 7, "samples": 9}',
-        b'{"recipe": {}, "skipped_bytes": 4611686018427387904}',
+        b'{"recipe": {}, "shards": 1, "skipped_bytes": 4611686018427387904}',
         b'{"recipe": {}, "records": -1}',
     ],
 )
 def test_notes_of_something_else_are_one_line(tmp_path: Path, notes: bytes) -> None:
     (tmp_path / "prepare_data.json").write_bytes(notes)
     (tmp_path / "skipped.jsonl").write_bytes(b"")
+    (tmp_path / "000000.tar").write_bytes(b"")
     with pytest.raises(UserError, match="something else"):
         writing._notes(tmp_path, {})
 
