@@ -103,6 +103,8 @@ def dry_run(config: Config, *, world: int) -> None:
         source = files_source(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
+        for warning in source.warnings():
+            print(f"warning: {warning}")
         if has_validation(config) and config.train.train_iters is not None and (line := cost_line(config, source)):
             print(line)
     if config.evaluation.sample_interval:

@@ -82,13 +82,19 @@ class FilesSource:
         self._visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
 
     def warnings(self) -> list[str]:
-        """Return the warnings to print before a run."""
-        if self.chat.template is None or self.chat.end_of_turn.strip():
-            return []
-        return [
-            "the chat template writes no end-of-turn token after an answer, so the model will not learn to stop: "
-            "choose another --chat-template, as vicuna"
+        """Return the warnings to print before a run. Raises UserError for a data set that cannot be opened."""
+        found = [
+            f"--datasets {records.name}: {', '.join(records.unread)} is not read, and no image: to read it as one, add "
+            f"columns=image:{records.unread[0]}"
+            for records in self.records.values()
+            if records.unread
         ]
+        if self.chat.template is not None and not self.chat.end_of_turn.strip():
+            found.append(
+                "the chat template writes no end-of-turn token after an answer, so the model will not learn to stop: "
+                "choose another --chat-template, as vicuna"
+            )
+        return found
 
     @cached_property
     def records(self) -> Mapping[int, Records]:

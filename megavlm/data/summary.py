@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.order import BLOCK, apportioned
 from megavlm.data.packing import pack
 from megavlm.data.records import is_stream, name_of
+from megavlm.data.skips import SkipSummary
+from megavlm.data.types import EncodedRecord
 
 _LOOKED_AT = 64  # samples whose length is read before the run
 _BINS = 40  # sequences that are packed to see how many samples one holds
@@ -22,14 +25,15 @@ def data_table(config: Config, source: FilesSource) -> str:
     data, train = config.data, config.train
     shares = [count / BLOCK for count in apportioned([each.weight for each in data.datasets], BLOCK)]
     sequences = (train.train_iters or 0) * train.global_batch_size
-    held = samples_per_sequence(config, source)
+    looked = _looked(config, source)
+    held = _per_sequence(config, [record for _, record in looked])
     rows = [("data", "records", "share of samples", "epochs of the run")]
     for number, (each, share) in enumerate(zip(data.datasets, shares, strict=True)):
-        records = None if is_stream(each) else len(source.records[number])
+        count = None if is_stream(each) else len(source.records[number])
         epochs = ""
-        if records and held and sequences:
-            epochs = f"about {_rounded(sequences * held * share / records)}"
-        rows.append((name_of(each), "tars" if records is None else f"{records:,}", f"{share:.1%}", epochs))
+        if count and held and sequences:
+            epochs = f"about {_rounded(sequences * held * share / count)}"
+        rows.append((name_of(each), "tars" if count is None else f"{count:,}", f"{share:.1%}", epochs))
     wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
@@ -40,6 +44,10 @@ def data_table(config: Config, source: FilesSource) -> str:
         f"{counted}steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
         + ("" if held is None else f"; a sequence holds about {_rounded(held)} samples")
     )
+    records = dict(looked)  # a small data set comes several times
+    skipped = SkipSummary().add(skip for record in records.values() for skip in record.skipped)
+    if lost := skipped.counts.total():
+        lines.append(f"{lost} of the first {len(records)} records are skipped: {skipped.told()}")
     return "\n".join(lines)
 
 
@@ -51,9 +59,18 @@ def samples_per_sequence(config: Config, source: FilesSource) -> float | None:
     """Return how many records fill a sequence on average, from the first ones; None for streams, which have no number,
     and if none can be used.
     """
+    return _per_sequence(config, [record for _, record in _looked(config, source)])
+
+
+def _looked(config: Config, source: FilesSource) -> list[tuple[tuple[int, int], EncodedRecord]]:
+    """Return the first samples, each with its data set and number there; none of streams, which have no numbers."""
     if any(map(is_stream, config.data.datasets)):
-        return None
-    looked = [source.encode(number) for number in range(_LOOKED_AT)]
+        return []
+    places = [source.order.record(number) for number in range(_LOOKED_AT)]
+    return [((place.source, place.record), source.encode(number)) for number, place in enumerate(places)]
+
+
+def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | None:
     lengths = [sample.cost.length for record in looked for sample in record.samples]
     usable = sum(bool(record.samples) for record in looked)
     if not usable:

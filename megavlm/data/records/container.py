@@ -15,9 +15,13 @@ Choose = Callable[[Sequence[str]], list[str]]
 
 
 class Records(Protocol):
-    """A map-style data set: records are read by number, in any order and in several processes (it is pickled)."""
+    """A map-style data set: records are read by number, in any order and in several processes (it is pickled).
+
+    `unread` are fields that look like pictures, where none are read.
+    """
 
     name: str
+    unread: Sequence[str]
 
     def __len__(self) -> int: ...
 
@@ -108,8 +112,16 @@ class Renamed:
 class FileRecords:
     """Implements `Records` on a container; `convert`, which must be picklable, turns raw records into conversations."""
 
-    def __init__(self, name: str, container: Container, convert: Callable[[Any], Conversation]) -> None:
+    def __init__(
+        self,
+        name: str,
+        container: Container,
+        convert: Callable[[Any], Conversation],
+        *,
+        unread: Sequence[str] = (),
+    ) -> None:
         self.name = name
+        self.unread = unread
         self._container = container
         self._convert = convert
 

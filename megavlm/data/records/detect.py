@@ -20,6 +20,7 @@ from megavlm.paths import open_regular
 _LOOKED_AT = 100  # most records that are read to find a good one
 _NAMED = 30  # most of their fields that a message names
 _PREFERENCES = ("chosen", "rejected")  # fields of records for DPO
+_PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
 _WRAPPED = re.compile(rb'\s*\{\s*"(\w{1,40})"\s*:\s*\[\s*\{')
 
 
@@ -60,8 +61,9 @@ class _Look:
     bad: list[str] = field(default_factory=list)  # what the others are
 
 
-def kind_of(source: DatasetConfig, container: Container, first: Path) -> str:
-    """Return the kind of the records: that of the first one that has all fields of a kind. `first` is the first file.
+def kind_of(source: DatasetConfig, container: Container, first: Path) -> tuple[str, list[str]]:
+    """Return the kind of the records, that of the first one that has all fields of a kind, and fields that look like
+    their pictures where none are read. `first` is the first file.
 
     Raises UserError if none of the first records has, or if none has a field that `columns` names.
     """
@@ -82,7 +84,7 @@ def kind_of(source: DatasetConfig, container: Container, first: Path) -> str:
         raise wrong(source, f"has preferences, which are not trained on: to train on the chosen answers, {remedy}")
     unknown = [name for name in columns.values() if name not in look.has]
     if look.kind is not None and not unknown:
-        return look.kind
+        return look.kind, _unread_pictures(look, columns)
     fields = [shown(name) + ("" if value is not None else " (null)") for name, value in look.has.items()]
     more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
     what = f"has records of the fields {', '.join(fields[:_NAMED])}{more}"
@@ -120,6 +122,16 @@ def _look(source: DatasetConfig, container: Container) -> _Look:
         if look.kind is not None and all(name in look.has for name in columns.values()):
             break
     return look
+
+
+def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
+    """Return the fields that look like pictures, if the records have none that are read."""
+    assert look.kind is not None
+    had = {name for name, value in look.has.items() if value is not None}
+    if had.intersection(VISUALS) or set(VISUALS).intersection(columns):
+        return []
+    read = {*SHAPES[look.kind].fields, *columns.values()}
+    return sorted(name for name in had - read if _PICTURE.search(name))
 
 
 def _wrapped(path: Path) -> str | None:

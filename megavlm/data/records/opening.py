@@ -81,11 +81,12 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records
     if not len(container):
         raise wrong(source, "has no records: name a file that has some")
     find, find_video = _finders(source, path)
-    kind = kind_of(source, container, files_of(source)[0])
+    kind, unread = kind_of(source, container, files_of(source)[0])
     if pairs is not None and (kind == "pairs") != pairs:
         raise wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
     convert = partial(record_of, kind=kind, find=find, find_video=find_video)
-    return FileRecords(name_of(source), Renamed(container, source.columns) if source.columns else container, convert)
+    container = Renamed(container, source.columns) if source.columns else container
+    return FileRecords(name_of(source), container, convert, unread=unread)
 
 
 def _local(source: DatasetConfig) -> Path:

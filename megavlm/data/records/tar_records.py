@@ -26,6 +26,7 @@ class TarRecords:
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
         self.name = name
+        self.unread: Sequence[str] = ()
         self._paths = paths
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from megavlm.config.cli import parse
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data import visuals
 from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.chat import ChatFormat
@@ -217,13 +217,29 @@ def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
 
 def test_shares_are_told_before_a_run(broken: Path) -> None:
     config = config_for(broken)
-    first, *rows, last = data_table(config, FilesSource(config)).splitlines()
+    first, *rows, last, skipped = data_table(config, FilesSource(config)).splitlines()
     assert first.split()[:2] == ["data", "records"]
     assert [row.split()[:4] for row in rows] == [["train", "20", "75.0%", "about"], ["book", "1", "25.0%", "about"]]
     held = float(re.search(r"holds about ([\d.]+) samples", last)[1])  # type: ignore[index]
     epochs = float(rows[0].split()[4])
     drawn = config.train.train_iters * config.train.global_batch_size * held
     assert epochs == pytest.approx(0.75 * drawn / 20, rel=0.1)
+    assert re.match(r"1[0-9] of the first 2[01] records are skipped: \d × \w+, as ", skipped)
+
+
+def test_a_picture_that_is_not_read_is_a_warning(tmp_path: Path) -> None:
+    """A model would learn to answer blind."""
+    config = config_for(write_all(tmp_path, samples=1))
+    rows = {"image_path": "a.jpg", "question": "what ?", "answer": "a cat"}
+    (tmp_path / "vqa.csv").write_text(",".join(rows) + "\n" + ",".join(rows.values()))
+    warnings = []
+    for columns in (None, {"image": "image_path"}):
+        datasets = (DatasetConfig(path=str(tmp_path / "vqa.csv"), columns=columns),)
+        warnings += FilesSource(replace(config, data=replace(config.data, datasets=datasets))).warnings()
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
+        "--datasets vqa: image_path is not read, and no image: to read it as one, add columns="
+    )
 
 
 MISTAKES = (
