@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_stream, name_of, open_records, spans
 from megavlm.data.records.container import Records
+from megavlm.data.records.shapes import SHAPES, shape_of
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
 from megavlm.errors import UserError
 
@@ -41,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(path: Path, **fields: Any) -> Records:
-    return open_records(DatasetConfig(path=str(path), **fields))
+def opened(path: Path, *, pairs: bool | None = None, **fields: Any) -> Records:
+    return open_records(DatasetConfig(path=str(path), **fields), pairs=pairs)
 
 
 def conversations(records: Records) -> list[Conversation]:
@@ -236,6 +238,22 @@ def test_columns_give_fields_other_names(folder: Path, name: str) -> None:
         opened(folder / name, columns={**COLUMNS, "image": "bilt"})
     with pytest.raises(UserError, match="columns=bild:image, but bild is not read: turn it round, image:bild"):
         opened(folder / name, columns={"bild": "image"})
+
+
+def test_the_page_has_a_whole_record_of_each_kind(folder: Path) -> None:
+    """The table of docs/data.md, and the three records that it begins with, are read as they are printed."""
+    page = (Path(__file__).parents[4] / "docs/data.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\| `(\{.*?\})`", page, re.MULTILINE))
+    assert set(rows) == set(SHAPES)
+    whole = re.findall(r"^    (\{.*\})$", page, re.MULTILINE)[:3]
+    for name in ("a.jpg", "cat.jpg"):
+        (folder / name).write_bytes(b"")
+    for kind, record in [*rows.items(), *zip(("llava", "messages", "vqa"), whole, strict=True)]:
+        (folder / "d.jsonl").write_text(record)
+        records = opened(folder / "d.jsonl", pairs=kind == "pairs")
+        assert records.read(0).turns[-1].role == {"text": "text", "pairs": "positive"}.get(kind, "assistant")
+        assert shape_of(json.loads(record)) == kind
+        assert records.read(0).images or kind == "alpaca"
 
 
 def test_a_refusal_names_all_columns_of_a_table(folder: Path) -> None:
