@@ -23,7 +23,7 @@ from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import AnswerFolder
-from megavlm.evaluation.asking import ask, remaining
+from megavlm.evaluation.asking import ask, refuse_unasked, remaining, unreadable
 from megavlm.evaluation.metrics import METRICS
 from megavlm.evaluation.page import failures_page
 from megavlm.evaluation.scores import results_json, scored, scores_of
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _evaluate(given: argparse.Namespace, world: World) -> None:
     tasks = _tasks(given)
     sampling = sampling_of(given)
+    refuse_unasked(tasks, unreadable(tasks))
     found = model_folder(given.model, say=_note)
     folder = AnswerFolder(given.out or found.results, rank=world.rank)
     settings = {
@@ -107,11 +108,21 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
         if world.rank == 0:
             while remaining(tasks, folder):  # other processes still answer theirs
                 time.sleep(_PAUSE)
+            _check_asked(tasks, folder)
             _report(given, tasks, folder, settings)
     except OSError as error:
         raise UserError(
             f"{folder.path} cannot be written ({error.strerror or error}): name a folder with --out"
         ) from error
+
+
+def _check_asked(tasks: Sequence[Task], folder: AnswerFolder) -> None:
+    """Raise UserError if too many questions could not be asked; the same command then asks them again."""
+    try:
+        refuse_unasked(tasks, folder.read().values())
+    except UserError:
+        folder.forget_unasked()
+        raise
 
 
 def _tasks(given: argparse.Namespace) -> list[Task]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megavlm.data.types import Reason, Skipped
@@ -49,9 +49,9 @@ class SkipSummary:
             found.examples = {**other.examples, **found.examples}
         return found
 
-    def told(self) -> str:
+    def told(self, remedies: Mapping[Reason, str] = REMEDIES) -> str:
         """Return the commonest reason with its number, an example, and the remedy."""
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)
-        remedy = REMEDIES.get(reason, _LOOK.format(preview=program("preview")))
+        remedy = remedies.get(reason, _LOOK.format(preview=program("preview")))
         return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {remedy}"

@@ -57,13 +57,27 @@ class AnswerFolder:
                 found[answer.task, answer.number] = answer
         return found
 
+    def forget_unasked(self) -> None:
+        """Remove the answers of questions that could not be asked, so that the next command asks them. No other
+        process may be answering.
+        """
+        for file in self.path.glob("answers-*.jsonl"):
+            temporary = file.with_suffix(".tmp")
+            temporary.write_bytes(_written(answer for answer in _lines(file) if answer.error is None))
+            os.replace(temporary, file)
+
     def append(self, answers: Iterable[Answer]) -> None:
         """Write answers to the end of this process's file, on a line of their own, and hand them to the system."""
-        lines = "".join(f"{json.dumps(asdict(answer), ensure_ascii=False)}\n" for answer in answers)
+        lines = _written(answers)
         with self._file.open("ab+") as file:
             if file.tell() and not _ends_a_line(self._file):
                 file.write(b"\n")
-            file.write(lines.encode("utf-8", "surrogatepass"))
+            file.write(lines)
+
+
+def _written(answers: Iterable[Answer]) -> bytes:
+    lines = (f"{json.dumps(asdict(answer), ensure_ascii=False)}\n" for answer in answers)
+    return "".join(lines).encode("utf-8", "surrogatepass")
 
 
 def _ends_a_line(file: Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megavlm.data.types import BadSample, Sample
+from megavlm.data.skips import REMEDIES, SkipSummary
+from megavlm.data.types import BadSample, Reason, Sample, Skipped
+from megavlm.errors import UserError
 from megavlm.evaluation.answers import Answer, AnswerFolder
 from megavlm.evaluation.task import Task
 from megavlm.inference.assistant import Assistant, Sampling
@@ -13,6 +15,14 @@ from megavlm.preview.run_charts import duration
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
 _SECONDS = 10  # between two lines of progress
+_MOST_UNASKED = 0.05  # of a task's questions: a score of the others says nothing about the task
+_ROOT = "name the folder of the images: --task FILE,image_root=DIR"
+_REMEDIES = {
+    **REMEDIES,
+    Reason.MISSING: _ROOT,
+    Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
+    Reason.TOO_LONG: "shorten the questions",
+}
 
 
 def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, world: int = 1) -> list[tuple[Task, int]]:
@@ -24,6 +34,37 @@ def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, wor
     done = folder.read().keys()
     everything = [(task, number) for task in tasks for number in range(len(task.questions))]
     return [(task, number) for task, number in everything[rank::world] if (task.name, number) not in done]
+
+
+def unreadable(tasks: Sequence[Task]) -> Iterator[Answer]:
+    """Yield the answers of questions whose images or videos are not where the task says: the reason, and no text."""
+    for task in tasks:
+        for number, question in enumerate(task.questions):
+            try:
+                task.pictures(question)
+            except BadSample as error:
+                yield _not_asked(task, number, error)
+
+
+def refuse_unasked(tasks: Sequence[Task], answers: Iterable[Answer]) -> None:
+    """Raise UserError, with the commonest reason, if more than 5 % of the questions of a task could not be asked."""
+    failed = [answer for answer in answers if answer.error is not None]
+    for task in tasks:
+        mine = [answer for answer in failed if answer.task == task.name]
+        if len(mine) > _MOST_UNASKED * len(task.questions):
+            told = SkipSummary().add(_skipped(task, answer) for answer in mine).told(_REMEDIES)
+            raise UserError(
+                f"--task {task.name}: {len(mine):,} of {len(task.questions):,} questions could not be asked: {told}"
+            )
+
+
+def _not_asked(task: Task, number: int, error: BadSample) -> Answer:
+    return Answer(task.name, number, "", f"{error.reason}: {error.detail}")
+
+
+def _skipped(task: Task, answer: Answer) -> Skipped:
+    reason, _, detail = (answer.error or "").partition(": ")
+    return Skipped(task.questions[answer.number].label, task.name, Reason(reason), detail)
 
 
 def ask(
@@ -55,7 +96,7 @@ def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str 
             assistant.check_length(sample)
             prompts.append((task, number, sample))
         except BadSample as error:
-            yield Answer(task.name, number, "", f"{error.reason}: {error.detail}")
+            yield _not_asked(task, number, error)
     if prompts:
         texts = assistant.answers([sample for _, _, sample in prompts], sampling)
         for (task, number, _), text in zip(prompts, texts, strict=True):

@@ -172,12 +172,12 @@ def test_a_run_has_the_budget_of_a_video_that_it_was_trained_with(tmp_path: Path
 
 
 def questions(model: Path, assistant: Assistant) -> Path:
-    """Six questions: two that the model answers as the reference says, one whose image is missing."""
+    """Six questions: two that the model answers as the reference says, one whose image, other.png, is missing."""
     image = ImageRef(model.parent / "0.png")
     right = expected(assistant, Turn("user", (image, ASKED)))
     records: list[dict[str, Any]] = [
         {"image": "0.png", "question": ASKED, "answers": [right]},
-        {"image": "missing.png", "question": ASKED, "answers": [right]},
+        {"image": "other.png", "question": ASKED, "answers": [right]},
         {"question": "How many?", "answers": [expected(assistant, Turn("user", ("How many?",)))]},
         *({"image": ["0.png", "1.png"], "question": f"{number}?", "answers": ["no"]} for number in range(3)),
     ]
@@ -194,19 +194,28 @@ def test_a_task_is_scored_and_continued_by_any_number_of_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = [str(model), "--task", str(questions(model, assistant)), "--out", str(tmp_path), "--batch-size", "2", *SHORT]
+    assert evaluate.main(argv) == 2
+    told = capsys.readouterr().err
+    assert "1 of 6 questions could not be asked: 1 × missing_file, as questions.jsonl:2" in told
+    assert "--task FILE,image_root=DIR" in told
+    assert not list(tmp_path.iterdir()), "nothing was asked"
+    (other := model.parent / "other.png").write_bytes(b"no image")
     for rank in (1, 0):  # as torchrun starts them; rank 1 has answered all of its questions when rank 0 begins
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost"}
         for name, value in place.items():
             monkeypatch.setenv(name, str(value))
-        assert evaluate.main(argv) == 0
+        assert evaluate.main(argv) == (0 if rank else 2)
     for name in place:
         monkeypatch.delenv(name)
+    assert "could not be asked: 1 × not_an_image" in capsys.readouterr().err
+    assert not (tmp_path / "results.json").exists()
+    Image.fromarray(picture(60, 90, seed=0)).save(other)
+    assert evaluate.main(argv) == 0, "what could not be asked is asked again"
     printed = capsys.readouterr().out
-    assert "questions: exact_match 33.3% (9.7% to 70.0% with 95% confidence), 6 questions, 1 not asked" in printed
+    assert "questions: exact_match 50.0% (18.8% to 81.2% with 95% confidence), 6 questions" in printed
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [each["score"] for each in results["tasks"]["questions"]["answers"]] == [1, 0, 1, 0, 0, 0]
-    assert "missing_file" in results["tasks"]["questions"]["answers"][1]["error"]
-    assert (tmp_path / "failures.html").read_text().count("<article>") == 4
+    assert [each["score"] for each in results["tasks"]["questions"]["answers"]] == [1, 1, 1, 0, 0, 0]
+    assert (tmp_path / "failures.html").read_text().count("<article>") == 3
 
     lines = (tmp_path / "answers-0.jsonl").read_text().splitlines()
     (tmp_path / "answers-0.jsonl").write_text("\n".join([lines[0], lines[1][:10]]))
@@ -217,7 +226,7 @@ def test_a_task_is_scored_and_continued_by_any_number_of_processes(
         Assistant, "answers", lambda self, samples, how: asked.append(len(samples)) or answer(self, samples, how)
     )
     assert evaluate.main(argv) == 0
-    assert asked == [2], "only what is missing"
+    assert asked == [2, 1], "only what is missing"
     assert json.loads((tmp_path / "results.json").read_text()) == results
     capsys.readouterr()
     assert evaluate.main([*argv, "--temperature", "1"]) == 2

@@ -12,7 +12,7 @@ from PIL import Image
 from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import Answer, AnswerFolder
-from megavlm.evaluation.asking import progress, remaining
+from megavlm.evaluation.asking import progress, refuse_unasked, remaining
 from megavlm.evaluation.page import failures_page
 from megavlm.evaluation.scores import results_json, scored, scores_of
 from megavlm.evaluation.task import Task, check_names, read_task, task_option
@@ -172,6 +172,14 @@ def test_a_question_that_was_not_asked_is_wrong_whatever_its_reference(tmp_path:
     answers = {(task.name, 0): Answer(task.name, 0, "", "missing_file: x.png")}
     assert task.questions[0].score("") == 1.0  # a full stop at the end does not count
     assert [each.score for each in scored(task, answers)] == [0.0]
+
+
+def test_a_task_of_which_more_than_a_twentieth_cannot_be_asked_has_no_score(tmp_path: Path) -> None:
+    task = read_task(task_option(str(written(tmp_path, [{"question": "What?", "answers": ["it"]}] * 40))))
+    errors = [Answer("task", number, "", f"too_long: {number}") for number in range(3)]
+    refuse_unasked([task], [*errors[:2], *(Answer("task", number, "x") for number in range(2, 40))])
+    with pytest.raises(UserError, match="task: 3 of 40 questions could not be asked: 3 × too_long.*shorten the quest"):
+        refuse_unasked([task], errors)
 
 
 def test_shares_of_right_answers_have_wilsons_interval_and_other_means_a_bootstraps(tmp_path: Path) -> None:
