@@ -178,7 +178,7 @@ def test_a_task_of_which_more_than_a_twentieth_cannot_be_asked_has_no_score(tmp_
     task = read_task(task_option(str(written(tmp_path, [{"question": "What?", "answers": ["it"]}] * 40))))
     errors = [Answer("task", number, "", f"too_long: {number}") for number in range(3)]
     refuse_unasked([task], [*errors[:2], *(Answer("task", number, "x") for number in range(2, 40))])
-    with pytest.raises(UserError, match="task: 3 of 40 questions could not be asked: 3 × too_long.*shorten the quest"):
+    with pytest.raises(UserError, match=r"task: 3 of 40 questions could not be asked: 3 × too_long.*shorten the quest"):
         refuse_unasked([task], errors)
 
 
