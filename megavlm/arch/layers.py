@@ -110,6 +110,11 @@ def trains_weights(name: str, config: Config) -> bool:
     return part_of(name) not in (*config.model.freeze, *adapted_parts(config))
 
 
+def is_trained(key: str, config: Config) -> bool:
+    """Return whether a run trains a weight of the model itself, by its global name; beside adapters, routers alone."""
+    return trains_weights(key, config) or (".mlp.router." in key and trains_router(config, number_of(key)))
+
+
 def keeps_fp8(name: str, config: Config) -> bool:
     """Return whether a layer's linear layers hold their weights only in FP8 (`--fp8-param-gather`)."""
     in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"

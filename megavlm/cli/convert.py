@@ -126,11 +126,11 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     backend.activate()
 
     from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, read_routers, table_in_memory
-    from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+    from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
     from megavlm.checkpoint.hf.exporting import exportable, family_at
 
     checkpoint, sidecar, saved = exportable(options.source)
-    records = CheckpointReader(checkpoint)
+    records = TrainedReader(checkpoint)
     adapters = read_adapters(records, saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")

@@ -19,6 +19,7 @@ import megavlm
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.channels import note_channels
 from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar, write_part_sidecars
+from megavlm.checkpoint.hf.exporting import keep_untrained
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
 from megavlm.config.load import to_yaml
@@ -99,7 +100,8 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
 def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, image_token: int) -> None:
     """Write RUN_DIR/hf, the files of a Hugging Face model that an export needs, if the run starts from such a model."""
     if checkpoint is not None:
-        carry_sidecar(checkpoint, run_dir)
+        if carry_sidecar(checkpoint, run_dir):
+            keep_untrained(checkpoint, run_dir, config)
         return
     _write_sidecars(run_dir, config, image_token)
     for files in (run_dir / NAME / FILES, run_dir / NAME / "vision" / FILES):
@@ -111,11 +113,11 @@ def _write_sidecars(run_dir: Path, config: Config, image_token: int) -> None:
     pretrained_list = pretrained_of(config)
     for pretrained in pretrained_list:
         if pretrained.parts == ALL_PARTS:
-            write_sidecar(pretrained, run_dir / NAME)
+            write_sidecar(pretrained, run_dir / NAME, config)
     composed = composed_config(pretrained_list, config.model, image_token=image_token)
     if composed is not None:
-        write_composed_sidecar(pretrained_list, composed, run_dir)
+        write_composed_sidecar(pretrained_list, composed, run_dir, config)
     elif pretrained_list and not (run_dir / NAME).exists():
-        in_parts = write_part_sidecars(pretrained_list, config.model, run_dir)
+        in_parts = write_part_sidecars(pretrained_list, run_dir, config)
         how = "an export has a folder for each" if in_parts else "the run cannot be exported"
         print(f"no model of Transformers consists of these parts: {how}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +10,19 @@ import torch
 
 from megavlm.arch.anyres import Tiling
 from megavlm.backend import Backend
-from megavlm.checkpoint import folders, state
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.reference import transformers_model
-from megavlm.checkpoint.summary import read_summary
+from megavlm.checkpoint.summary import check_model, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import index_of, named_shards
 from megavlm.train.single_process import full_model, single_process_groups
 
 
@@ -45,7 +48,7 @@ def compare(
     if checkpoint is None:
         load_weights([chunk], [pretrained], config, vocab_size=config.model.language.vocab_size)
     else:
-        state.load_weights([chunk], folder=folders.resolve(checkpoint), config=config)
+        _load_exported(chunk, checkpoint, config)
     chunk.to(backend.device).eval()
     theirs = transformers_model(pretrained.folder.path).to(backend.device)
     worst = scale = 0.0
@@ -71,6 +74,27 @@ def compare(
         scale = max(scale, expected.abs().max().item())
         same.append((ours.argmax(-1) == expected.argmax(-1)).float().mean().item())
     return Difference(worst, scale, float(np.mean(same)))
+
+
+def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
+    """Give a model the weights that an export of a run or checkpoint has, each rounded to its type there.
+
+    Raises UserError for a checkpoint of another model.
+    """
+    checkpoint, sidecar, saved = exportable(run)
+    source = Exported.of(checkpoint, sidecar, saved.model)
+    token = source.family.config(settings_at(sidecar)).image_token  # a run may leave it to the tokenizer
+    if token != config.model.image_token:
+        raise UserError(f"{run} was trained with image token {token}, and the folder says {config.model.image_token}")
+    same = replace(config, model=replace(config.model, image_token=saved.model.image_token))
+    check_model(read_summary(checkpoint), same, checkpoint)
+    source.records.verify(source.table)
+    with torch.no_grad():
+        for shard in named_shards(chunk):
+            values = source.whole(shard.key)
+            padded = values.new_zeros(shard.global_shape)
+            padded[tuple(map(slice, values.shape))] = values
+            shard.data.copy_(padded[index_of(shard)])
 
 
 def has_adapters(checkpoint: Path) -> bool:

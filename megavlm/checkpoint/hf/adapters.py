@@ -60,11 +60,11 @@ class Adapters:
 
 
 def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
-    """Return all adapters of a checkpoint by the name of the megavlm weight that they adapt.
+    """Return all adapters of a checkpoint, in fp32, by the name of the megavlm weight that they adapt.
 
     Raises UserError if they are damaged.
     """
-    keys = list(filter(_is_model_adapter, records.stored))
+    keys = list(filter(is_model_adapter, records.stored))
     records.verify(keys)
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
 
@@ -88,7 +88,8 @@ def grouped(values: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Adapt
     return {key: Adapters(_in_order(pairs)) for key, pairs in found.items()}
 
 
-def _is_model_adapter(key: str) -> bool:
+def is_model_adapter(key: str) -> bool:
+    """Return whether a checkpoint's key is an adapter's, and not of the optimizer's state."""
     return is_adapter(key) and not key.startswith("optimizer.")
 
 
@@ -103,13 +104,13 @@ def _real(key: str, values: Mapping[str, Tensor], model: ModelConfig) -> Tensor:
 
 
 def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: LoraConfig) -> Tensor:
-    """Return W + (α/r)·B·A in the type of W; `weights` are these rows of W, a Hugging Face weight.
+    """Return W + (α/r)·B·A in fp32; `weights` are these rows of W, a Hugging Face weight.
 
     Of the weights [E, M, K] of experts, rows are experts.
     """
     a, b = pair
     a = a if a.ndim == 2 else a[rows]
-    return (weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)).to(weights.dtype)
+    return weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:

@@ -26,6 +26,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 
 _AVERAGES = "optimizer.state.ema."
+_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # sharded over replicas, and whole
 
 
 @dataclass(frozen=True)
@@ -100,24 +101,27 @@ class CheckpointReader:
         return out
 
 
-class AveragesReader(CheckpointReader):
-    """Reads averages (`--ema-decay`) in the place of trained weights, in the type of these."""
+class TrainedReader(CheckpointReader):
+    """Reads weights at full precision: of what was trained, the fp32 main weights, from which the optimizer rounds
+    those that `CheckpointReader` reads, or with `averaged` their averages (`--ema-decay`).
+    """
 
-    def __init__(self, checkpoint: Path) -> None:
-        """Read the checkpoint's metadata. Raises UserError also if it has no averages."""
+    def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
+        """Read the checkpoint's metadata. Raises UserError also if it has no averages that are asked for."""
         super().__init__(checkpoint)
-        if not any(key.startswith(_AVERAGES) for key in self.stored):
+        if averaged and not any(key.startswith(_AVERAGES) for key in self.stored):
             raise UserError(f"{checkpoint} has no averaged weights: leave --ema out, or train with --ema-decay 0.999")
+        self._kinds = (_AVERAGES, *_MAIN) if averaged else _MAIN
 
     def verify(self, keys: Iterable[str]) -> None:
-        super().verify(map(self._average, keys))
+        super().verify(map(self._held, keys))
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        return super().read(self._average(key), start, stop).to(self.stored[key].dtype)
+        """Return rows [start, stop) of a tensor with all of its other dimensions: fp32 if it was trained."""
+        return super().read(self._held(key), start, stop)
 
-    def _average(self, key: str) -> str:
-        average = _AVERAGES + key
-        return average if average in self.stored else key  # frozen weights are their own average
+    def _held(self, key: str) -> str:
+        return next((held for kind in self._kinds if (held := kind + key) in self.stored), key)
 
 
 def _verify(items: VerifiedItems, record: _Record) -> None:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.arch.connector import connector_of
-from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.arch.layers import part_of
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
-from megavlm.checkpoint.hf.sidecar import FILES, NAME, TENSORS, UNUSED, copy_kept, write_sidecar
-from megavlm.config.schema import ModelConfig
+from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_kept, write_sidecar, write_tensors
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.families import families, family_of
 from megavlm.families.shared.connectors import exported_config
 from megavlm.families.shared.family import Composition
 from megavlm.families.shared.settings import Settings
 
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
-Kept = dict[str, tuple[HfFolder, str]]  # name in an export → a tensor of a folder
 
 
 def composed_config(
@@ -39,8 +37,10 @@ def composed_config(
     return next((config for config in configs if config is not None), None)
 
 
-def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mapping[str, Any], parent: Path) -> None:
-    """Write `parent`/hf as if the run had begun with a model of this `config`.
+def write_composed_sidecar(
+    pretrained_list: Sequence[Pretrained], described: Mapping[str, Any], parent: Path, config: Config
+) -> None:
+    """Write `parent`/hf as if the run, of this `config`, had begun with a model whose config.json is `described`.
 
     The tokenizer is the language model's, the image processor the vision tower's.
     """
@@ -49,45 +49,49 @@ def write_composed_sidecar(pretrained_list: Sequence[Pretrained], config: Mappin
     for pretrained in (parts["vision"], parts["language"]):
         copy_kept(pretrained.folder.path, target / FILES)
     _remove_index(target / FILES)
-    (target / FILES / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    head = family_of(Settings(config, "config.json")).name_prefixes[0].head
-    _write_kept({**_unused_of_tower(parts["vision"]), **_output_aside(parts["language"], head)}, target / UNUSED)
-    (target / TENSORS).write_text(json.dumps({"spelling": 0, "files": {}}) + "\n")
+    (target / FILES / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    family = family_of(Settings(described, "config.json"))
+    spelling = family.name_prefixes[0]
+    unused = {**_unused_of_tower(parts["vision"]), **_output_aside(parts["language"], spelling.head)}
+    table = family.table(config.model, spelling)
+    write_tensors(target, pretrained_list, table, unused=unused, spelling=0, files={}, config=config)
 
 
-def write_part_sidecars(pretrained_list: Sequence[Pretrained], model: ModelConfig, parent: Path) -> bool:
+def write_part_sidecars(pretrained_list: Sequence[Pretrained], parent: Path, config: Config) -> bool:
     """Write `parent`/hf/PART for each part, so that an export is a folder for each; return whether that is possible.
 
     It is if tower and language model come from folders, and the connector says how its weights are named.
     """
+    model = config.model
     parts = {part: pretrained for pretrained in pretrained_list for part in pretrained.parts if part != "projector"}
     spelling = connector_of(model.projector).exported(model)
     if parts.keys() != {"vision", "language"} or spelling is None:
         return False
     for part, pretrained in parts.items():
         if pretrained.family.parts == (part,):
-            write_sidecar(pretrained, parent / NAME / part)
+            write_sidecar(pretrained, parent / NAME / part, config)
         else:
-            _write_part_of_larger(pretrained, part, parent / NAME / part)
+            _write_part_of_larger(pretrained, part, parent / NAME / part, config)
     target = parent / NAME / "projector"
     (target / FILES).mkdir(parents=True)
-    config = json.dumps(exported_config(model), indent=2, sort_keys=True)
-    (target / FILES / "config.json").write_text(config + "\n")
-    with StreamedFile(target / UNUSED, {}):
-        pass
-    (target / TENSORS).write_text(json.dumps({"spelling": spelling, "files": {}}) + "\n")
+    described = exported_config(model)
+    (target / FILES / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    family = family_of(Settings(described, "config.json"))
+    table = family.table(model, family.name_prefixes[spelling])
+    write_tensors(target, pretrained_list, table, unused={}, spelling=spelling, files={}, config=config)
     return True
 
 
-def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path) -> None:
+def _write_part_of_larger(pretrained: Pretrained, part: str, target: Path, config: Config) -> None:
     """Write the sidecar of a part that was taken out of a larger model: its files, and no weights of other parts."""
     copy_kept(pretrained.folder.path, target / FILES)
     _remove_index(target / FILES)
     spelling = pretrained.family.name_prefixes[pretrained.variant]
     beside = (name for name in pretrained.unused if name.startswith(getattr(spelling, part)) and name != spelling.head)
     kept: Kept = {name: (pretrained.folder, name) for name in beside}
-    _write_kept({**kept, **_output_aside(pretrained, spelling.head)}, target / UNUSED)
-    (target / TENSORS).write_text(json.dumps({"spelling": pretrained.variant, "files": {}}) + "\n")
+    kept |= _output_aside(pretrained, spelling.head)
+    table = {key: rule for key, rule in pretrained.table.items() if part_of(key) == part}
+    write_tensors(target, [pretrained], table, unused=kept, spelling=pretrained.variant, files={}, config=config)
 
 
 def _remove_index(files: Path) -> None:
@@ -111,11 +115,3 @@ def _unused_of_tower(vision: Pretrained) -> Kept:
         for name in vision.unused
         if name.startswith(prefix) and name.removeprefix(prefix).startswith(_TOWER_PARTS)
     }
-
-
-def _write_kept(kept: Kept, path: Path) -> None:
-    """Write tensors of folders under other names."""
-    infos = {new: folder.tensors[name] for new, (folder, name) in kept.items()}
-    with StreamedFile(path, {new: (info.dtype, info.shape) for new, info in infos.items()}) as out:
-        for new, (folder, name) in kept.items():
-            out.write(new, folder.read(name, slice(None)))

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +24,23 @@ from megavlm.arch.layers import OUTPUT, part_of
 from megavlm.arch.objectives import OBJECTIVES, learned_scalars, objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
-from megavlm.checkpoint.hf.adapters import folded, read_adapters
-from megavlm.checkpoint.hf.checkpoint_reader import AveragesReader, CheckpointReader, Stored
+from megavlm.checkpoint.hf.adapters import Adapters, folded, is_model_adapter, read_adapters
+from megavlm.checkpoint.hf.checkpoint_reader import Stored, TrainedReader
 from megavlm.checkpoint.hf.embedding_files import write_embedding_file_of_parts, write_embedding_files
 from megavlm.checkpoint.hf.files import INDEX, HfFolder
-from megavlm.checkpoint.hf.pretrained import copies, refuse, without_output
+from megavlm.checkpoint.hf.pretrained import copies, refuse, slice_of, without_output
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
 from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
-from megavlm.checkpoint.hf.sidecar import TENSORS, Sidecar, copy_kept, read_part_sidecars, read_sidecar
+from megavlm.checkpoint.hf.sidecar import (
+    TENSORS,
+    UNUSED,
+    Sidecar,
+    copy_kept,
+    is_rounded,
+    read_part_sidecars,
+    read_sidecar,
+    sidecars,
+)
 from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
@@ -46,6 +59,123 @@ FILE_BYTES = 5 * 10**9
 Declared = dict[str, tuple[str, tuple[int, ...]]]  # Hugging Face name → (type in safetensors' spelling, shape)
 
 
+@dataclass(frozen=True)
+class Exported:
+    """The tensors of an export of a checkpoint: names, types and values, read some rows at a time.
+
+    Trained weights are the fp32 main weights, or their averages, rounded once to the type that the tensor had in the
+    folder that the run began with. Those that were not trained are read from the sidecar where the run has rounded
+    them.
+    """
+
+    records: TrainedReader
+    sidecar: Sidecar
+    model: ModelConfig
+    family: Family
+    table: Table
+    kept: HfFolder  # tensors that training does not reach
+    adapters: Mapping[str, Adapters]
+    merged: LoraConfig | None
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Path,
+        sidecar: Sidecar,
+        model: ModelConfig,
+        *,
+        part: str | None = None,
+        merged: LoraConfig | None = None,
+        averaged: bool = False,
+    ) -> Exported:
+        """Open a checkpoint, or what it has of one part. Raises UserError if it lacks tensors, or is damaged."""
+        records = TrainedReader(checkpoint, averaged=averaged)
+        family = family_at(sidecar)
+        if sidecar.variant >= len(family.name_prefixes):
+            raise UserError(
+                f"{sidecar.path / TENSORS} has no known spelling ({sidecar.variant}): the folder is damaged"
+            )
+        stored = records.stored
+        where = f"{checkpoint} is damaged, or its megavlm.json is another checkpoint's"
+        check_size(model, ALL_PARTS, [each.shape for each in stored.values()], where=where)
+        table = family.table(model, family.name_prefixes[sidecar.variant])
+        if objective_of(model).embeds:  # the weight of the output layer is unused, and goes back as it came
+            table = without_output(table)
+        if part is not None:
+            table = {key: rule for key, rule in table.items() if part_of(key) == part}
+        refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
+        adapters = read_adapters(records, model) if merged is not None else {}
+        adapters = {key: held for key, held in adapters.items() if key in table}  # a part may be all that is written
+        return cls(records, sidecar, model, family, table, HfFolder(sidecar.path), adapters, merged)
+
+    @cached_property
+    def declared(self) -> Declared:
+        """Return all tensors by name, in the order of the table, and then those of no weight of the model."""
+        made = {
+            name: (self.sidecar.types.get(name, DTYPE_NAMES[self.records.stored[key].dtype]), shape)
+            for key, rule in self.table.items()
+            for name, shape in rule.hf_shapes(self.shape(key)).items()
+        }
+        kept = {name: (info.dtype, info.shape) for name, info in self.kept.tensors.items() if name not in made}
+        return {**made, **{copy: made[name] for name, copies in self.copies.items() for copy in copies}, **kept}
+
+    @cached_property
+    def copies(self) -> dict[str, list[str]]:
+        """Return what files repeat of a tensor, by its name: a tied output weight."""
+        head, found = self.family.name_prefixes[self.sidecar.variant].head, dict[str, list[str]]()
+        for copy, name in copies(self.table, head, self.model, self.sidecar.file_of).items():
+            found.setdefault(name, []).append(copy)
+        return found
+
+    def shape(self, key: str) -> Shape:
+        """Return the shape of a weight without padding."""
+        return _real(key, self.records.stored[key], self.model)
+
+    def is_kept(self, key: str) -> bool:
+        """Return whether a weight's tensors lie in the sidecar as they came."""
+        return all(name in self.kept.tensors for name in self.table[key].hf_names)
+
+    def values(self, key: str, start: int, stop: int) -> Tensor:
+        """Return rows of a weight of megavlm at full precision, with adapters of experts folded in."""
+        shape, experts = self.shape(key), key in self.adapters and self.adapters[key].of_experts
+        if self.is_kept(key):
+            rows = (slice(start, stop), *(slice(0, size) for size in shape[1:]))
+            values = slice_of(self.kept, self.table[key], shape, rows)
+        else:
+            values = self.records.read(key, start, stop)[(slice(None), *map(slice, shape[1:]))]
+        if experts and self.merged is not None:
+            return folded(values, experts, slice(start, stop), self.merged)
+        return values
+
+    def pieces(self, key: str, start: int, stop: int) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield rows of a weight as they are written: the tensor, its first row of these, and them in its type."""
+        rule, held = self.table[key], self.adapters.get(key)
+        pairs = held.by_hf_name(rule) if held is not None and held.of_experts is None else {}
+        for name, rows, values in _pieces(rule, self.values(key, start, stop), start, self.shape(key)):
+            if name in pairs and self.merged is not None:
+                values = folded(values, pairs[name], rows, self.merged)
+            yield name, rows.start, values.to(DTYPES[self.declared[name][0]])
+
+    def whole(self, key: str) -> Tensor:
+        """Return a weight of megavlm in fp32, with the values that are written."""
+        shape = self.shape(key)
+        values = self.values(key, 0, shape[0]).float()
+        for name, _, rows in _pieces(self.table[key], values, 0, shape):
+            rows.copy_(rows.to(DTYPES[self.declared[name][0]]))
+        return values
+
+
+def _pieces(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[tuple[str, slice, Tensor]]:
+    """Yield views of rows of a weight of this shape, from row `start` on, as rows of Hugging Face tensors."""
+    if isinstance(rule, Stack):
+        for number, each in enumerate(values, start):
+            yield from _pieces(rule.rules[number], each, 0, shape[1:])
+        return
+    for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
+        rows = values[pair.rows]
+        yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, (Transpose, TransposeEach)) else rows
+
+
 def export(
     checkpoint: Path,
     sidecar: Sidecar,
@@ -61,71 +191,65 @@ def export(
 
     Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
     """
-    records = AveragesReader(checkpoint) if averaged else CheckpointReader(checkpoint)
-    family = family_at(sidecar)
-    if sidecar.variant >= len(family.name_prefixes):
-        raise UserError(f"{sidecar.path / TENSORS} has no known spelling ({sidecar.variant}): the folder is damaged")
-    stored = records.stored
-    where = f"{checkpoint} is damaged, or its megavlm.json is another checkpoint's"
-    check_size(model, ALL_PARTS, [each.shape for each in stored.values()], where=where)
-    table = family.table(model, family.name_prefixes[sidecar.variant])
-    if objective_of(model).embeds:  # the weight of the output layer is unused, and goes back as it came
-        table = without_output(table)
-    if part is not None:
-        table = {key: rule for key, rule in table.items() if part_of(key) == part}
-    adapters = read_adapters(records, model)
-    if adapters and merged is None:
+    source = Exported.of(checkpoint, sidecar, model, part=part, merged=merged, averaged=averaged)
+    records, table = source.records, source.table
+    if merged is None and any(map(is_model_adapter, records.stored)):
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
-    adapters = {key: held for key, held in adapters.items() if key in table}  # a part may be all that is written
-    refuse((f"missing {key}" for key in table.keys() - stored.keys()), f"{checkpoint} cannot be exported")
     if out.exists():
         raise UserError(f"{out} exists: choose another folder, or remove it")
-    records.verify(table)
-    unused = HfFolder(sidecar.path)
-    copies_of = _inverted(copies(table, family.name_prefixes[sidecar.variant].head, model, sidecar.file_of))
-    declared = _declared(table, stored, model)
-    declared |= {copy: declared[name] for name, made in copies_of.items() for copy in made}
-    files = _files(declared, unused, sidecar)
+    read = [key for key in table if not source.is_kept(key)]
+    records.verify(read)
+    files = _files(source.declared, sidecar)
     temporary = out.with_name(f"tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     with ExitStack() as stack:
         writers = {file: stack.enter_context(StreamedFile(temporary / file, held)) for file, held in files.items()}
         writer_of = {name: writers[file] for file, held in files.items() for name in held}
-        real = {key: _real(key, stored[key], model) for key in table}
-        experts = {key: held.of_experts for key, held in adapters.items() if held.of_experts is not None}
-        others = {key: held for key, held in adapters.items() if key not in experts}
-        adapted = {name: pair for key, held in others.items() for name, pair in held.by_hf_name(table[key]).items()}
 
-        def put(rule: Rule, values: Tensor, start: int, shape: Shape) -> None:
-            """Write rows of a tensor of this shape, from row `start` on."""
-            if isinstance(rule, Stack):
-                for number, each in enumerate(values, start):
-                    put(rule.rules[number], each, 0, shape[1:])
-                return
-            for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
-                rows = values[pair.rows]
-                if isinstance(rule, (Transpose, TransposeEach)):
-                    rows = rows.mT.contiguous()
-                if merged is not None and pair.hf_name in adapted:
-                    rows = folded(rows, adapted[pair.hf_name], pair.hf_rows, merged)
-                for name in (pair.hf_name, *copies_of.get(pair.hf_name, ())):
-                    writer_of[name].write(name, rows, first_row=pair.hf_rows.start)
+        def write(name: str, values: Tensor, *, first_row: int) -> None:
+            for each in (name, *source.copies.get(name, ())):
+                writer_of[each].write(each, values, first_row=first_row)
 
         def move(run: _Run) -> None:
-            shape = real[run.key]
-            values = records.read(run.key, run.start, run.stop)[(slice(None), *map(slice, shape[1:]))]
-            if merged is not None and run.key in experts:
-                values = folded(values, experts[run.key], slice(run.start, run.stop), merged)
-            put(table[run.key], values, run.start, shape)
+            for name, first_row, values in source.pieces(*run):
+                write(name, values, first_row=first_row)
 
-        for_each(move, (run for key, shape in real.items() for run in _runs(key, shape, stored[key], table[key])))
-        for name in unused.tensors:
-            writer_of[name].write(name, unused.read(name, slice(None)))
+        made = [*read, *(key for key in source.adapters if source.is_kept(key))]
+        for_each(move, (run for key in made for run in _runs(key, source.shape(key), records.stored[key], table[key])))
+        written = {name for key in made for name in table[key].hf_names}
+        for name in source.kept.tensors.keys() - written:
+            source.kept.copy(name, partial(write, name))
     _write_rest(temporary, files, sidecar)
     if objective_of(model).embeds and part is None:
         write_embedding_files(temporary, model, _scores(records, model))
     rename_flushed(temporary, out)
+
+
+def keep_untrained(checkpoint: Path, run_dir: Path, config: Config) -> None:
+    """Add to `hf/` of a run that starts from a checkpoint the tensors that it does not train and would round."""
+    saved = model_of(read_summary(checkpoint), checkpoint).model
+    for part, sidecar in sidecars(run_dir / "checkpoints" / "none").items():
+        source = Exported.of(checkpoint, sidecar, saved, part=part or None)
+        rounded = [
+            key
+            for key, rule in source.table.items()
+            if not source.is_kept(key) and is_rounded(key, [source.declared[name][0] for name in rule.hf_names], config)
+        ]
+        if not rounded:
+            continue
+        source.records.verify(rounded)
+        names = [name for key in rounded for name in source.table[key].hf_names]
+        kept = {name: (info.dtype, info.shape) for name, info in source.kept.tensors.items()}
+        temporary = sidecar.path / f"{UNUSED}.tmp"
+        with StreamedFile(temporary, {**kept, **{name: source.declared[name] for name in names}}) as out:
+            for name in kept:
+                source.kept.copy(name, partial(out.write, name))
+            for key in rounded:
+                for run in _runs(key, source.shape(key), source.records.stored[key], source.table[key]):
+                    for name, first_row, values in source.pieces(*run):
+                        out.write(name, values, first_row=first_row)
+        os.replace(temporary, sidecar.path / UNUSED)
 
 
 def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
@@ -150,12 +274,12 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     for part, sidecar in parts.items():
         export(checkpoint, sidecar, saved.model, temporary / part, part=part, merged=merged, averaged=averaged)
     if objective_of(saved.model).embeds:
-        records = AveragesReader(checkpoint) if averaged else CheckpointReader(checkpoint)
+        records = TrainedReader(checkpoint, averaged=averaged)
         write_embedding_file_of_parts(temporary, saved.model, _scores(records, saved.model))
     rename_flushed(temporary, out)
 
 
-def _scores(records: CheckpointReader, model: ModelConfig) -> dict[str, float]:
+def _scores(records: TrainedReader, model: ModelConfig) -> dict[str, float]:
     """Return what makes scores of cosines in the loss of a model that embeds, as trained or as given: the temperature
     that divides them, and the bias of a sigmoid loss. A loss of an extension has its own.
     """
@@ -191,17 +315,15 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     return checkpoint, sidecar, model_of(read_summary(checkpoint), checkpoint)
 
 
-def _inverted(copies: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for copy, name in copies.items():
-        found.setdefault(name, []).append(copy)
-    return found
-
-
 def family_at(sidecar: Sidecar) -> Family:
     """Return the family that a run's copy of config.json belongs to."""
+    return family_of(settings_at(sidecar))
+
+
+def settings_at(sidecar: Sidecar) -> Settings:
+    """Return a run's copy of config.json."""
     file = sidecar.files / "config.json"
-    return family_of(Settings(read_json(file), str(file)))
+    return Settings(read_json(file), str(file))
 
 
 class _Run(NamedTuple):
@@ -224,17 +346,8 @@ def _real(key: str, stored: Stored, model: ModelConfig) -> tuple[int, ...]:
     return real_shape(key, stored.shape, model, vocab_size=model.language.vocab_size)
 
 
-def _declared(table: Table, stored: Mapping[str, Stored], model: ModelConfig) -> Declared:
-    return {
-        name: (DTYPE_NAMES[stored[key].dtype], shape)
-        for key, rule in table.items()
-        for name, shape in rule.hf_shapes(_real(key, stored[key], model)).items()
-    }
-
-
-def _files(declared: Declared, unused: HfFolder, sidecar: Sidecar) -> dict[str, Declared]:
+def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:
     """Return the tensors of each file in the order of the original files; without original files, cut by size."""
-    declared = {**declared, **{name: (info.dtype, info.shape) for name, info in unused.tensors.items()}}
     if sidecar.file_of and sidecar.file_of.keys() != declared.keys():
         differing = sorted(sidecar.file_of.keys() ^ declared.keys())
         raise UserError(
@@ -277,10 +390,12 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
         if not isinstance(said, dict) or said.get("total_size") != size:
             index["metadata"] = {**(said if isinstance(said, dict) else {}), "total_size": size}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    floating = {dtype for dtype, _ in tensors if DTYPES[dtype].is_floating_point}
+    sizes = Counter[str]()
+    for dtype, shape in tensors:
+        if DTYPES[dtype].is_floating_point:
+            sizes[str(DTYPES[dtype]).removeprefix("torch.")] += math.prod(shape)
     config = read_json(folder / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
-    if len(floating) == 1 and key in config:
-        dtype = str(DTYPES[floating.pop()]).removeprefix("torch.")
-        if config[key] != dtype:
-            (folder / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2, sort_keys=True) + "\n")
+    if sizes and key in config and config[key] not in sizes:
+        config[key] = sizes.most_common(1)[0][0]
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,15 +76,23 @@ class HfFolder:
             read_into(file.fileno(), out, info.offset + start * math.prod(trailing) * out.element_size())
         return out if info.shape else out[0]
 
+    def copy(self, name: str, write: Callable[..., None]) -> None:
+        """Give all values of a tensor to `write(values, first_row=…)`, some rows at a time."""
+        for run in self._runs(self.tensors[name]):
+            write(self.read(name, run), first_row=run.start)
+
+    def _runs(self, info: TensorInfo) -> Iterator[slice]:
+        """Return the rows of a tensor in pieces of at most PIECE_BYTES, or one row."""
+        height, *trailing = info.shape or (1,)
+        rows = max(1, PIECE_BYTES // max(1, math.prod(trailing) * DTYPES[info.dtype].itemsize))
+        return (slice(start, start + rows) for start in range(0, height, rows))
+
     def same(self, name: str, other: str) -> bool:
         """Return whether two tensors agree in type, shape and values. They are read some rows at a time."""
         one, two = self.tensors[name], self.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
-        height, *trailing = one.shape or (1,)
-        rows = max(1, PIECE_BYTES // max(1, math.prod(trailing) * DTYPES[one.dtype].itemsize))
-        runs = (slice(start, start + rows) for start in range(0, height, rows))
-        return all(torch.equal(self.read(name, run), self.read(other, run)) for run in runs)
+        return all(torch.equal(self.read(name, run), self.read(other, run)) for run in self._runs(one))
 
 
 def _header(folder: Path, file: str) -> dict[str, TensorInfo]:

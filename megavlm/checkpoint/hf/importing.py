@@ -31,7 +31,6 @@ from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.checkpoint_reader import Stored
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
-from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY, FileSum, SummingFile
 from megavlm.checkpoint.summary import FORMAT
@@ -48,7 +47,7 @@ def import_checkpoint(
     `shapes` has the shape of each parameter by global name, without the padding that tensor parallelism adds.
     """
     temporary = folders.prepare(root, 0)
-    stored = {key: Stored(shape, _dtype(pretrained, key)) for key, shape in shapes.items()}
+    stored = {key: Stored(shape, pretrained.dtype_of(key)) for key, shape in shapes.items()}
     writer = _StreamingWriter(temporary, sync_files=False)  # `commit` flushes the files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process converts
@@ -72,10 +71,6 @@ def import_checkpoint(
     }
     (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     return folders.commit(root, 0, writer.sums)
-
-
-def _dtype(pretrained: Pretrained, key: str) -> torch.dtype:
-    return DTYPES[pretrained.folder.tensors[pretrained.table[key].hf_names[0]].dtype]
 
 
 class _StreamingPlanner(DefaultSavePlanner):

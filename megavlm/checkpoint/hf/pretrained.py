@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megavlm.arch.anyres import Tiling
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sizes import check_connector, check_size
 from megavlm.config.fields import options
 from megavlm.config.lora import is_adapter
@@ -135,6 +137,14 @@ class Pretrained:
             if name in found and not fits(found[name].shape, shape)
         ]
 
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the type of a megavlm weight in the files; of tensors of several types, one that holds all values."""
+        return widest(DTYPES[self.folder.tensors[name].dtype] for name in self.table[key].hf_names)
+
+    def widens(self, key: str, config: Config) -> bool:
+        """Return whether a run's weight has channels that the folder's has not."""
+        return key == PATCH_WEIGHT and config.model.vision.in_channels != self.model.vision.in_channels
+
     def read_slice(self, key: str, real: Shape, index: tuple[slice, ...]) -> Tensor:
         """Return the slice `index` of a megavlm weight, in the files' type.
 
@@ -142,38 +152,53 @@ class Pretrained:
         """
         rule, own = self.table[key], self.model.vision.in_channels
         if key != PATCH_WEIGHT or (width := math.prod(rule.hf_shapes(real)[rule.hf_names[0]][1:])) == real[1]:
-            return self._slice(rule, real, index)
-        narrow = self._slice(rule, (real[0], width), (index[0], slice(0, width)))
+            return slice_of(self.folder, rule, real, index)
+        narrow = slice_of(self.folder, rule, (real[0], width), (index[0], slice(0, width)))
         wide = widened(narrow, own, real[1] * own // width, repeat=self.new_channels == "repeat")
         return wide[:, index[1]]
 
-    def _slice(self, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
-        if isinstance(rule, Stack):
-            return torch.stack([self._slice(each, real[1:], index[1:]) for each in rule.rules[index[0]]])
-        rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
-        shape = [s.stop - s.start for s in index]
-        parts = [
-            (pair.rows, self._rows(rule, pair, real)[(slice(None), *rest)])
-            for pair in row_pairs(rule.hf_rows(real), rows.start, rows.stop)
-        ]
-        if len(parts) == 1 and list(parts[0][1].shape) == shape:
-            return parts[0][1]
-        out = torch.zeros(shape, dtype=parts[0][1].dtype if parts else torch.float32)
-        for own, part in parts:
-            out[(own, *(slice(size) for size in part.shape[1:]))] = part
-        return out
 
-    def _rows(self, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
-        """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
-        name, rows = pair.hf_name, pair.hf_rows
-        if isinstance(rule, Transpose):
-            return self.folder.read(name, slice(None)).T[rows].contiguous()
-        if isinstance(rule, TransposeEach):
-            return self.folder.read(name, rows).mT.contiguous()
-        shape = self.folder.tensors[name].shape
-        if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for [N, H]: small, and read whole
-            return self.folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
-        return self.folder.read(name, rows).reshape(-1, *real[1:])
+def slice_of(folder: HfFolder, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
+    """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
+    that holds the values of all if they have several.
+    """
+    if isinstance(rule, Stack):
+        return _joined([slice_of(folder, each, real[1:], index[1:]) for each in rule.rules[index[0]]])
+    rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
+    shape = [s.stop - s.start for s in index]
+    parts = [
+        (pair.rows, _rows(folder, rule, pair, real)[(slice(None), *rest)])
+        for pair in row_pairs(rule.hf_rows(real), rows.start, rows.stop)
+    ]
+    if len(parts) == 1 and list(parts[0][1].shape) == shape:
+        return parts[0][1]
+    out = torch.zeros(shape, dtype=widest(part.dtype for _, part in parts))
+    for own, part in parts:
+        out[(own, *(slice(size) for size in part.shape[1:]))] = part
+    return out
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    dtype = widest(part.dtype for part in parts)
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the type that holds the values of all of these; of none, fp32."""
+    return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
+
+
+def _rows(folder: HfFolder, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
+    """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
+    name, rows = pair.hf_name, pair.hf_rows
+    if isinstance(rule, Transpose):
+        return folder.read(name, slice(None)).T[rows].contiguous()
+    if isinstance(rule, TransposeEach):
+        return folder.read(name, rows).mT.contiguous()
+    shape = folder.tensors[name].shape
+    if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for [N, H]: small, and read whole
+        return folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
+    return folder.read(name, rows).reshape(-1, *real[1:])
 
 
 def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """Keep what a Hugging Face folder holds besides the trained weights, so that an export gives it back.
 
 The folder `hf/` of a run or checkpoint has config.json and the files of tokenizer and processor (`files/`), the tensors
-that the model does not use (`unused.safetensors`), and the original file of each tensor (`tensors.json`).
+that training does not reach (`unused.safetensors`): those that the model does not use, and those that the run does not
+train and holds in another type, which rounds them. `tensors.json` has the original file and type of each tensor.
 """
 
 from __future__ import annotations
@@ -9,18 +10,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from megavlm.arch.layers import EMBEDDING, is_trained
+from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.safetensors_writer import StreamedFile
+from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
+from megavlm.families.shared.table import Table
 from megavlm.json_files import TEXT, check, mapped, read_json, whole
 from megavlm.paths import Escapes, copy_files, inside, plain
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
+_HELD = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+Kept = dict[str, tuple[HfFolder, str]]  # name in an export → a tensor of a folder
 KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # never *.py: an export must not hand on code
 
 
@@ -32,19 +43,65 @@ class Sidecar:
     files: Path  # the folder of files that were copied as they are
     variant: int  # index of the family's name_prefixes that its files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
+    types: dict[str, str]  # tensor → type, in safetensors' spelling; of runs of earlier versions empty
 
 
-def write_sidecar(pretrained: Pretrained, target: Path) -> None:
-    """Copy what an export will need to the folder `target`, one tensor at a time."""
+def write_sidecar(pretrained: Pretrained, target: Path, config: Config | None = None) -> None:
+    """Copy what an export will need to the folder `target`, for a run of this configuration, or for an import."""
     copy_kept(pretrained.folder.path, target / FILES)
-    tensors = pretrained.folder.tensors
-    with StreamedFile(
-        target / UNUSED, {name: (tensors[name].dtype, tensors[name].shape) for name in pretrained.unused}
-    ) as out:
-        for name in pretrained.unused:
-            out.write(name, pretrained.folder.read(name, slice(None)))
-    listing = {"spelling": pretrained.variant, "files": {name: info.file for name, info in tensors.items()}}
+    unused: Kept = {name: (pretrained.folder, name) for name in pretrained.unused}
+    files = {name: info.file for name, info in pretrained.folder.tensors.items()}
+    write_tensors(
+        target, [pretrained], pretrained.table, unused=unused, spelling=pretrained.variant, files=files, config=config
+    )
+
+
+def write_tensors(
+    target: Path,
+    sources: Sequence[Pretrained],
+    table: Table,
+    *,
+    unused: Kept,
+    spelling: int,
+    files: Mapping[str, str],
+    config: Config | None,
+) -> None:
+    """Write what an export whose names are those of `table` needs to know of tensors: the types that they have in the
+    folders, `files`, and the values of `unused` and of those that the run does not train and would round.
+
+    What no folder has, a new projector, gets the type of the language model.
+    """
+    kept, types, new = dict(unused), dict[str, str](), list[str]()
+    for key, rule in table.items():
+        source = next((each for each in sources if each.provides(key) and key in each.table), None)
+        names = source.table[key].hf_names if source is not None else ()
+        if source is None or any(name not in source.folder.tensors for name in names):
+            new += rule.hf_names
+            continue
+        found = [source.folder.tensors[name].dtype for name in names]
+        if len(names) != len(rule.hf_names):  # experts in one tensor there, and one by one here
+            types |= dict.fromkeys(rule.hf_names, DTYPE_NAMES[source.dtype_of(key)])
+            continue
+        types |= dict(zip(rule.hf_names, found, strict=True))
+        if config is not None and is_rounded(key, found, config) and not source.widens(key, config):
+            kept |= {ours: (source.folder, name) for ours, name in zip(rule.hf_names, names, strict=True)}
+    words = next((each for each in sources if "language" in each.parts), None)
+    if words is not None and f"{EMBEDDING}.word_embeddings.weight" in words.table:
+        types |= dict.fromkeys(new, DTYPE_NAMES[words.dtype_of(f"{EMBEDDING}.word_embeddings.weight")])
+    infos = {name: folder.tensors[there] for name, (folder, there) in kept.items()}
+    with StreamedFile(target / UNUSED, {name: (info.dtype, info.shape) for name, info in infos.items()}) as out:
+        for name, (folder, there) in kept.items():
+            folder.copy(there, partial(out.write, name))
+    listing = {"spelling": spelling, "files": dict(files), "types": types}
     (target / TENSORS).write_text(json.dumps(listing, indent=1) + "\n")
+
+
+def is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
+    """Return whether a run does not train a weight whose tensors have these types, and holds it in one that lacks some
+    of their values.
+    """
+    held = DTYPES[_HELD[config.precision.dtype]]
+    return not is_trained(key, config) and any(torch.promote_types(DTYPES[each], held) != held for each in types)
 
 
 def copy_kept(source: Path, target: Path) -> None:
@@ -55,16 +112,23 @@ def copy_kept(source: Path, target: Path) -> None:
         raise UserError(f"{error}: put the file there itself, or remove the link") from error
 
 
-def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
-    """Copy the folder `hf/` of a checkpoint, if it has one, to the run that starts from it."""
-    whole = read_sidecar(checkpoint)
-    found = {"": whole} if whole is not None else read_part_sidecars(checkpoint)
+def carry_sidecar(checkpoint: Path, run_dir: Path) -> bool:
+    """Copy the folder `hf/` of a checkpoint to the run that starts from it; return whether there is one to copy."""
+    found = {part: sidecar for part, sidecar in sidecars(checkpoint).items() if sidecar.path != run_dir / NAME / part}
     for part, sidecar in found.items():
         target = run_dir / NAME / part
-        if sidecar.path != target:
-            copy_kept(sidecar.files, target / FILES)
-            for name in (TENSORS, UNUSED):
-                shutil.copyfile(sidecar.path / name, target / name)
+        copy_kept(sidecar.files, target / FILES)
+        for name in (TENSORS, UNUSED):
+            shutil.copyfile(sidecar.path / name, target / name)
+    return bool(found)
+
+
+def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
+    """Return what `hf/` of a checkpoint or its run holds: a model under the name "", or each of its parts; empty if the
+    model is not from Hugging Face. Raises UserError as `read_sidecar` does.
+    """
+    whole = read_sidecar(checkpoint)
+    return {"": whole} if whole is not None else read_part_sidecars(checkpoint)
 
 
 def read_sidecar(checkpoint: Path) -> Sidecar | None:
@@ -100,13 +164,15 @@ def _read(path: Path, *names: str) -> Sidecar:
         listing = read_json(inside(path, TENSORS))
         for file in (path / UNUSED, *(path / FILES).iterdir()):
             inside(file.parent, file.name)
-        check(listing, {"spelling": whole(0, 99), "files": mapped(TEXT)}, str(path / TENSORS))
+        check(listing, {"spelling": whole(0, 99), "files": mapped(TEXT), "types": mapped(TEXT)}, str(path / TENSORS))
         if listing["files"] is None or listing["spelling"] is None:
             raise KeyError(f"a value of {TENSORS}")
-        file_of = dict(listing["files"])
+        file_of, types = dict(listing["files"]), dict(listing.get("types") or {})
+        if strange := types.keys() and set(types.values()) - DTYPES.keys():
+            raise KeyError(f"a type of {TENSORS}: {min(strange)!r:.20}")
         for file in set(file_of.values()):
             if not plain(file).endswith(".safetensors"):
                 raise Escapes(f"{file!r} is no name of a safetensors file")
-        return Sidecar(path, path / FILES, variant=listing["spelling"], file_of=file_of)
+        return Sidecar(path, path / FILES, variant=listing["spelling"], file_of=file_of, types=types)
     except (OSError, Escapes, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}): nothing can be exported from it") from error
