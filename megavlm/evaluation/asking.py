@@ -16,13 +16,7 @@ from megavlm.preview.run_charts import duration
 Work = Sequence[tuple[Task, int]]  # questions by task and number
 _SECONDS = 10  # between two lines of progress
 _MOST_UNASKED = 0.05  # of a task's questions: a score of the others says nothing about the task
-_ROOT = "name the folder of the images: --task FILE,image_root=DIR"
-_REMEDIES = {
-    **REMEDIES,
-    Reason.MISSING: _ROOT,
-    Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
-    Reason.TOO_LONG: "shorten the questions",
-}
+_REMEDIES = {**REMEDIES, Reason.TOO_LONG: "shorten the questions"}
 
 
 def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, world: int = 1) -> list[tuple[Task, int]]:

@@ -197,7 +197,7 @@ def test_a_task_is_scored_and_continued_by_any_number_of_processes(
     assert evaluate.main(argv) == 2
     told = capsys.readouterr().err
     assert "1 of 6 questions could not be asked: 1 × missing_file, as questions.jsonl:2" in told
-    assert "--task FILE,image_root=DIR" in told
+    assert "as PATH,image_root=DIR" in told
     assert not list(tmp_path.iterdir()), "nothing was asked"
     (other := model.parent / "other.png").write_bytes(b"no image")
     for rank in (1, 0):  # as torchrun starts them; rank 1 has answered all of its questions when rank 0 begins
