@@ -22,7 +22,7 @@ from tests.fuzz.structured import damaged
 
 TABLES = ("parquet", "arrow")
 BINARY = ("metadata", "distcp", "common.pt", "safetensors", "sentencepiece", *TABLES, "tar", "tar index", "image")
-TEXT = ("chat template", "text", "jsonl", "events.jsonl", "metrics.jsonl", "feature cache")
+TEXT = ("chat template", "csv", "text", "jsonl", "events.jsonl", "metrics.jsonl", "feature cache")
 JSON = [name for name in READERS if name not in (*BINARY, *TEXT)]
 
 

@@ -46,9 +46,11 @@ def check_columns(source: DatasetConfig) -> None:
 
 def columns_read(source: DatasetConfig, names: Sequence[str]) -> list[str]:
     """Return the columns of a table that are read, by their names in the file."""
-    new = {column: name for name, column in (source.columns or {}).items()}
-    wanted = [*columns_of(_kinds(source), [new.get(name, name) for name in names]), *_PREFERENCES]
-    return [name for name in names if new.get(name, name) in wanted]
+    columns = {name: column for name, column in (source.columns or {}).items() if column in names}
+    kept = [name for name in names if name not in columns.values()]
+    wanted = {*columns_of(_kinds(source), [*kept, *columns]), *_PREFERENCES}
+    read = wanted.intersection(kept) | {columns[name] for name in wanted.intersection(columns)}
+    return [name for name in names if name in read]
 
 
 @dataclass
@@ -92,11 +94,12 @@ def kind_of(source: DatasetConfig, container: Container, first: Path) -> tuple[s
         hint = did_you_mean(unknown[0], look.has)
         raise wrong(source, f"{what}, and no {shown(unknown[0])}, which columns= names{hint}")
     needs = "; ".join(SHAPES[kind].words for kind in _kinds(source))
+    if not lacks:
+        raise wrong(source, f"{what}, but none of the first {look.records} has all of {near.words}: check what is null")
     pictures = [] if any(name in valued for name in VISUALS) else ["image"]
     mapping = "+".join(f"{name}:NAME" for name in [*lacks, *pictures])
-    raise wrong(
-        source, f"{what}, none of {needs}: say which they are, as {source.path},columns={mapping} (docs/data.md)"
-    )
+    meant = f"say which they are, as {source.path},columns={mapping} (docs/data.md)"
+    raise wrong(source, f"{what}, none of {needs}: {meant}")
 
 
 def _look(source: DatasetConfig, container: Container) -> _Look:

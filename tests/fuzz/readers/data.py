@@ -237,6 +237,7 @@ def of_folder(name: str, content: bytes) -> Reader:
 READERS = {
     "json": Reader(records("a.json"), lambda: [json.dumps([record] * 3).encode() for record in RECORDS], few=40),
     "jsonl": Reader(records("a.jsonl"), lambda: [b"\n".join(LINES[:1] * 3), *LINES], few=40),
+    "csv": Reader(records("a.csv"), lambda: [b'question,answer,image\n"a ""b""\n",c,a.jpg\nd,e,\n'], few=40),
     "text": Reader(records("a.txt"), lambda: [b"one\ntwo\r\nthree\n"]),
     "parquet": Reader(table, tables),
     "arrow": Reader(records("a.arrow"), arrows, few=40),

@@ -142,6 +142,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
             b'{"query": "x", "a": null}',
             r"'query', 'a' \(null\), none of .*columns=response:NAME\+image:NAME",
         ),
+        ("d.jsonl", b'{"query": "x"}\n{"response": "y"}', "none of the first 2 has all of query or prompt . response"),
         ("d.json", b'{"data": [{"text": "x"}]}', "an object whose 'data' holds the records: write that array itself"),
         ("d.json", b'{\n "data": [\n {"text": "x"}]}', "an object whose 'data' holds the records"),
         ("d.jsonl", b'{"prompt": "x", "chosen": "y", "rejected": "z"}', "preferences.*add columns=response:chosen"),
@@ -236,6 +237,8 @@ def test_columns_give_fields_other_names(folder: Path, name: str) -> None:
     ]
     with pytest.raises(UserError, match=r"'frage', 'antwort', 'bild', 'text', and no 'bilt', .*did you mean bild"):
         opened(folder / name, columns={**COLUMNS, "image": "bilt"})
+    echo = opened(folder / name, columns={"question": "antwort", "answer": "antwort"}).read(2)
+    assert [turn.parts for turn in echo.turns] == [("answer 2",)] * 2
     with pytest.raises(UserError, match="columns=bild:image, but bild is not read: turn it round, image:bild"):
         opened(folder / name, columns={"bild": "image"})
 

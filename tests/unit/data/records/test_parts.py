@@ -51,6 +51,19 @@ def test_messages_with_image_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "?", "answer": "answer", "image": "7.jpg"},
+        {"query": "<image>\n?", "response": "answer"},
+        {"texts": [{"user": "?", "assistant": "answer"}], "caption": "a cat"},
+    ],
+)
+def test_records_of_other_kinds(record: Any) -> None:
+    found = conversation_of_parts({"json": as_json(record), "jpg": b"first", "txt": b"a caption"})
+    assert found.turns == (Turn("user", (A, "\n?")), Turn("assistant", ("answer",)))
+
+
+@pytest.mark.parametrize(
     "parts",
     [
         {"jpg": b"first", "txt": b"a cat"},
