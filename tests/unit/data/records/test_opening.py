@@ -268,7 +268,7 @@ def test_a_refusal_names_all_columns_of_a_table(folder: Path) -> None:
         opened(folder / "d.parquet")
     turns = [[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]]
     pq.write_table(pa.table({"prompt": ["x"], "chosen": turns, "rejected": turns}), folder / "d.parquet")
-    with pytest.raises(UserError, match="preferences.*add columns=messages:chosen"):
+    with pytest.raises(UserError, match=r"preferences.*add columns=messages:chosen"):
         opened(folder / "d.parquet")
     assert opened(folder / "d.parquet", columns={"messages": "chosen"}).read(0).turns[1].parts == ("y",)
 

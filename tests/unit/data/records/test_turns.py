@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import DatasetConfig
@@ -234,6 +234,8 @@ ANYTHING, JSON = (
 
 @settings(deadline=None, max_examples=300)
 @given(record=ANYTHING, fields=st.dictionaries(NAMES, ANYTHING, max_size=4), kind=st.sampled_from(sorted(SHAPES)))
+@example(record="[1", fields={}, kind="vqa")
+@example(record=[["a", float("inf")]], fields={"history": {"a": [1], "b": []}}, kind="alpaca")
 def test_whatever_a_record_is_it_stops_nothing(record: Any, fields: dict[str, Any], kind: str) -> None:
     needed = {group[-1]: record for group in SHAPES[kind].needs}
     for candidate in (record, fields, needed | fields, fields | needed, llava(human(record), ANSWER, **fields)):
