@@ -48,7 +48,7 @@ def columns_read(source: DatasetConfig, names: Sequence[str]) -> list[str]:
     """Return the columns of a table that are read, by their names in the file."""
     columns = {name: column for name, column in (source.columns or {}).items() if column in names}
     kept = [name for name in names if name not in columns.values()]
-    wanted = {*columns_of(_kinds(source), [*kept, *columns]), *_PREFERENCES}
+    wanted = {*columns_of(_kinds(source), [*kept, *columns]), "chosen"}
     read = wanted.intersection(kept) | {columns[name] for name in wanted.intersection(columns)}
     return [name for name in names if name in read]
 
@@ -79,11 +79,12 @@ def kind_of(source: DatasetConfig, container: Container, first: Path) -> tuple[s
     valued = [*columns, *(name for name, value in look.has.items() if value is not None)]
     near = SHAPES[max(_kinds(source), key=lambda kind: (SHAPES[kind].share(valued), kind == "vqa", kind != "pairs"))]
     lacks = [group[0] for group in near.missing(valued)]
-    if all(name in look.has for name in _PREFERENCES) and source.kind == "auto" and not columns:
+    free = source.kind == "auto" and not columns and look.kind in (None, "text")
+    if free and all(name in look.has for name in _PREFERENCES):
         turns = isinstance(look.has["chosen"], list) or len(lacks) == len(near.needs)
-        whole = f"write them into the turns, or leave them out with kind={look.kind}"
-        remedy = f"add columns={'messages' if turns else lacks[0]}:chosen" if lacks else whole
-        raise wrong(source, f"has preferences, which are not trained on: to train on the chosen answers, {remedy}")
+        field = "messages" if turns else [*lacks, "text"][0]
+        what = "has preferences, which are not trained on: to train on the chosen answers, add"
+        raise wrong(source, f"{what} columns={field}:chosen")
     unknown = [name for name in columns.values() if name not in look.has]
     if look.kind is not None and not unknown:
         return look.kind, _unread_pictures(look, columns)

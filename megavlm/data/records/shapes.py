@@ -177,5 +177,7 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         raise BadSample(Reason.NOT_A_RECORD, f"it has no field {lacks} but {shown(sorted(map(str, record)))}")
     found = conversation(record, partial(shape.read, record, fields), find, find_video)
     if not any(says_something(turn) for turn in found.turns if turn.role in ("assistant", "text")):
-        raise BadSample(Reason.EMPTY, "it has no text" if shape.kind == "text" else "the assistant says nothing")
+        why = "it has no text" if shape.kind == "text" else "the assistant says nothing"
+        chosen = ": write the answer that is `chosen` into its turns" if record.get("chosen") else ""
+        raise BadSample(Reason.EMPTY, why + chosen)
     return found

@@ -147,7 +147,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.json", b'{\n "data": [\n {"text": "x"}]}', "an object whose 'data' holds the records"),
         ("d.jsonl", b'{"prompt": "x", "chosen": "y", "rejected": "z"}', "preferences.*add columns=response:chosen"),
         ("d.jsonl", b'{"prompt": "x", "chosen": [{}], "rejected": 0}', "preferences.*add columns=messages:chosen"),
-        ("d.jsonl", b'{"text": "x", "chosen": {}, "rejected": {}}', "preferences.*turns, .*with kind=text"),
+        ("d.jsonl", b'{"text": "x", "chosen": "y", "rejected": {}}', "preferences.*add columns=text:chosen"),
         ("d.jsonl", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
         ("d.parquet", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
         ("d.jsonl", b"PAR1abc", "is parquet: name it FILE.parquet"),
@@ -271,6 +271,12 @@ def test_a_refusal_names_all_columns_of_a_table(folder: Path) -> None:
     with pytest.raises(UserError, match=r"preferences.*add columns=messages:chosen"):
         opened(folder / "d.parquet")
     assert opened(folder / "d.parquet", columns={"messages": "chosen"}).read(0).turns[1].parts == ("y",)
+    table = {"messages": [turns[0], turns[0][:1]], "chosen": turns * 2, "rejected": turns * 2}
+    pq.write_table(pa.table(table), folder / "d.parquet")
+    both = opened(folder / "d.parquet")
+    assert both.read(0).turns[1].parts == ("y",)
+    with pytest.raises(BadSample, match="says nothing: write the answer that is `chosen` into its turns"):
+        both.read(1)
 
 
 def test_paths_may_be_those_of_windows(folder: Path) -> None:
