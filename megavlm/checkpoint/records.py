@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from megavlm.checkpoint import restricted_pickle
+from megavlm.checkpoint.restricted_pickle import is_size
 from megavlm.errors import UserError
 
 _LARGEST = 2**28  # bytes of a pickle without its tensors: positions and settings of a run take some kilobytes
@@ -41,7 +42,7 @@ class _Tensor:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Tensor:
     """Check the arguments of `torch._utils._rebuild_tensor_v2` and `_v3`; the latter's third last is the type."""
     whole = type(size) is type(stride) is tuple and len(size) == len(stride) <= _MOST_DIMENSIONS
-    if type(storage) is not _Storage or not whole or not all(map(_is_size, (offset, *size, *stride))):
+    if type(storage) is not _Storage or not whole or not all(map(is_size, (offset, *size, *stride))):
         raise ValueError("a tensor is described by something else")
     types = [each for each in rest if isinstance(each, torch.dtype)]
     held = storage.bytes // (types[0].itemsize if types else storage.itemsize)
@@ -51,13 +52,9 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _T
     return _Tensor()
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
-
-
 def _bytes(text: Any, encoding: Any) -> bytes:
     """What protocol 2 writes bytes as."""
-    if type(text) is not str or encoding != "latin1":
+    if type(text) is not str or type(encoding) is not str or encoding != "latin1":
         raise ValueError("bytes are described by something else")
     return text.encode("latin1")
 
@@ -147,17 +144,19 @@ def _is_stored(entry: zipfile.ZipInfo) -> bool:
 
 
 def _call(called: Any, arguments: tuple[Any, ...]) -> Any:
-    if called not in _CALLED.values():
-        raise restricted_pickle.Refused(f"calls {called!r:.80}, which is not called in any tensor checkpoint")
+    if not any(called is each for each in _CALLED.values()):
+        what = restricted_pickle.name_of(called)
+        raise restricted_pickle.Refused(f"calls {what}, which is not called in any tensor checkpoint")
     return called(*arguments)
 
 
 def _storage(key: Any, *, home: str, entries: dict[str, zipfile.ZipInfo]) -> _Storage:
     """Return the storage that a pickle names: ("storage", its class, number, device, elements)."""
-    kind, made, number, device, elements = key
-    if kind != "storage" or made not in _ITEMSIZES or not _is_size(elements) or type(number) is not str:
-        raise ValueError(f"a storage is described by {key!r:.80}")
+    kind, made, number, device, elements = key if type(key) is tuple else ()
+    known = isinstance(made, type) and made in _ITEMSIZES  # a tuple may take for ever to hash
+    if not known or not type(kind) is type(number) is type(device) is str or kind != "storage" or not is_size(elements):
+        raise ValueError("a storage is described by something else")
     size = elements * _ITEMSIZES[made]
-    if type(device) is not str or size > entries[f"{home}data/{number}"].file_size:
+    if size > entries[f"{home}data/{number}"].file_size:
         raise ValueError("a storage is larger than its data")
     return _Storage(size, _ITEMSIZES[made])

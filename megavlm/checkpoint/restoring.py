@@ -112,7 +112,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
         damaged = verification.result()
     if isinstance(failure, Damaged):
         damaged, failure = damaged or str(failure), None
-    said = None if failure is None else _in_one_line(failure)
+    said = None if failure is None else _in_one_line(failure, folder)
     found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (damaged, said))
     problems = [each for each, _ in found if each]
@@ -123,7 +123,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
     return loaded, problems[0] if problems else None
 
 
-def _in_one_line(error: BaseException) -> str:
+def _in_one_line(error: BaseException, folder: Path) -> str:
     """Return the reason of a failed load in one line: of a UserError its text, else the innermost cause."""
     if isinstance(error, UserError):
         return str(error)
@@ -133,4 +133,4 @@ def _in_one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return f"it cannot be loaded ({type(error).__name__}{': ' + lines[0][:200] if lines else ''})"
+    return f"{folder} cannot be loaded ({type(error).__name__}{': ' + lines[0][:200] if lines else ''})"

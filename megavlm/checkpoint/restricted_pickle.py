@@ -9,7 +9,7 @@ opcodes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ Build = Callable[[Any, Any], None]
 
 _PROTOCOLS = (2, 4, 5)
 _LONGEST_NAME = 200  # bytes
+_REPEATS = 8  # values and letters that a memo may repeat for each byte of a pickle, beyond the first _FREE
+_FREE = 2**16
+_MOST_COLLISIONS = 2**10  # keys whose hashes are equal: each is compared with all before it
 
 
 class Refused(ValueError):
@@ -35,6 +38,9 @@ def load(
 ) -> Any:
     """Return what `data` describes, in time and memory that are proportional to its length.
 
+    So are they of whoever walks over the result, prints it or compares it: it is a tree, in which only flat values
+    occur more than once, and not often.
+
     `objects`: (module, name) → what the pickle may name. `call` makes an object of one of these and arguments; `build`
     gives an object its state; `persistent` returns what lies outside of the pickle; None: no pickle may ask for that.
     `keys`: types of the keys of dicts, which must be quick to hash. Raises Refused for anything beyond that, and
@@ -43,6 +49,16 @@ def load(
     if data[:1] != b"\x80" or data[1] not in _PROTOCOLS:
         raise Refused("is a pickle of a protocol that is not read here")
     return _Interpreter(data, objects, call, keys, build, persistent).run()
+
+
+def name_of(called: Any) -> str:
+    """Return what a message says of what a pickle calls, which may be deep or long."""
+    return str(getattr(called, "__name__", f"a {type(called).__name__}"))
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value of a pickle is a whole number that may be an offset or a length."""
+    return type(value) is int and 0 <= value < 2**62
 
 
 @dataclass(eq=False)
@@ -59,6 +75,10 @@ class _Interpreter:
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
+    repeated: int = 0  # values and letters that the memo has repeated
+    fixed: set[int] = field(default_factory=set)  # what the memo has repeated, by `id`; the memo keeps it alive
+    hashes: dict[int, Any] = field(default_factory=dict)  # hash → the first key that has it; without texts
+    collisions: int = 0
 
     def run(self) -> Any:
         """Return the value that is on top of the stack at the end."""
@@ -109,6 +129,10 @@ class _Interpreter:
     def put(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not dict or not all(type(key) in self.keys for key in items[::2]):
             raise Refused("has a dict whose keys are not known here")
+        others = [key for key in items[::2] if type(key) is not str]  # hashes of texts cannot be chosen
+        self.collisions += sum(self.hashes.setdefault(hash(key), key) != key for key in others)
+        if self.collisions > _MOST_COLLISIONS:
+            raise Refused("has keys that are chosen to have equal hashes")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def extend(self, items: list[Any]) -> None:
@@ -119,8 +143,10 @@ class _Interpreter:
     # What the caller allows
 
     def named(self, module: Any, name: Any) -> Any:
-        if type(name) is not str or type(module) is not str or (module, name) not in self.objects:
-            raise Refused(f"names {f'{module}.{name}'!r:.160}, which no tensor checkpoint needs")
+        if type(name) is not str or type(module) is not str:
+            raise Refused("names what is no text")
+        if (module, name) not in self.objects:
+            raise Refused(f"names {f'{module}.{name}'[:150]!r}, which no tensor checkpoint needs")
         return self.objects[module, name]
 
     def called(self) -> Any:
@@ -133,6 +159,8 @@ class _Interpreter:
         if self.set_state is None:
             raise Refused("gives an object a state, which no tensor checkpoint needs")
         state = self.stack.pop()
+        if id(self.stack[-1]) in self.fixed:
+            raise Refused("changes an object that it has used twice")
         self.set_state(self.stack[-1], state)
 
     def from_outside(self) -> Any:
@@ -142,6 +170,25 @@ class _Interpreter:
 
     def memorize(self, place: int) -> None:
         self.memo[place] = self.stack[-1]
+
+    def again(self, place: int) -> Any:
+        """Return a value of the memo. Raises Refused for one that holds others.
+
+        A tuple of the tuple before, twice, and so on 45 times, is 140 bytes, and to whoever walks over it 2⁴⁵ values.
+        """
+        value = self.memo[place]
+        held = value if type(value) is tuple else _attributes(value)
+        if type(value) in (list, dict) or any(type(each) in (list, dict, tuple) for each in held):
+            raise Refused("uses a value that holds others twice")
+        self.repeated += len(value) if type(value) in (str, bytes, tuple) else 1
+        if self.repeated > _FREE + _REPEATS * len(self.data):
+            raise Refused("repeats values far beyond its own length")
+        self.fixed.add(id(value))
+        return value
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
 
 
 _STOP = ord(".")
@@ -160,8 +207,8 @@ _PUSHED: dict[int, Callable[[_Interpreter], Any]] = {
     0x8A: lambda its: int.from_bytes(its.take(its.number("<B")), "little", signed=True),  # LONG1
     0x8C: lambda its: its.text("<B"),  # SHORT_BINUNICODE
     ord("X"): lambda its: its.text("<I"),
-    ord("h"): lambda its: its.memo[its.number("<B")],
-    ord("j"): lambda its: its.memo[its.number("<I")],
+    ord("h"): lambda its: its.again(its.number("<B")),
+    ord("j"): lambda its: its.again(its.number("<I")),
     ord("t"): lambda its: tuple(its.since_mark()),
     0x85: lambda its: tuple(its.last(1)),  # TUPLE1
     0x86: lambda its: tuple(its.last(2)),  # TUPLE2

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.serialization import _get_layout
 
 from megavlm.checkpoint import restricted_pickle
+from megavlm.checkpoint.restricted_pickle import is_size
 from megavlm.errors import UserError
 from megavlm.paths import inside, read_bytes
 
@@ -36,7 +37,7 @@ _MOST_DIMENSIONS = 16
 
 
 class _Unread:
-    """Stands for the writers' plans, which megatron-core leaves in the file and no reader needs."""
+    """Stands for what no reader needs: the writers' plans, which megatron-core leaves in the file, and paths."""
 
 
 # class → its fields, each with the types that it may have
@@ -51,7 +52,7 @@ _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
         "all_local_plans": (list, type(None)),
     },
     StorageMeta: {
-        "checkpoint_id": (str, Path, type(None)),
+        "checkpoint_id": (str, _Unread, type(None)),
         "save_id": (str, type(None)),
         "load_id": (str, type(None)),
         "modules": (list,),
@@ -73,7 +74,7 @@ _PATHS = ("pathlib", "pathlib._local")  # where Python up to 3.12, and from 3.13
 _OBJECTS: dict[tuple[str, str], Any] = {
     **{(made.__module__, made.__name__): made for made in (*_FIELDS, TensorProperties, _MEM_FORMAT_ENCODING)},
     **{(made.__module__, made.__name__): _Unread for made in (SavePlan, WriteItem, TensorWriteData, _StoragePrefix)},
-    **{(module, "PosixPath"): Path for module in _PATHS},
+    **{(module, "PosixPath"): _Unread for module in _PATHS},
     (WriteItemType.__module__, WriteItemType.__name__): WriteItemType,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
@@ -102,24 +103,29 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _call(called: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return an object. No message shows an argument, and none is hashed: what the pickle made may be deep or long."""
+    if called is _Unread:
+        return _Unread()
     if called is torch.Size:
         (sizes,) = arguments
-        if len(sizes) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**62 for size in sizes):
-            raise ValueError(f"{sizes!r:.80} is no shape")
+        if type(sizes) not in (tuple, list) or len(sizes) > _MOST_DIMENSIONS or not all(map(is_size, sizes)):
+            raise ValueError("the size of a tensor is no shape")
         return torch.Size(sizes)
-    if called in (_get_layout, _MEM_FORMAT_ENCODING, WriteItemType) or called is Path:
-        if not all(type(argument) in (int, str) for argument in arguments):
-            raise ValueError(f"{called!r:.80} is called with {arguments!r:.80}")
+    if any(called is each for each in (_get_layout, _MEM_FORMAT_ENCODING, WriteItemType)):
+        if len(arguments) != 1 or type(arguments[0]) not in (int, str):
+            raise ValueError(f"{called.__name__} is called with something else than its name")
         return called(*arguments)
-    if arguments or not (called in _FIELDS or called in (TensorProperties, _Unread)):
-        raise restricted_pickle.Refused(f"calls {called!r:.80}, which is not called in any tensor checkpoint")
-    return called.__new__(called)
+    if arguments or type(called) is not type or not (called in _FIELDS or called is TensorProperties):
+        raise restricted_pickle.Refused(
+            f"calls {restricted_pickle.name_of(called)}, which is not called in any tensor checkpoint"
+        )
+    return object.__new__(called)
 
 
 def _build(made: Any, state: Any) -> None:
     if type(made) is TensorProperties:
         if type(state) is not tuple or tuple(map(type, state)) != _PROPERTIES:
-            raise ValueError(f"a tensor's properties are {state!r:.80}")
+            raise ValueError("a tensor's properties are described by something else")
         made.__setstate__(state)
         return
     if type(made) is _Unread:
@@ -128,8 +134,8 @@ def _build(made: Any, state: Any) -> None:
     if fields is None or type(state) is not dict:
         raise restricted_pickle.Refused(f"sets the state of {type(made).__name__}")
     for name, value in state.items():
-        if not isinstance(value, fields.get(name, ())):
-            raise ValueError(f"{type(made).__name__}.{name} is {type(value).__name__}")
+        if type(value) not in fields.get(name, ()):
+            raise ValueError(f"{type(made).__name__}.{name:.80} is {type(value).__name__}")
     vars(made).update(state)
 
 

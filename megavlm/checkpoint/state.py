@@ -30,6 +30,7 @@ from megavlm.checkpoint.summary import check_model, describe, read_summary
 from megavlm.config.derived import fp8_in, layer_precision, sites_of
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.adamw import AVERAGE, OUTER_MOMENTUM
@@ -120,6 +121,8 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
         loaded = reading.load(state, folder)
+    if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
+        raise UserError(f"{folder / 'common.pt'} has no {' and no '.join(missing)} of a run: use another checkpoint")
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
         if resumes_history:

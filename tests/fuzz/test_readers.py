@@ -14,6 +14,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.fuzz import bombs
 from tests.fuzz.campaign import CORPUS, corpus_of, fuzz
 from tests.fuzz.child import attempts, failing_input
 from tests.fuzz.mutations import mutated
@@ -37,6 +38,12 @@ def test_a_damaged_file_is_answered(name: str, tmp_path: Path) -> None:
     seeds = reader.seeds()
     few = [mutated(random.choice(seeds), random, others=seeds) for _ in range(reader.few)]
     check(name, [*corpus_of(name), seeds[0], *few], tmp_path / "attempts")
+
+
+@pytest.mark.parametrize("name", ["metadata", "common.pt"])
+def test_a_pickle_takes_time_and_memory_by_its_length(name: str, tmp_path: Path) -> None:
+    inputs = bombs.pickles() if name == "metadata" else [bombs.archived(each) for each in bombs.pickles()]
+    check(name, inputs, tmp_path / "attempts")
 
 
 def test_the_corpus_belongs_to_readers() -> None:
