@@ -1,10 +1,13 @@
 """Time Transformer Engine's attention within Qwen2.5-VL's windows: one call over a long list of short sequences.
 
     python benchmarks/attention_windows.py [--out FILE.json]
+    python benchmarks/attention_windows.py --causal 8192 32768    # of a language model: forward and backward apart
     CUDA_VISIBLE_DEVICES= python benchmarks/attention_windows.py --device cpu    # the same code with torch's attention
 
 A tower's windows of 64 patches reach attention packed into one row ("thd" with `cu_seqlens`) or as a batch ("bshd").
 The first call with a shape is timed separately, because cuDNN plans in it. Times are medians of forward and backward.
+`--causal` times one sequence of 32 heads of 128 channels; its rates count 2.5 × the forward FLOPs for the backward pass,
+which computes the scores again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +59,70 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--causal", type=int, nargs="+", metavar="TOKENS", help="time causal sequences of these lengths")
     parser.add_argument("--out", metavar="FILE.json", help="also write the table to this file")
     options = parser.parse_args()
-    rows = []
-    for case in CASES if options.device == "cuda" else small(CASES):
+    rows: list[dict[str, Any]] = []
+    asked: list[tuple[str, Callable[[], str]]] = [
+        (f"attention in windows: {case.name}", partial(in_windows, case, options.device))
+        for case in (CASES if options.device == "cuda" else small(CASES))
+    ]
+    if options.causal:
+        asked = [
+            (f"causal attention: {tokens} tokens, {of}", partial(causal, tokens, of, options.device))
+            for tokens in options.causal
+            for of in (("te", "sdpa") if options.device == "cuda" else ("sdpa",))
+        ]
+    for what, measured in asked:
         try:
-            first, usual = measure(case, options.device)
-            figure = f"{1e3 * usual:.3f} ms, the first call {1e3 * first:.0f} ms"
+            figure = measured()
         except Exception as error:
             figure = f"not measured: {type(error).__name__}: {error}"[:200]
-        rows.append({"what": f"attention in windows: {case.name}", "figure": figure, "target": "", "met": None})
+        rows.append({"what": what, "figure": figure, "target": "", "met": None})
         print(f"{rows[-1]['what']}  {figure}", flush=True)
         if options.out is not None:
             Path(options.out).write_text(json.dumps({"rows": rows}, indent=1))
+
+
+def in_windows(case: Case, device: str) -> str:
+    """Return the time of a case, and of its first call."""
+    first, usual = measure(case, device)
+    return f"{1e3 * usual:.3f} ms, the first call {1e3 * first:.0f} ms"
+
+
+def causal(tokens: int, of: str, device: str) -> str:
+    """Return times and rates of both passes over one causal sequence; `of` is "te" or "sdpa", torch's."""
+    heads, width = 32, 128
+    shape = (1, tokens, heads, width) if of == "te" else (1, heads, tokens, width)
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    attention: Attention = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    if of == "te":
+        import transformer_engine.pytorch as te
+
+        attention = te.DotProductAttention(
+            heads, width, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
+        )
+    settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    forward, backward = [], []
+    for _ in range(1 + _REPEATS):
+        settle()
+        began = time.perf_counter()
+        output = attention(query, key, value)
+        settle()
+        between = time.perf_counter()
+        output.backward(torch.ones_like(output))
+        settle()
+        forward.append(between - began)
+        backward.append(time.perf_counter() - between)
+    flops = 2 * 2 * tokens**2 / 2 * heads * width  # two products; half of the scores
+    times = [statistics.median(seconds[1:]) for seconds in (forward, backward)]
+    rates = [share * flops / seconds / 1e12 for share, seconds in zip((1, 2.5), times, strict=True)]
+    return "; ".join(
+        f"{name} {1e3 * seconds:.3f} ms, {rate:.0f} TFLOP/s"
+        for name, seconds, rate in zip(("forward", "backward"), times, rates, strict=True)
+    )
 
 
 def small(cases: Sequence[Case]) -> list[Case]:

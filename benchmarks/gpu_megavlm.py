@@ -45,7 +45,8 @@ class Ours(Side):
             self.folder = tempfile.TemporaryDirectory()
             flags += " " + flags_of(shape, Path(self.folder.name)) + f" --run-dir {self.folder.name}/run"
             shape = shape.without_image_token()
-        config = gpu_model.run_config(shape, precision=task["precision"], flags=flags)
+        count = task["micro_batches"]
+        config = gpu_model.run_config(shape, precision=task["precision"], flags=flags, micro_batches=count)
         check_device(config)
         if self.on_gpu and emulates_fp8(config):
             raise RuntimeError("without Transformer Engine FP8 would be emulated")
@@ -68,9 +69,9 @@ class Ours(Side):
         given = batch.with_tensors(pinned(batch.host_tensors(), pin=self.on_gpu))
 
         def step() -> float:
-            loss: float = self.engine.train_step([given]).loss
-            self.tally.tokens += shape.seq_length
-            self.tally.positions += shape.seq_length
+            loss: float = self.engine.train_step([given] * count).loss
+            self.tally.tokens += count * shape.seq_length
+            self.tally.positions += count * shape.seq_length
             return loss
 
         return step

@@ -129,12 +129,12 @@ def _toy(model: ModelConfig) -> ModelConfig:
     return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
 
 
-def run_config(shape: Shape, *, precision: str, flags: str = "") -> Config:
-    """One packed sequence per step; `fp8`: bf16 with products in FP8. `flags` are pretrain_vlm.py's and come last."""
+def run_config(shape: Shape, *, precision: str, flags: str = "", micro_batches: int = 1) -> Config:
+    """One packed sequence per micro-batch; `fp8`: bf16 with products in FP8. `flags` are pretrain_vlm.py's and come last."""
     train = TrainConfig(
         seq_length=shape.seq_length,
         micro_batch_size=1,
-        global_batch_size=1,
+        global_batch_size=micro_batches,
     )
     dtype = PrecisionConfig("bf16" if precision == "fp8" else precision)  # type: ignore[arg-type]
     config = Config(model=shape.model, precision=dtype, train=train, optimizer=OPTIMIZER)

@@ -39,6 +39,7 @@ SINGLE = (Side("transformers", "fp32"), Side("megavlm", "fp32"))
 # What `--ablate` measures, beside a run without flags: one line for each set of flags.
 ABLATION = (
     "--transformer-impl torch",
+    "--transformer-impl torch --compile-small-ops",
     "--no-gradient-accumulation-fusion",
     "--fp8 hybrid",
     "--fp8 hybrid --fp8-recipe delayed",
@@ -59,10 +60,17 @@ def ablation() -> tuple[Side, ...]:
     return (*packed, *(Side("megavlm", "bf16", flags, alone=True) for flags in ABLATION_ALONE))
 
 
-def chosen(*, precision: str, ablate: bool, their_compile: bool) -> tuple[Side, ...]:
-    """Return the sides that the options select."""
+def chosen(*, precision: str, ablate: bool, their_compile: bool, names: str | None = None) -> tuple[Side, ...]:
+    """Return the sides that the options select. Raises ValueError if `names`, separated by commas, has no such side."""
     if ablate:
-        return ablation()
-    if precision == "fp32":
-        return SINGLE
-    return SIDES + (COMPILED,) * their_compile
+        sides = ablation()
+    elif precision == "fp32":
+        sides = SINGLE
+    else:
+        sides = SIDES + (COMPILED,) * their_compile
+    if names is None:
+        return sides
+    by_name = {side.name: side for side in sides}
+    if unknown := set(names.split(",")) - by_name.keys():
+        raise ValueError(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(by_name)}")
+    return tuple(by_name[name] for name in names.split(","))

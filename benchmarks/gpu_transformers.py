@@ -46,20 +46,21 @@ class Theirs(Side):
             compile_layers(self.model, on_gpu=self.on_gpu)
         self.model.model.language_model.layers[0].register_forward_pre_hook(watch.begin, with_kwargs=True)
         inputs = pinned(gpu_model.their_inputs(shape), pin=self.on_gpu)
-        casts = precision == "autocast"
+        casts, count = precision == "autocast", task["micro_batches"]
 
         def step() -> Tensor:
-            given = {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
-            if precision == "bf16":
-                given["pixel_values"] = given["pixel_values"].bfloat16()
-            with torch.autocast(self.device.type, torch.bfloat16) if casts else nullcontext():
-                loss = self.model(**given, use_cache=False).loss
-            loss.backward()
+            for _ in range(count):
+                given = {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
+                if precision == "bf16":
+                    given["pixel_values"] = given["pixel_values"].bfloat16()
+                with torch.autocast(self.device.type, torch.bfloat16) if casts else nullcontext():
+                    loss = self.model(**given, use_cache=False).loss
+                (loss / count).backward()
             torch.nn.utils.clip_grad_norm_(params, OPTIMIZER.clip_grad, foreach=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.tally.tokens += shape.seq_length
-            self.tally.positions += shape.seq_length
+            self.tally.tokens += count * shape.seq_length
+            self.tally.positions += count * shape.seq_length
             return loss.detach()  # nobody waits for it
 
         return step

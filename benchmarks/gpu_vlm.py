@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_vlm.py [--rounds 2] [--steps 5] [--their-compile] [--out FILE.json]
     python benchmarks/gpu_vlm.py --ablate --only LLaVA                          # megavlm, with and without options
+    python benchmarks/gpu_vlm.py --micro-batches 4 --sides 'megavlm bf16,megavlm fp8'
     CUDA_VISIBLE_DEVICES= python benchmarks/gpu_vlm.py --device cpu --small     # the same code on small models
 
 Steps follow one another as in a training loop: the device is waited for after the last.
@@ -35,7 +36,15 @@ def main() -> None:
     options = parsed()
     before = circumstances()
     deadline = time.monotonic() + 60 * options.minutes
-    sides = chosen(precision=options.precision, ablate=options.ablate, their_compile=options.their_compile)
+    try:
+        sides = chosen(
+            precision=options.precision,
+            ablate=options.ablate,
+            their_compile=options.their_compile,
+            names=options.sides,
+        )
+    except ValueError as error:
+        raise SystemExit(f"gpu_vlm.py: --sides: {error}") from error
     finished: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         workers = Workers(options.device, Path(folder))
@@ -73,6 +82,13 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--ablate", action="store_true", help="measure megavlm alone, once for each set of options")
     parser.add_argument("--their-compile", action="store_true", help="measure Transformers under torch.compile as well")
+    parser.add_argument(
+        "--sides", metavar="NAME,…", help="measure only these sides, named as in the table; default: all"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step; default: 1")
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="also trace two steps of each side; write the traces to this folder"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a side in a round")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
@@ -137,7 +153,8 @@ def described(shape: gpu_model.Shape, sides: Sequence[Side], *, options: argpars
         "layers": shape.num_layers,
         "tokens": shape.seq_length,
         "patches": gpu_model.workload(shape).patches,
-        "step_flops": gpu_model.whole_flops(shape),
+        "micro_batches": options.micro_batches,
+        "step_flops": options.micro_batches * gpu_model.whole_flops(shape),
         "language_flops": gpu_model.language_flops(shape),
         "predicted_bytes": {side.name: predicted(side, shape, on_gpu=options.device == "cuda") for side in ours},
         "ablation": groups if options.ablate else [],
@@ -154,8 +171,9 @@ def turn(
     side: Side, shape: gpu_model.Shape, workers: Workers, *, options: argparse.Namespace, deadline: float
 ) -> Answer:
     """One side, once, if there is time."""
-    # Weights of published sizes take minutes to write and read; files have a tokenizer of their own.
-    shares = options.small and not (options.ablate or side.files or side.compiled)
+    # Weights of published sizes take minutes to write and read; files have a tokenizer of their own; and theirs, which
+    # are read, may not be among the chosen sides.
+    shares = options.small and not (options.ablate or options.sides or side.files or side.compiled)
     task = {
         **side.task,
         "shape": shape.name,
@@ -163,6 +181,8 @@ def turn(
         "layers": shape.num_layers,
         "steps": options.steps,
         "warm_up": options.warm_up,
+        "micro_batches": options.micro_batches,
+        "trace": options.trace and str(Path(options.trace).resolve()),
         "weights": str(workers.folder) if shares else None,
     }
     in_time = time.monotonic() < deadline

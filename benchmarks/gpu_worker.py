@@ -18,6 +18,7 @@ from typing import Any
 import gpu_model
 import torch
 from gpu_side import Side, Watch, attention_of, is_out_of_memory
+from gpu_trace import traced
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -98,7 +99,13 @@ def run(side: Side, task: dict[str, Any]) -> dict[str, Any]:
         "layers": side.attention,
         "attention": attention_of(step, on_gpu=side.on_gpu),
         "build_seconds": built,
+        **({"trace": traced(step, settle, _trace_file(task), on_gpu=side.on_gpu)} if task["trace"] else {}),
     }
+
+
+def _trace_file(task: dict[str, Any]) -> Path:
+    words = ("trace", task["program"], task["precision"], task["flags"], "files" * task["files"])
+    return Path(task["trace"]) / ("-".join(filter(None, words)).replace(" ", "") + ".json.gz")
 
 
 if __name__ == "__main__":

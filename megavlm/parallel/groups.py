@@ -134,6 +134,11 @@ def start(backend: Backend, *, timeout_minutes: float, meeting: Meeting | None =
     told = backend.communication == "nccl" and (met.world > 1 or dist.is_torchelastic_launched())
     if told:
         refuse_shared_devices(met, device=str(torch.cuda.get_device_properties(backend.device).uuid))
+    begin(backend, met, timeout_minutes=timeout_minutes, told=told)
+
+
+def begin(backend: Backend, met: Meeting, *, timeout_minutes: float, told: bool) -> None:
+    """Initialize torch.distributed; `told`: NCCL is told this process's device, and connects each group at once."""
     dist.init_process_group(
         backend.communication,
         store=met.store,

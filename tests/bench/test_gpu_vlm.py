@@ -110,6 +110,9 @@ def test_who_runs_out_of_memory_makes_all_begin_again_with_fewer_layers(benchmar
         steps=1,
         warm_up=0,
         device="cuda",
+        micro_batches=1,
+        sides=None,
+        trace=None,
     )
     most = benchmark.gpu_model.fitting(shapes, memory=0.75 * 79.2 * GIB).num_layers
     fewer = most * 4 // 5
@@ -139,6 +142,40 @@ def test_every_set_of_flags_is_one_that_a_run_takes(benchmark: Any) -> None:
     packed = [config for side, config in zip(sides_of(benchmark), configs, strict=True) if not side.alone]
     assert all(one != packed[0] for one in packed[1:])
     assert configs[0].model == shape.model
+
+
+def test_sides_are_chosen_by_their_names(benchmark: Any) -> None:
+    found = benchmark.chosen(**NONE, names="megavlm fp8,megavlm bf16 of JPEG files")
+    assert [side.name for side in found] == ["megavlm fp8", "megavlm bf16 of JPEG files"]
+    with pytest.raises(ValueError, match="no megavlm int4: choose from transformers autocast, megavlm bf16"):
+        benchmark.chosen(**NONE, names="megavlm fp8,megavlm int4")
+
+
+def test_a_trace_tells_who_worked_and_what_the_device_waited_for(benchmark: Any) -> None:
+    import gpu_trace  # type: ignore[import-not-found]
+
+    def event(category: str, thread: int, name: str, begin: float, took: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "tid": thread, "name": name, "ts": 1e3 * begin, "dur": 1e3 * took}
+
+    found = gpu_trace.summary_of(
+        [
+            event("kernel", 7, "gemm", 0, 2),
+            event("kernel", 8, "copy", 1, 3),  # of another stream: busy from 0 to 4
+            event("kernel", 7, "gemm", 10, 1),
+            event("kernel", 7, "gemm", 11.5, 1),
+            event("cpu_op", 1, "aten::mm", 0, 8),
+            event("cuda_runtime", 1, "cudaStreamSynchronize", 6, 2),  # within it
+            event("cpu_op", 2, "aten::stack", 5, 4),
+            {"ph": "M", "name": "thread_name"},
+        ]
+    )
+    assert (found["device_busy_ms"], found["device_span_ms"]) == (6.0, 12.5)
+    main, loader = found["threads"]["1"], found["threads"]["2"]
+    assert (main["busy_ms"], main["waits_ms"]) == (8.0, {"cudaStreamSynchronize": 2.0})
+    assert (loader["busy_ms"], loader["longest_ms"]) == (4.0, {"aten::stack": 4.0})
+    first, second = found["longest_pauses_of_the_device"]
+    assert first == {"ms": 6.0, "at_ms": 4.0, "host": {"1": "cudaStreamSynchronize", "2": "aten::stack"}}
+    assert (second["ms"], second["host"]) == (0.5, {})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ IDLE = 0.005  # share of a core: a rank that waits for others uses 0.002, one on
 
 # A gloo group has three threads, one of which wakes up a hundred times a second; a layout has up to 25 groups.
 MOST_THREADS = 300
+MINUTES = 30  # after which a collective that waits gives up: torch's default for gloo
 
 
 class Pool:
@@ -127,6 +128,33 @@ class Pools:
             pool.close()
 
 
+def begin(chosen: Any, met: Any) -> None:
+    """Join the world as the program does, but for ranks that share a GPU, which `start` refuses.
+
+    Those let NCCL connect a group at its first message; MEGAVLM_TEST_EAGER=1 tells it the device, as the program does.
+    MEGAVLM_TEST_P2P_SYNC=0: the host does not wait for the device after each batch of transfers of a pipeline.
+    """
+    import torch
+
+    from megavlm.parallel import groups
+    from megavlm.train import build_engine
+
+    if os.environ.get("MEGAVLM_TEST_P2P_SYNC") == "0":
+        config_of = build_engine.pipeline_config
+
+        def without_waiting(*args: Any) -> Any:
+            config = config_of(*args)
+            config.batch_p2p_sync = False
+            return config
+
+        build_engine.pipeline_config = without_waiting
+    if chosen.communication == "nccl" and torch.cuda.device_count() < met.world:
+        told = os.environ.get("MEGAVLM_TEST_EAGER") == "1"
+        groups.begin(chosen, met, timeout_minutes=MINUTES, told=told)
+    else:
+        groups.start(chosen, timeout_minutes=MINUTES, meeting=met)
+
+
 def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR2, open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (open while it runs)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -136,13 +164,14 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
 
     chosen = backend.activate()
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.parallel.rendezvous import Meeting
 
     if rank == 0:  # takes any free port, and holds it before another rank hears of it
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         end.send(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", end.recv(), world, is_master=False)
-    dist.init_process_group(chosen.communication, store=store, rank=rank, world_size=world)
+    begin(chosen, Meeting(store, rank, world))
     while True:
         try:
             function, args = end.recv()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,11 @@ SMALL = (
 
 # What tests that compare with one process make of it: `make test` its beginning, `make test-all` more.
 THREE, LONG = "--train-iters 3".split(), "--train-iters 20".split()
+
+# MEGAVLM_TEST_PRECISION=bf16 compares layouts in bf16, on GPUs where fp32 with Transformer Engine is refused: its 8 bits of
+# mantissa let a loss near 4.6 agree to 1e-2.
+IN_BF16 = os.environ.get("MEGAVLM_TEST_PRECISION") == "bf16"
+PRECISION = ["--precision", "bf16"] if IN_BF16 else []
 
 # 200 steps in which the loss falls from ln 95 = 4.55 to a few hundredths above the entropy of the text, 1.68. Where a
 # loss goes towards zero (the demo's), two runs in bf16 that differ in the order of their sums are 10 % apart on the
@@ -53,7 +59,7 @@ def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lam
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
-    config = prepare(parse([*argv, "--run-dir", run_dir]))
+    config = prepare(parse([*argv, *PRECISION, "--run-dir", run_dir]))
     check(config, world=dist.get_world_size())
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -74,6 +80,7 @@ def assert_same_curve(
     for name in ("tokens", "trained_tokens", "images", "image_tokens", "learning_rate"):
         assert [record[name] for record in actual] == [record[name] for record in expected], name
     off, where = farthest_apart(actual, expected)
+    tolerance = 1e-2 if IN_BF16 else tolerance
     assert off <= tolerance, f"{where} is off by {off:.2e} (relative)"
 
 
