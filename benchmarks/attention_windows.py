@@ -6,8 +6,8 @@
 
 A tower's windows of 64 patches reach attention packed into one row ("thd" with `cu_seqlens`) or as a batch ("bshd").
 The first call with a shape is timed separately, because cuDNN plans in it. Times are medians of forward and backward.
-`--causal` times one sequence of 32 heads of 128 channels; its rates count 2.5 × the forward FLOPs for the backward pass,
-which computes the scores again.
+`--causal` times one sequence of 32 heads of 128 channels; its rates count 2.5 × the forward FLOPs for the backward
+pass, which computes the scores again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--causal", type=int, nargs="+", metavar="TOKENS", help="time causal sequences of these lengths")
+    parser.add_argument(
+        "--causal", type=int, nargs="+", metavar="TOKENS", help="time causal sequences of these lengths"
+    )
     parser.add_argument("--out", metavar="FILE.json", help="also write the table to this file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -94,9 +96,7 @@ def causal(tokens: int, of: str, device: str) -> str:
     """Return times and rates of both passes over one causal sequence; `of` is "te" or "sdpa", torch's."""
     heads, width = 32, 128
     shape = (1, tokens, heads, width) if of == "te" else (1, heads, tokens, width)
-    query, key, value = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     attention: Attention = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     if of == "te":
         import transformer_engine.pytorch as te

@@ -130,7 +130,7 @@ def _toy(model: ModelConfig) -> ModelConfig:
 
 
 def run_config(shape: Shape, *, precision: str, flags: str = "", micro_batches: int = 1) -> Config:
-    """One packed sequence per micro-batch; `fp8`: bf16 with products in FP8. `flags` are pretrain_vlm.py's and come last."""
+    """One packed sequence per micro-batch; `fp8`: bf16 with products in FP8. `flags` of pretrain_vlm.py come last."""
     train = TrainConfig(
         seq_length=shape.seq_length,
         micro_batch_size=1,

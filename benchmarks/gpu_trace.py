@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,7 @@ def summary_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for event in whole:
         if event.get("cat") in _ON_HOST:
             threads[event["tid"]].append(event)
-    pauses = sorted(
-        ((end - begin, begin, end) for (_, begin), (end, _) in zip(device, device[1:], strict=False)), reverse=True
-    )
+    pauses = sorted(((end - begin, begin, end) for (_, begin), (end, _) in pairwise(device)), reverse=True)
     return {
         "device_busy_ms": _ms(sum(end - begin for begin, end in device)),
         "device_span_ms": _ms(device[-1][1] - device[0][0]) if device else 0.0,

@@ -2,7 +2,9 @@
 # Everything that needs a GPU, in five parts of under nine minutes each. One table of all that is known comes last.
 #
 #     tools/gpu_check.sh [--part N] [--out FOLDER] [--wheels FOLDER] [--nccl FILE] [--device cpu]
+#     tools/gpu_check.sh --minutes N [--from N] [--rehearse] [--out FOLDER] [--wheels FOLDER] [--nccl FILE]
 #
+# The second way runs what half an hour should decide (tools/gpu_half_hour.py), not the parts:
 #   1  Transformer Engine's kernels, numbers against a CPU's, LLaVA against Transformers, windowed attention, the doctor
 #   2  the other tests that need a GPU
 #   3  Qwen2.5-VL against Transformers
@@ -12,29 +14,39 @@
 # Without --part, all. Results go into FOLDER (gpu-check) as .json, .xml, .log and steps.tsv, and stay there: each part
 # adds its own, and one that is ended early leaves what it has. `tools/gpu_summary.py FOLDER` prints the table again.
 # --wheels installs what the folder holds for this check alone, without a network: for machines that lack packages.
-# --nccl preloads this libnccl.so.2: ranks that share a GPU need 2.30 or newer, and part 5 is skipped without.
+# --nccl preloads this libnccl.so.2 (or .so.2.xz): ranks that share a GPU need 2.30 or newer, and part 5 is skipped without.
 # --device cpu rehearses on a CPU: toys are measured, tests are skipped with their reasons, a few layouts run on gloo.
 # PYTHON chooses the interpreter, PYTHONPATH is kept. Exit status 1 if any step failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-out=gpu-check wheels='' nccl='' device=cuda part='' python=${PYTHON:-python3}
+out='' wheels='' nccl='' device=cuda part='' minutes='' from=1 rehearse='' python=${PYTHON:-python3}
 while [ $# -gt 0 ]; do
     case $1 in
-        --part | --out | --wheels | --nccl | --device) declare "${1#--}=${2:?$1 expects a value}" && shift 2 ;;
+        --part | --out | --wheels | --nccl | --device | --minutes | --from)
+            declare "${1#--}=${2:?$1 expects a value}" && shift 2 ;;
+        --rehearse) rehearse=$1 && shift ;;
         *) echo "gpu_check.sh: unknown option $1: see the head of this file" >&2 && exit 2 ;;
     esac
 done
 [[ ${part:-1} =~ ^[1-5]$ ]] || { echo "gpu_check.sh: --part is 1, 2, 3, 4 or 5, not $part" >&2 && exit 2; }
 [ -z "$nccl" ] || [ -f "$nccl" ] || { echo "gpu_check.sh: --nccl $nccl is no file: name a libnccl.so.2" >&2 && exit 2; }
 [ -z "$nccl" ] || nccl=$(realpath "$nccl")
-mkdir -p "$out" && out=$(cd "$out" && pwd) || exit
+if [[ $nccl = *.xz ]]; then
+    unpacked=${TMPDIR:-/tmp}/megavlm-gpu-check-$(id -u)-libnccl.so.2
+    "$python" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+        "$nccl" "$unpacked" || exit
+    nccl=$unpacked
+fi
 
 site=
 if [ -n "$wheels" ]; then # thousands of files: beside the few results, not among them
     site=${TMPDIR:-/tmp}/megavlm-gpu-check-$(id -u)
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
-        -c requirements/gpu.txt "$wheels"/*.whl || exit
+    if [ "$(cat "$site/wheels" 2>/dev/null)" != "$(ls "$wheels")" ]; then # else a call before this one installed them
+        "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
+            -c requirements/gpu.txt "$wheels"/*.whl || exit
+        ls "$wheels" >"$site/wheels"
+    fi
     site=$site:
 fi
 export PYTHONPATH=$site$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 NVTE_FRAMEWORK=pytorch
@@ -46,6 +58,13 @@ if [ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]; then
     cuda=${CUDA_HOME:-$(dirname "$(dirname "${nvcc:-/none/bin/nvcc}")")}
     if [ -f "$cuda/include/cuda_runtime.h" ]; then export NVTE_CUDA_INCLUDE_DIR=$cuda/include; else export NVTE_DISABLE_NVRTC=1; fi
 fi
+
+if [ -n "$minutes" ]; then
+    exec "$python" tools/gpu_half_hour.py --minutes "$minutes" --spent "$SECONDS" --from "$from" ${nccl:+--nccl "$nccl"} \
+        ${out:+--out "$out"} $rehearse
+fi
+out=${out:-gpu-check}
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit
 
 size=(--rounds 2 --steps 5)
 if [ "$device" = cpu ]; then

@@ -74,14 +74,19 @@ def _tests(folder: Path) -> Iterator[Row]:
     """Yield one row per test; tests skipped for the same reason share a row."""
     skipped: Counter[str] = Counter()
     for log in sorted(folder.glob("*.log")):
-        cases = _cases_of_xml(log.with_suffix(".xml"))
-        for row in _cases_of_log(log) if cases is None else cases:
+        for row in cases_of(log):
             if row.result == "skipped":
                 skipped[row.figure] += 1
             else:
                 yield row
     for reason, count in skipped.items():
         yield Row(f"{count} test(s)", "skipped", reason)
+
+
+def cases_of(log: Path) -> list[Row]:
+    """Return a row for each test of pytest's XML report beside the log, or of the log where pytest did not finish."""
+    cases = _cases_of_xml(log.with_suffix(".xml"))
+    return list(_cases_of_log(log)) if cases is None else cases
 
 
 def _cases_of_xml(file: Path) -> list[Row] | None:

@@ -25,7 +25,7 @@ SMALL = (
 # What tests that compare with one process make of it: `make test` its beginning, `make test-all` more.
 THREE, LONG = "--train-iters 3".split(), "--train-iters 20".split()
 
-# MEGAVLM_TEST_PRECISION=bf16 compares layouts in bf16, on GPUs where fp32 with Transformer Engine is refused: its 8 bits of
+# MEGAVLM_TEST_PRECISION=bf16 compares layouts in bf16, where Transformer Engine refuses fp32 on a GPU: its 8 bits of
 # mantissa let a loss near 4.6 agree to 1e-2.
 IN_BF16 = os.environ.get("MEGAVLM_TEST_PRECISION") == "bf16"
 PRECISION = ["--precision", "bf16"] if IN_BF16 else []

@@ -1,0 +1,445 @@
+"""Run what half an hour on one GPU decides, item after item; `tools/gpu_check.sh --minutes 30` starts it.
+
+Each item has its own time limit and is recorded when it ends: a line of FOLDER/record.jsonl with its figures, the tests
+that failed, and its last lines. An item that the record has for this commit is not run again, so that the same command
+goes on after an interruption. The environment's OUT names a folder that gets a copy of the results after each item.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.gpu_summary import cases_of  # noqa: E402 (a program outside the package)
+
+MOST_MINUTES = 29  # of all limits together
+_LOG_BYTES = 200_000  # of an item's output, at most
+_ENDED = ("ok", "FAILED", "FAILED: out of time")
+PYTEST = "-v -rfEs --tb=short --show-capture=no -p no:cacheprovider"
+PARITY = "tests/dist/test_parity.py"
+MODEL = "benchmarks/gpu_vlm.py --only LLaVA --rounds 1 --steps 5"
+TWO_SCHEDULES = "zb-h1-2-frozen or zb-h1-4-qwen3"
+TRIED = f"'pp2-vpp2-rich or pp2-vpp2-dp2 or tp2-pp2-vpp2-qwen3 or {TWO_SCHEDULES}'"
+NEEDED = "hypothesis megatron.core numpy PIL psutil pytest safetensors tokenizers torch transformers yaml".split()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A command with a time limit. On a CPU, in a rehearsal, `small` replaces parts of it."""
+
+    name: str
+    minutes: float
+    decides: str
+    command: str
+    small: Mapping[str, str] = field(default_factory=dict)
+    ranks: bool = False  # several, which share the GPU where there is one alone
+    hides_engine: bool = False  # compares in fp32, for which Transformer Engine would take TF32
+    env: Mapping[str, str] = field(default_factory=dict)
+    instead_of: str = ""  # runs only if this item failed
+
+    def words(self, python: str, *, scratch: Path, kept: Path, rehearsed: bool) -> list[str]:
+        """Return the command line."""
+        command = self.command
+        if rehearsed:
+            for part, other in self.small.items():
+                assert part in command, f"{self.name}: {part}"
+                command = command.replace(part, other)
+        first, *rest = shlex.split(command.format(scratch=scratch, kept=kept))
+        if first == "pytest":
+            return [python, "-m", "pytest", *PYTEST.split(), f"--junitxml={scratch}/tests.xml", *rest]
+        return [python, first, *rest]
+
+
+def _tests(name: str, minutes: float, decides: str, words: str, small: str, **more: Any) -> Item:
+    """Return an item of tests that several ranks run; `small` is the expression that chooses some for a rehearsal."""
+    chosen = {words[words.index("-k ") :]: f"-k '{small}'"}
+    return Item(name, minutes, decides, f"pytest -m 'not slow' {words}", chosen, ranks=True, **more)
+
+
+def _model(name: str, minutes: float, decides: str, words: str) -> Item:
+    """Return an item that measures LLaVA-1.5-7B."""
+    command = f"{MODEL} --minutes {minutes - 0.5} --out {{scratch}}/figures.json {words}"
+    small = {"--steps 5": "--steps 1 --warm-up 1 --device cpu --small", f"--minutes {minutes - 0.5}": "--minutes 9"}
+    return Item(name, minutes, decides, command, small)
+
+
+# fp32 in Transformer Engine's products, not TF32: cuBLAS then takes no tensor cores, whatever it is asked for.
+_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+# In the order in which they are worth their minutes.
+ITEMS = (
+    Item(
+        "engine",
+        1,
+        "ZB-H1 on Transformer Engine's layers, experts in FP8: the tests of one rank that never ran",
+        "pytest tests/gpu/test_weight_gradients.py tests/gpu/test_numerics.py -k 'leaves or experts'",
+    ),
+    _tests(
+        "engine-layouts",
+        2.5,
+        "Transformer Engine with TP, SP, PP and VPP against one process, fp32",
+        f"-x {PARITY} -k '(tp2 or pp2) and not slow'",
+        "tp2-adaptive",
+        env=_FP32,
+    ),
+    _tests(
+        "engine-layouts-bf16",
+        1,
+        "the same in bf16 within 1e-2, where fp32 is refused",
+        f"--maxfail 2 {PARITY} -k 'tp2-padded-heads-no-sp or pp2-recompute or tp2-pp2-qwen2 or pp2-vpp2-rich'",
+        "pp2-recompute",
+        env={"MEGAVLM_TEST_PRECISION": "bf16"},
+        instead_of="engine-layouts",
+    ),
+    _tests(
+        "engine-context",
+        0.75,
+        "Transformer Engine with CP × TP",
+        "tests/dist/test_context_parallel.py -k 'cp2-tp2'",
+        "cp2-pp2",
+        env=_FP32,
+    ),
+    _tests(
+        "engine-experts",
+        0.75,
+        "Transformer Engine with EP",
+        "tests/dist/test_experts.py -k ep2",
+        "cp2-ep2",
+        env=_FP32,
+    ),
+    _tests(
+        "eager",
+        1,
+        "groups that NCCL connects at once, as the program's are: does anything hang, does a number change",
+        f"{PARITY} tests/dist/test_schedules.py -k {TRIED}",
+        "zb-h1-2-frozen",
+        env={"MEGAVLM_TEST_EAGER": "1"},
+        hides_engine=True,
+    ),
+    _tests(
+        "lazy",
+        1,
+        "the same with groups that connect at their first message: compare the seconds",
+        f"{PARITY} tests/dist/test_schedules.py -k {TRIED}",
+        "zb-h1-2-frozen",
+        hides_engine=True,
+    ),
+    _tests(
+        "no-p2p-sync",
+        1,
+        "1F1B whose host does not wait for the device after each transfer: do the numbers stay",
+        f"{PARITY} -k 'pp2-frozen-vision- or pp2-recompute or tp2-pp2-qwen2 or pp4-plain'",
+        "pp2-recompute",
+        env={"MEGAVLM_TEST_P2P_SYNC": "0"},
+        hides_engine=True,
+    ),
+    Item(
+        "fp8-layouts",
+        2,
+        "FP8 of Transformer Engine on two tensor-parallel ranks, tensorwise and delayed",
+        "pytest tests/gpu/test_layouts.py tests/dist/test_fp8.py -m 'not slow' -k 'learns'",
+        {"-k 'learns'": "-k 'learns and tensorwise'"},
+        ranks=True,
+    ),
+    _model(
+        "files",
+        4,
+        "why a step from JPEG files takes 0.38 s where one from tensors takes 0.26: which thread, which wait",
+        "--sides 'megavlm bf16,megavlm bf16 of JPEG files,megavlm fp8' --trace {kept}",
+    ),
+    _model(
+        "micro-batches",
+        3,
+        "MFU of a step of four micro-batches, bf16 and FP8",
+        "--micro-batches 4 --sides 'megavlm bf16,megavlm fp8'",
+    ),
+    _model(
+        "options",
+        5,
+        "recipes of FP8, torch's layers with and without compiled small operations, CUDA graphs: none was ever timed",
+        "--ablate --sides '"
+        + ",".join(
+            f"megavlm bf16{flags}"
+            for flags in (
+                "",
+                " --transformer-impl torch --compile-small-ops",
+                " --fp8 hybrid --fp8-recipe delayed",
+                " --fp8 hybrid --fp8-param-gather",
+                " --fp8 hybrid --fp8-recipe blockwise",
+                " one sample",
+                " --transformer-impl torch --cuda-graphs one sample",
+                " --transformer-impl torch",
+                " --fp8 hybrid",
+            )
+        )
+        + "'",
+    ),
+    Item(
+        "rates",
+        1,
+        "the planner's profile of this GPU, the tile of grouped products",
+        "tools/calibrate.py --precision bf16 --rounds 1 --repeats 3 --out {scratch}/profile.json",
+        {"bf16 --rounds 1 --repeats 3": "fp32 --rounds 1 --repeats 1"},
+    ),
+    Item(
+        "attention",
+        1,
+        "the planner's attention rates: 8k and 32k tokens, forward and backward apart",
+        "benchmarks/attention_windows.py --causal 8192 32768 --out {scratch}/figures.json",
+        {"8192 32768": "32 64 --device cpu"},
+    ),
+    _tests(
+        "host-streams",
+        2,
+        "offloaded parameters, second shards, codes and QK-Clip over NCCL",
+        "tests/dist/test_sharding.py tests/dist/test_slow_links.py tests/dist/test_qk_clip.py "
+        "-k 'parameters or inside_the_node or what_is_lost or units_send or qk_clip'",
+        "what_is_lost and int8",
+        hides_engine=True,
+    ),
+    Item(
+        "memory",
+        2,
+        "memory of a context and a communicator against the planner's reserve of 8 %; a save; a resumed run",
+        "benchmarks/gpu_memory.py --out {scratch}/figures.json",
+        {"--out": "--device cpu --small --out"},
+        ranks=True,
+    ),
+)
+
+
+class Check:
+    """A run of the items, and its record."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.deadline = time.monotonic() + 60 * options.minutes - options.spent
+        self.commit = _git("rev-parse", "HEAD")
+        self.folder = Path(options.out or ROOT / f"runs/gpu-check-{self.commit[:12] or 'unknown'}").resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.record = self.folder / "record.jsonl"
+
+    def known(self) -> dict[str, str]:
+        """Return the results that the record has for this commit, by item."""
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        found = [each for each in map(_parsed, lines) if each.get("commit") == self.commit]
+        same = [each for each in found if each["rehearsed"] == self.options.rehearse and each["result"] in _ENDED]
+        return {each["item"]: each["result"] for each in same}
+
+    def run(self, items: Sequence[Item]) -> int:
+        """Run what is not recorded yet and fits in the time that is left; return the exit status."""
+        with tempfile.TemporaryDirectory() as folder:
+            scratch = Path(folder)
+            refusal = "" if self.options.rehearse else _cannot_share(self.options.nccl)
+            for number, item in enumerate(items, 1):
+                left, known = self.deadline - time.monotonic(), self.known()
+                if number < self.options.first or item.name in known:
+                    continue
+                if item.instead_of and not known.get(item.instead_of, "").startswith("FAILED"):
+                    continue
+                if item.ranks and refusal:
+                    print(f"== {number} {item.name}: skipped: {refusal}", flush=True)
+                elif left < 60 * item.minutes:
+                    print(f"== {number} {item.name}: {item.minutes:g} minutes do not fit: start again", flush=True)
+                else:
+                    print(f"== {number} {item.name}: {item.decides}", flush=True)
+                    self.note(self.measured(item, scratch / item.name))
+        self.summarize(items)
+        return int(any(result.startswith("FAILED") for result in self.known().values()))
+
+    def measured(self, item: Item, scratch: Path) -> dict[str, Any]:
+        """Run an item; return its line of the record."""
+        scratch.mkdir()
+        log = scratch / "tests.log"
+        limit = 60 * item.minutes * (10 if self.options.rehearse else 1)  # a CPU that others use, too
+        rehearsed = self.options.rehearse
+        words = item.words(sys.executable, scratch=scratch, kept=self.folder, rehearsed=rehearsed)
+        began = time.monotonic()
+        with _environment(item, scratch, self.options) as env, log.open("wb") as output:
+            ended = subprocess.run(
+                ["timeout", "--signal=INT", "--kill-after=10", str(limit), *words],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        text = log.read_text(errors="replace")[-_LOG_BYTES:]
+        with (self.folder / "log.txt").open("a") as whole:
+            whole.write(f"\n== {item.name}, {shlex.join(words)}\n{text}")
+        out_of_time = ended.returncode in (124, 137, -9)
+        line = {
+            "item": item.name,
+            "decides": item.decides,
+            "command": shlex.join(words).replace(str(scratch), "SCRATCH").replace(str(ROOT) + "/", ""),
+            "commit": self.commit,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rehearsed": rehearsed,
+            "seconds": round(time.monotonic() - began, 1),
+            "limit": limit,
+            "status": ended.returncode,
+            "result": "ok" if ended.returncode == 0 else "FAILED: out of time" if out_of_time else "FAILED",
+        }
+        if "pytest" in words:
+            line["tests"] = _told(log)
+        figures = {file.stem: _parsed(file.read_text()) for file in sorted(scratch.glob("*.json"))}
+        return {**line, "figures": figures, "last_lines": text.splitlines()[-(10 if line["result"] == "ok" else 60) :]}
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Add a line to the record, and copy the results to the folder that OUT names."""
+        with self.record.open("a") as record:
+            record.write(json.dumps(line, ensure_ascii=False) + "\n")
+        print(f"   {line['result']}, {line['seconds']} s {json.dumps(line.get('tests', ''))[:300]}", flush=True)
+        if line["result"] != "ok":
+            print("\n".join(line["last_lines"]), flush=True)
+        copies = os.environ.get("OUT")
+        if copies and Path(copies).is_dir():
+            for file in self.folder.iterdir():
+                shutil.copy(file, copies)
+
+    def summarize(self, items: Sequence[Item]) -> None:
+        """Print what is known of each item."""
+        known = self.known()
+        print(f"\n{self.record}")
+        for number, item in enumerate(items, 1):
+            if not item.instead_of or item.name in known:
+                print(f"{number:3} {item.name:20} {known.get(item.name, 'not run'):20} {item.decides}")
+
+
+@contextmanager
+def _environment(item: Item, scratch: Path, options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield the environment of an item; for ranks that share a GPU, NVIDIA's MPS serves them meanwhile."""
+    env = {**os.environ, **item.env}
+    paths = [str(ROOT), env.get("PYTHONPATH", "")]
+    if item.hides_engine:
+        hiding = scratch / "hiding"
+        hiding.mkdir()
+        (hiding / "transformer_engine.py").write_text('raise ImportError("hidden from these tests")\n')
+        paths.insert(0, str(hiding))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if options.rehearse:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "MEGAVLM_GPU_TESTS": "cpu"}
+    if options.rehearse or not item.ranks:
+        yield env
+        return
+    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the tests' own runs leave it alone
+    first = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+    env |= {"CUDA_VISIBLE_DEVICES": first, "LD_PRELOAD": " ".join(filter(None, [options.nccl, env.get("LD_PRELOAD")]))}
+    mps = shutil.which("nvidia-cuda-mps-control", path=env.get("PATH", "") + ":/usr/local/nvidia/bin")
+    if mps is None:  # ranks take turns, and collectives are slow
+        yield env
+        return
+    pipes = {"CUDA_MPS_PIPE_DIRECTORY": str(scratch / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(scratch / "mps")}
+    for path in pipes.values():
+        Path(path).mkdir()
+    served = {**env, **pipes}
+    alone = {name: value for name, value in served.items() if name not in ("LD_PRELOAD", "CUDA_VISIBLE_DEVICES")}
+    started = subprocess.run([mps, "-d"], env=alone, check=False).returncode == 0
+    try:
+        yield served if started else env
+    finally:
+        if started:
+            subprocess.run([mps], env=alone, input="quit\n", text=True, timeout=20, check=False)
+
+
+# Asks the NCCL that is loaded for its version: torch.cuda.nccl.version() is what torch was compiled with.
+_DEVICES_AND_NCCL = """
+import ctypes, torch
+found = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+print(torch.cuda.device_count(), found.value)"""
+
+
+def _cannot_share(nccl: str) -> str:
+    """Return why several ranks cannot run on the first GPU; "" where they can."""
+    env = {**os.environ, "LD_PRELOAD": " ".join(filter(None, [nccl, os.environ.get("LD_PRELOAD")]))}
+    done = subprocess.run(
+        [sys.executable, "-c", _DEVICES_AND_NCCL], env=env, capture_output=True, text=True, check=False
+    )
+    devices, version = (int(word) for word in (done.stdout.split() or ["0", "0"])[-2:])
+    if devices == 0:
+        return "needs a CUDA device, and a torch with NCCL as a library of its own"
+    if version < 23000:
+        return f"ranks share a GPU from NCCL 2.30 (23000) on, this is {version}: name a newer one with --nccl"
+    return ""
+
+
+def _told(log: Path) -> dict[str, Any]:
+    """Return how many tests passed, which failed, and why others were skipped."""
+    rows = cases_of(log)
+    return {
+        "passed": sum(row.result == "ok" for row in rows),
+        "failed": [row.what for row in rows if row.result.startswith("FAILED")],
+        "skipped": Counter(row.figure for row in rows if row.result == "skipped"),
+        "seconds": {row.what: row.figure for row in rows if row.result == "ok" and row.figure},
+    }
+
+
+def _git(*words: str) -> str:
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a machine without git
+        return ""
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON; an object that says so where it is not whole."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"not whole": text[:200]}
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    """Return the packages that cannot be found."""
+
+    def found(name: str) -> bool:
+        try:
+            return find_spec(name) is not None
+        except ModuleNotFoundError:  # the package that should contain it
+            return False
+
+    return [name for name in names if not found(name)]
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, required=True, help="no item begins that could end after this time")
+    parser.add_argument("--spent", type=float, default=0.0, help="seconds of these that have passed already")
+    parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="begin with the Nth item")
+    parser.add_argument("--out", metavar="FOLDER", help="of the results; default: runs/gpu-check-COMMIT")
+    parser.add_argument("--nccl", default="", metavar="FILE", help="a libnccl.so.2 of 2.30 or newer, to be preloaded")
+    parser.add_argument("--rehearse", action="store_true", help="run each item in miniature on a CPU, over gloo")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parsed(argv)
+    if missing := _missing(NEEDED + ([] if options.rehearse else ["transformer_engine"])):
+        print(f"gpu_check.sh: Python lacks {', '.join(missing)}: name a folder of wheels by --wheels", file=sys.stderr)
+        return 2
+    return Check(options).run(ITEMS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
