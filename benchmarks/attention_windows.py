@@ -57,13 +57,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--causal", type=int, nargs="+", metavar="TOKENS", help="time causal sequences of these lengths"
-    )
-    parser.add_argument("--out", metavar="FILE.json", help="also write the table to this file")
-    options = parser.parse_args()
+    options = parsed()
     rows: list[dict[str, Any]] = []
     asked: list[tuple[str, Callable[[], str]]] = [
         (f"attention in windows: {case.name}", partial(in_windows, case, options.device))
@@ -84,6 +78,16 @@ def main() -> None:
         print(f"{rows[-1]['what']}  {figure}", flush=True)
         if options.out is not None:
             Path(options.out).write_text(json.dumps({"rows": rows}, indent=1))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--causal", type=int, nargs="+", metavar="TOKENS", help="time causal sequences of these lengths"
+    )
+    parser.add_argument("--out", metavar="FILE.json", help="also write the table to this file")
+    return parser.parse_args()
 
 
 def in_windows(case: Case, device: str) -> str:

@@ -31,12 +31,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounit
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a toy in place of a model with a billion parameters")
-    parser.add_argument("--layers", type=int, default=2, help="language layers of LLaVA-1.5-7B; default: 2")
-    parser.add_argument("--out", metavar="FILE.json", help="write the figures to this file")
-    options = parser.parse_args()
+    options = parsed()
     found: dict[str, Any] = {**circumstances(), "arguments": vars(options)}
     for name, measured in (("communicators", communicators), ("runs", lambda: runs(options))):
         try:
@@ -48,6 +43,15 @@ def main() -> None:
             Path(options.out).write_text(json.dumps(found, indent=1))
     if any("error" in found[name] for name in ("communicators", "runs")):
         raise SystemExit(1)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="a toy in place of a model with a billion parameters")
+    parser.add_argument("--layers", type=int, default=2, help="language layers of LLaVA-1.5-7B; default: 2")
+    parser.add_argument("--out", metavar="FILE.json", help="write the figures to this file")
+    return parser.parse_args()
 
 
 def communicators() -> dict[str, Any]:

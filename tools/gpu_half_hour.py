@@ -183,7 +183,7 @@ ITEMS = (
                 " --fp8 hybrid --fp8-recipe delayed",
                 " --fp8 hybrid --fp8-param-gather",
                 " --fp8 hybrid --fp8-recipe blockwise",
-                " one sample",
+                " --transformer-impl torch one sample",
                 " --transformer-impl torch --cuda-graphs one sample",
                 " --transformer-impl torch",
                 " --fp8 hybrid",
