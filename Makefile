@@ -39,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -61,6 +61,7 @@ test: $(STAMP) ## Run the CPU tests.
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests
 
 test-all: $(STAMP) ## Run all CPU tests in pieces and record them in runs/test-all-COMMIT; run it again to go on (hours).
+	-@$(MAKE) --no-print-directory store-tools tracker-tools lmms-tools # without them their tests are skipped, and say so
 	$(VENV)/bin/python -m tests.support.pieces $(ARGS)
 
 test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the newest megatron-core.
@@ -80,7 +81,7 @@ cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs 
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge; \
 	else \
 	    echo 'Install slurmctld, slurmd and munged by your package manager (Debian, Ubuntu: slurm-wlm and munge, as root).' \
-	        'Without them the tests of tests/cluster are skipped.' >&2; exit 1; \
+	        'Without them tests/dist/test_cluster.py is skipped.' >&2; exit 1; \
 	fi
 
 cloud-tools: ## Install what checks specifications for Vertex AI and Kubernetes, and the Dockerfile (300 MB).
@@ -95,8 +96,11 @@ lmms-tools: $(STAMP) ## Install lmms-eval for tests/dist/test_after_training.py.
 	$(LMMS_TOOLS)/bin/python -m pip install --quiet -c $(CPU_LOCK) av datasets decord evaluate httpx loguru pytablewriter pytz \
 	    sacrebleu tenacity tqdm-multiprocess
 
+tracker-tools: $(STAMP) ## Install Weights & Biases and MLflow for tests/unit/metrics/test_trackers.py.
+	$(VENV)/bin/python -m pip install --quiet -c $(CPU_LOCK) 'wandb>=0.19.9' 'mlflow-skinny>=2.14'
+
 store-tools: $(STAMP) ## Install gcsfs and servers of object stores for tests/dist/test_object_stores.py.
-	$(VENV)/bin/python -m pip install -c $(CPU_LOCK) 'gcsfs' 'moto[server]' 'gcp-storage-emulator'
+	$(VENV)/bin/python -m pip install --quiet -c $(CPU_LOCK) 'gcsfs' 'moto[server]' 'gcp-storage-emulator'
 
 lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff check .

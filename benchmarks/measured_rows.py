@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from measured_values import (
     FROZEN,
@@ -16,10 +18,14 @@ from measured_values import (
     experts,
     gpu,
     images,
+    kept_throughput,
     language_rate,
     loss_time,
     memory_predicted,
     of_1024,
+    step_rate,
+    step_share,
+    step_time,
     vision_time_saved,
     with_processes,
 )
@@ -79,24 +85,39 @@ def _placements() -> list[Row]:
     ]
 
 
+FILES = "megavlm bf16 of JPEG files"
+# The time was over before that side.
+NOT_MEASURED = ("one GPU, Qwen2.5-VL-7B, 2 images, megavlm bf16: times as fast as Transformers, wholly in bf16",)
+
+
 def _gpu() -> list[Row]:
     """Return rows of both models on one GPU, as many language layers as fit."""
     command, since = "python benchmarks/gpu_vlm.py", "2026-11-23T02:00"  # steps follow one another since then
     rows = []
     for shape, side in (
         ("LLaVA-1.5-7B", "megavlm bf16"),
+        ("LLaVA-1.5-7B", FILES),
         ("LLaVA-1.5-7B", "megavlm fp8"),
         ("Qwen2.5-VL-7B, 2 images", "megavlm bf16"),
     ):
-        asked = [
-            ("times as fast as Transformers, autocast", against("transformers autocast"), "{:.2f} ×"),
-            ("language part, TFLOP/s", language_rate(side), "{:.0f}"),
-            ("predicted peak memory over the measured", memory_predicted(side), "{:.3f}"),
+        theirs = ", on tensors" * (side == FILES)
+        asked: list[tuple[str, Callable[[dict[str, Any], float], float | None], str]] = [
+            ("step", step_time, "{:.3f} s"),
+            (f"times as fast as Transformers{theirs}, autocast", against("transformers autocast"), "{:.2f} ×"),
+            (f"times as fast as Transformers{theirs}, wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
         ]
-        rows += [
+        if side != FILES:
+            asked += [
+                ("whole step", step_rate, "{:.0f} TFLOP/s"),
+                ("whole step, share of the peak (MFU)", step_share(side.split()[1]), "{:.1%}"),
+                ("language part", language_rate(side), "{:.0f} TFLOP/s"),
+                ("predicted peak memory over the measured", memory_predicted(side), "{:.3f}"),
+            ]
+        found = [
             Row(f"one GPU, {shape}, {side}: {what}", "gpu_vlm", command, gpu(shape, side, figure), form, True, since)
             for what, figure, form in asked
         ]
+        rows += [row for row in found if row.what not in NOT_MEASURED]
     return rows
 
 
@@ -237,6 +258,13 @@ ROWS = (
         "goodput",
         "python benchmarks/goodput.py run",
         at("run", "ratio"),
+        by_the_clock=True,
+    ),
+    Row(
+        "the same: iterations per second that stay, over those of a run without faults (its throughput)",
+        "goodput",
+        "python benchmarks/goodput.py run",
+        kept_throughput,
         by_the_clock=True,
     ),
     Row(

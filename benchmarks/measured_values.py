@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from megavlm.planner.peaks import peak_tflops
+
 Value = Callable[[dict[str, Any]], float | None]
 FROZEN = "PP2, frozen encoder, two micro-batches"
 
@@ -35,6 +37,12 @@ def vision_time_saved(record: dict[str, Any]) -> float | None:
 def errors(record: dict[str, Any]) -> list[float]:
     """Return the relative errors of the planner's step times."""
     return [abs(each["predicted"] / each["measured"] - 1) for each in record["seconds"].values()]
+
+
+def kept_throughput(record: dict[str, Any]) -> float | None:
+    """Return the iterations per second of a run with faults over those of one without."""
+    run = record.get("run")
+    return run and run["iterations_per_second"] / run["undisturbed_iterations_per_second"]
 
 
 def images(side: str) -> Value:
@@ -72,7 +80,9 @@ def gpu(shape: str, side: str, figure: Callable[[dict[str, Any], float], float |
     """Return a function that reads a figure of one side of `gpu_vlm.py`, from its result and its median step time."""
 
     def value(record: dict[str, Any]) -> float | None:
-        found = next((each for each in record["results"] if each["shape"] == shape and not each.get("ablation")), None)
+        device = record["machine"]["device"]
+        same = [each for each in record["results"] if each["shape"] == shape and each.get("micro_batches", 1) == 1]
+        found = next(({**each, "device": device} for each in same if not each.get("ablation")), None)
         seconds = None if found is None else _median(found, side, "step_seconds")
         return None if found is None or seconds is None else figure(found, seconds)
 
@@ -87,6 +97,26 @@ def against(theirs: str) -> Callable[[dict[str, Any], float], float | None]:
         return None if other is None else other / seconds
 
     return gain
+
+
+def step_time(found: dict[str, Any], seconds: float) -> float:
+    """Return the seconds of a step."""
+    return seconds
+
+
+def step_rate(found: dict[str, Any], seconds: float) -> float:
+    """Return the TFLOP/s of a whole step."""
+    return float(found["step_flops"] / seconds / 1e12)
+
+
+def step_share(precision: str) -> Callable[[dict[str, Any], float], float | None]:
+    """Return a function of a result and a side's step time: the share of the peak that a whole step reaches."""
+
+    def share(found: dict[str, Any], seconds: float) -> float | None:
+        peak = peak_tflops(found["device"], precision)
+        return None if peak is None else step_rate(found, seconds) / peak
+
+    return share
 
 
 def language_rate(side: str) -> Callable[[dict[str, Any], float], float | None]:

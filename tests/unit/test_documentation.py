@@ -76,9 +76,9 @@ def programs() -> dict[str, set[str]]:
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}
-    # The branch of a shell script's `case` that takes options is its parser.
-    (options,) = re.findall(r"^ +(--[a-z |-]+)\)", (ROOT / "tools/gpu_check.sh").read_text(), flags=re.MULTILINE)
-    return {**found, "tools/gpu_check.sh": set(options.split(" | "))}
+    # The branches of a shell script's `case` that take options are its parser.
+    branches = re.findall(r"^ +(--[a-z |-]+)\)", (ROOT / "tools/gpu_check.sh").read_text(), flags=re.MULTILINE)
+    return {**found, "tools/gpu_check.sh": set(" | ".join(branches).split(" | "))}
 
 
 @cache

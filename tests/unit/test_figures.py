@@ -55,6 +55,70 @@ def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(measured: Any) ->
     assert busy == "| speed | 8.00 × | – | one run | 2026-11-03 | A, load 9.0, **busy** | `run` |"
 
 
+def rows() -> dict[str, tuple[str, str]]:
+    """Return the figure and the number of runs of each row of the table, which is made of the records."""
+    lines = MEASURED.read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    return {row[0]: (row[1], row[3]) for row in cells if len(row) == 7}
+
+
+LLAVA = "one GPU, LLaVA-1.5-7B, megavlm bf16"
+# Where README shows one of these figures, the same sentences show all of them, and say how many runs there were.
+TOGETHER = (
+    (
+        f"{LLAVA}: times as fast as Transformers, autocast",
+        f"{LLAVA}: times as fast as Transformers, wholly in bf16",
+        f"{LLAVA}: step",
+        f"{LLAVA} of JPEG files: step",
+        f"{LLAVA}: whole step",
+        f"{LLAVA}: whole step, share of the peak (MFU)",
+        f"{LLAVA}: language part",
+        "one GPU, LLaVA-1.5-7B, megavlm fp8: whole step",
+        "one GPU, LLaVA-1.5-7B, megavlm fp8: times as fast as Transformers, autocast",
+    ),
+    ("the same: iterations per second that stay, over those of a run without faults (its throughput)",),
+    ("CPU training step, one process: throughput over Transformers'",),
+    ("planner: median error of step times, 16 configurations of two processes",),
+)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_readme_shows_a_figure_with_those_that_qualify_it(names: tuple[str, ...]) -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is measured")[2]
+    known = rows()
+    figure, runs = known[names[0]]
+    bullets = [" ".join(bullet.split()) for bullet in section.split("\n- ")]
+    (said,) = (bullet for bullet in bullets if figure in bullet)
+    assert runs in said, f"README does not say that {figure} is of {runs}"
+    for name in names:
+        assert known[name][0] in said, f"README shows {figure} without {known[name][0]}: {name}"
+    if names[0].startswith("planner"):
+        assert "2026-11-21" in said
+        assert "until it is measured again" in said
+
+
+def test_the_whole_step_stands_before_its_language_part() -> None:
+    for name in ("README.md", "docs/measured.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert text.index("430 TFLOP/s") < text.index("611 TFLOP/s"), name
+
+
+def test_what_is_said_of_all_tests_is_their_record() -> None:
+    record = (ROOT / "benchmarks/records/test_all/summary.md").read_text(encoding="utf-8")
+    passed, failed, skipped = re.findall(r"(\d+) (?:passed|failed|skipped)", record)[:3]
+    commits = re.findall(r"\bcommits? ([\da-f, ]+)\.", record)[0].split(", ")
+    later, gone = (len(re.findall(rf": {word} at ", record)) for word in ("passed", "gone"))
+    numbers = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 1: "one", 2: "two"}
+    said = " ".join(MEASURED.read_text(encoding="utf-8").split())
+    expected = (
+        f"pieces ran at {numbers[len(commits)]} commits" if len(commits) > 1 else "",
+        f"{int(passed):,} have passed",
+        f"{failed} failed, of which {later} have passed since at later commits and {numbers.get(gone, gone)}",
+        f"{skipped} were skipped",
+    )
+    assert [words for words in expected if words not in said] == []
+
+
 def claims() -> Iterator[tuple[str, str]]:
     """Yield the tolerance and the test of each row of the table of tests."""
     section = MEASURED.read_text(encoding="utf-8").partition("## What tests hold")[2]
