@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -87,6 +88,8 @@ def summary(record: Path) -> str:
         f"- `{test}`" + (f": {mended[test]}" if test in mended else "") for file in files for test in file["failures"]
     ]
     failed += [f"- {each['name']} ended early: status {each['status']}" for each in ended if not _told(each, files)]
+    skips = sum((Counter(file.get("skips", {})) for file in files), Counter())
+    skipped = [f"- {count}: {reason}" for reason, count in skips.most_common()]
     rows = [
         f"| {file['file']} | {file['passed']} | {file['failed']} | {file['skipped']} | {_minutes(file['seconds'])} "
         f"| {_minutes(file['processor_seconds'])} |"
@@ -102,6 +105,7 @@ def summary(record: Path) -> str:
             f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
             f"commit {', '.join(dict.fromkeys(piece['commit'] for piece in ended))}.",
             *(["", "Failed:", "", *failed] if failed else []),
+            *(["", "Skipped:", "", *skipped] if skipped else []),
             "",
             "| file | passed | failed | skipped | minutes | processor minutes |",
             "| --- | --- | --- | --- | --- | --- |",

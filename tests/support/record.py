@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self._outcomes: dict[str, str] = {}
+        self._skips: Counter[str] = Counter()
         self._costs: dict[str, float] = {}
         self._began = (time.monotonic(), processor_seconds())
         self._used = self._began[1]
@@ -60,6 +62,8 @@ class Recorder:
         worst = self._outcomes.get(report.nodeid)
         if report.failed or worst is None or (report.when == "call" and worst != "failed"):
             self._outcomes[report.nodeid] = report.outcome
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def _write(self, name: str) -> None:
         ended = (time.monotonic(), self._used)
@@ -71,6 +75,7 @@ class Recorder:
             "seconds": seconds,
             "processor_seconds": processor,
             "failures": [test for test, outcome in self._outcomes.items() if outcome == "failed"],
+            "skips": self._skips,
             "costly": {test: round(cost, 1) for test, cost in self._costs.items() if cost >= COSTLY},
         }
         with self._file.open("a", encoding="utf-8") as file:

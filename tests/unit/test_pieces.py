@@ -39,6 +39,7 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     summary = (record / "summary.md").read_text()
     assert "3 passed, 2 failed, 1 skipped" in summary
     assert "`tests/unit/test_a.py::test_breaks`" in summary
+    assert "Skipped:\n\n- 1: why\n" in summary
     assert "- tests/dist/test_c.py ended early: status -9" in summary
     assert ", commit unknown." in summary, "the folder is in no repository"
 
