@@ -1,26 +1,28 @@
 """Plan for every recipe: whether it fits, how fast it is, and whether another layout is faster.
 
-    python benchmarks/recipes.py [NAME …] [--write]     # --write: into the comments of recipes/*.yaml, too
+    python benchmarks/recipes.py [NAME …] [--write]     # --write: into recipes/*.yaml and docs/recipes.md, too
 
-A recipe says in a comment (`# plan: …`) for which model, devices and images its layout was chosen. All numbers are the
-planner's: nothing is measured.
+A recipe says for which model, devices and images its layout was chosen. All numbers are the planner's: nothing is
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tables import with_table
+
 from megavlm.arch.flops import step_flops
+from megavlm.arch.kinds import model_parameters
+from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.load import from_yaml_file
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.families import published_model
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.evaluator import GIB, Estimate
@@ -29,6 +31,7 @@ from megavlm.planner.search import search
 from megavlm.planner.step import StepEstimate
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+DOCUMENT = FOLDER.parent / "docs" / "recipes.md"
 MARK = "# planner: "
 CLOSE = 0.03  # layouts that differ by less are taken for equally fast: the model is not better than that
 
@@ -38,7 +41,7 @@ class Recipe:
     """A recipe and the workload that its layout was chosen for."""
 
     path: Path
-    config: Config  # with the model and the images of the plan, resolved
+    config: Config  # resolved
     gpus: int
     hardware: Hardware
 
@@ -86,15 +89,10 @@ def recipes(names: Sequence[str] = ()) -> list[Recipe]:
 
 def read(path: Path) -> Recipe:
     """Return the recipe that a YAML file describes."""
-    (found,) = re.findall(r"^# plan: (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    plan = _plan_parser().parse_args(found.split())
-    config = from_yaml_file(path)
-    if plan.model is not None:
-        config = replace(config, model=replace(published_model(plan.model), freeze=config.model.freeze))
-    count, side = map(int, plan.images.split("x"))
-    data = replace(config.data, kind="synthetic", images_per_sample=(count,), image_sizes=(side,))
-    hardware = for_precision(profile(plan.gpu), config.precision.dtype)
-    return Recipe(path, resolve(replace(config, data=data)), plan.gpus, hardware)
+    config = resolve(from_yaml_file(path))
+    assert config.run.world_size is not None, path
+    hardware = for_precision(profile(config.placement.hardware), config.precision.dtype)
+    return Recipe(path, config, config.run.world_size, hardware)
 
 
 def said(path: Path) -> str:
@@ -102,13 +100,32 @@ def said(path: Path) -> str:
     return next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(MARK))
 
 
-def _plan_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--gpus", type=int, required=True)
-    parser.add_argument("--gpu", required=True)
-    parser.add_argument("--images", required=True)
-    return parser
+def _order(recipe: Recipe) -> tuple[bool, str, int]:
+    """Return what recipes are sorted by: those of published models first, then by family and size."""
+    name = recipe.path.stem
+    return name.startswith("vlm_"), name.partition("_")[0], recipe.gpus
+
+
+def table(found: Sequence[Recipe]) -> str:
+    """Return a Markdown table of the recipes: what their dry runs say."""
+    rows = [
+        "| recipe | trains | parameters | GPUs | fullest rank, GiB | a step, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in sorted(found, key=_order):
+        model, what = each.config.model, each.path.read_text(encoding="utf-8").partition("\n")[0]
+        count = sum(model_parameters(name, model) for name in layer_names(model)) / 1e9
+        rows.append(
+            f"| `{each.path.stem}` | {what.removeprefix('# ').rpartition(', on ')[0]} | {count:.1f} B | "
+            f"{each.gpus:,} {each.hardware.name.upper()} | {each.peak / GIB:.1f} of {each.hardware.memory / GIB:.1f} | "
+            f"{each.step.seconds:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def documented(text: str) -> str:
+    """Return the document with the table of all recipes."""
+    return with_table(text, "benchmarks/recipes.py", table(recipes()))
 
 
 def main() -> None:
@@ -119,6 +136,8 @@ def main() -> None:
         if given.write:
             text = recipe.path.read_text(encoding="utf-8")
             recipe.path.write_text(text.replace(said(recipe.path), line), encoding="utf-8")
+    if given.write:
+        DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -171,7 +171,7 @@ def check_data(summary: dict[str, Any], data: Mapping[str, Any], folder: Path, *
 
 # They change how the run goes on, not what the saved tensors mean.
 _MAY_CHANGE = (
-    *("init_method_std", "attention_dropout", "hidden_dropout", "freeze"),
+    *("published", "init_method_std", "attention_dropout", "hidden_dropout", "freeze"),
     *("pooling", "temperature", "symmetric", "matryoshka_widths", "query_prefix", "document_prefix"),
     *("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing"),
 )

@@ -26,6 +26,7 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.plan import make_plan
 from megavlm.program import program, started_as
+from megavlm.storage.cache import local_path
 
 
 @reported("convert")
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
+    options.source = local_path(str(options.source), "HF_DIR")
     config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
     world = replica_size(config)
     check(config, world=world)
@@ -156,6 +158,7 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
+    options.folder = local_path(str(options.folder), "HF_DIR")
     asked = Config(checkpoint=CheckpointConfig(init_from=str(options.folder)), precision=PrecisionConfig("fp32"))
     config = resolve(with_pretrained_model(asked))
     pretrained = Pretrained.of(options.folder, *ALL_PARTS)

@@ -24,6 +24,7 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
+from megavlm.launch.configuration import with_model
 from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import PARTS, html, png
 from megavlm.planner.hardware import PROFILES, profile
@@ -240,10 +241,7 @@ def configuration(options: argparse.Namespace) -> Config:
             config = replace(config, train=replace(config.train, seq_length=4096))
         else:
             config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
-    if config.checkpoint.init_from is not None:
-        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-
-        config = with_pretrained_model(config)
+    config = with_model(config, weights=False)
     given = {
         ("train", "seq_length"): options.seq_length,
         ("train", "global_batch_size"): options.global_batch_size,

@@ -15,6 +15,7 @@ from megavlm.config.cli import parse
 from megavlm.config.commands import Parser, reported
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ParallelConfig
+from megavlm.launch.configuration import with_model
 
 
 @reported("preview")
@@ -41,11 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config(argv: Sequence[str]) -> Config:
     """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
     config = parse(argv)
-    options = config.checkpoint
-    if options.init_from or options.vision_from or options.language_from or options.projector_from:
-        from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-
-        config = with_pretrained_model(config)
+    config = with_model(config, weights=False)
     check(replace(config, parallel=ParallelConfig()), world=1)
     return config
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megavlm.config.cli import parse
@@ -30,9 +31,9 @@ from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 def train(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
     began = time.time()
-    config = parse(argv, complete=with_model)
+    config = parse(argv, complete=partial(with_model, weights=False))
     launched = enter_world()
-    config = with_model(config)
+    config = with_model(config, weights=not config.run.dry_run)
     world = usable_world(config, launched)
     config = with_plan(config, world=world)
     if config.run.dry_run:
@@ -77,10 +78,12 @@ def enter_world() -> int:
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
     from megavlm.checkpoint.begun import as_begun
+    from megavlm.checkpoint.folders import newest
     from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import duration_line, memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
-    from megavlm.planner.plan import make_plan, table
+    from megavlm.planner.out_of_memory import verdict
+    from megavlm.planner.plan import make_plan, start_line, table
     from megavlm.train.source import vocab_size_of
 
     world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
@@ -88,6 +91,7 @@ def dry_run(config: Config, *, world: int) -> None:
     asked, given = config, as_begun(config)
     config = resolve(given, vocab_size=vocab_size_of(given))
     dims = dims_of(config, world=world)
+    print(start_line(config, continued=newest(Path(config.run.run_dir) / "checkpoints")))
     print(table(make_plan(config, dims), config))
     print(start_table(given, asked=asked))
     on_gpu = config.precision.dtype != "fp32"
@@ -113,6 +117,8 @@ def dry_run(config: Config, *, world: int) -> None:
         print(samples_line(config))
     if config.train.train_iters is not None:
         print(duration_line(config, dims, on_gpu=on_gpu))
+    if said := verdict(config, dims, on_gpu=on_gpu):
+        print(said)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -32,9 +32,9 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     """Return the configuration that a command line describes.
 
     Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins, except
-    that `--datasets` add up. A recipe's schedules are scaled to the flags, and its options without effect return to
-    their defaults. Raises UserError for every mistake. `--help`, `--help-all` and `--print-config` print
-    and exit with status 0.
+    that `--datasets` add up. A recipe's schedules are scaled to the flags. Options of a recipe that have no effect
+    return to their defaults, and so do those of a file that have none only for the flags. Raises UserError for every
+    mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
 
     `complete` returns a configuration with the model of its Hugging Face folder, as `--print-config` prints it. A
     program that gives it trains with all of the configuration, so a flag without effect is refused even at its default.
@@ -56,7 +56,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     if given.recipe is not None:
         config = without_idle(with_user_values(recipe(given.recipe), values), values)
     else:
-        config = with_values(_from_file(given.config) if given.config is not None else Config(), values)
+        base = _from_file(given.config) if given.config is not None else Config()
+        config = without_idle(with_values(base, values), {*values, *(option.path for option, _ in idle(base))})
     if given.print_config:
         from megavlm.config.load import to_yaml  # here and below: YAML is imported only where it is used
 

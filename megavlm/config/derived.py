@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.storage.hub import repository
 from megavlm.storage.urls import is_url
 
 _COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
@@ -81,14 +82,26 @@ def launches_in_order(config: Config) -> bool:
     return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
 
 
+def starts_from(config: Config) -> dict[str, str]:
+    """Return the folders, URLs and names of models or parts that a run starts from, by option."""
+    given = config.checkpoint
+    places = {
+        "--init-from": given.init_from,
+        "--vision-from": given.vision_from,
+        "--language-from": given.language_from,
+        "--projector-from": given.projector_from,
+    }
+    return {option: place for option, place in places.items() if place}
+
+
 def minutes_to_meet(config: Config) -> float:
     """Return how long ranks wait for one another at the start.
 
-    By then each node has copied a model that a URL names, which takes minutes where it has no copy yet.
+    By then each node has copied a model of a store or of the hub, which takes minutes where it has no copy yet.
     """
-    timeout, checkpoint = config.parallel.distributed_timeout_minutes, config.checkpoint
-    models = (checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from, checkpoint.projector_from)
-    return max(timeout, _COPY_MINUTES) if any(model is not None and is_url(model) for model in models) else timeout
+    timeout = config.parallel.distributed_timeout_minutes
+    copied = any(is_url(place) or repository(place, "") for place in starts_from(config).values())
+    return max(timeout, _COPY_MINUTES) if copied else timeout
 
 
 def overlapped(config: Config, *, dp: int) -> Config:

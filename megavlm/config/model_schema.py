@@ -229,6 +229,12 @@ class LanguageConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    published: str | None = option(
+        None,
+        "Name of a published model whose sizes are the defaults of this section (tools/plan.py --help lists them); "
+        "with given weights, theirs count; default: none.",
+        flag="--published-model",
+    )
     vision: VisionConfig = field(default_factory=VisionConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)

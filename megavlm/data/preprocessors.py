@@ -43,7 +43,7 @@ def processor_for(config: Config) -> Processor:
     data = config.data
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
-    elif (settings := _settings(folder := local_path(given, "--image-processor"))) is not None:
+    elif (settings := _settings(folder := local_path(given, "--image-processor", weights=False))) is not None:
         processor = processor_from(
             settings,
             model,
@@ -64,7 +64,7 @@ def processor_for(config: Config) -> Processor:
 def _type_of_tower(config: Config) -> str | None:
     """Return the architecture of the folder that the vision tower is from, if there is one."""
     given = config.checkpoint.init_from or config.checkpoint.vision_from
-    return None if given is None else model_type(local_path(given, "--init-from"))
+    return None if given is None else model_type(local_path(given, "--init-from", weights=False))
 
 
 def _with_area(processor: Processor, data: DataConfig) -> Processor:
@@ -137,7 +137,7 @@ def _with_channels(processor: Processor, config: Config, given: str | None) -> P
     Raises UserError if their number is not the model's, or if nothing says how to normalise them.
     """
     data, wanted = config.data, config.model.vision.in_channels
-    folder = None if given is None else local_path(given, "--image-processor") / CHANNELS
+    folder = None if given is None else local_path(given, "--image-processor", weights=False) / CHANNELS
     file = Path(data.channel_statistics) if data.channel_statistics else folder
     said, statistics = read_channels(file) if file is not None and file.exists() else (None, None)
     if data.channel_statistics and statistics is None:
@@ -191,7 +191,7 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
         )
     own = config.checkpoint.init_from or config.checkpoint.language_from
     if config.data.tokenizer and own:
-        _check_family(tokenizer, path, local_path(own, "--init-from"))
+        _check_family(tokenizer, path, local_path(own, "--init-from", weights=False))
     return tokenizer
 
 
@@ -224,7 +224,7 @@ def tokenizer_path(config: Config) -> Path:
             "--datasets need a tokenizer: give --tokenizer a Hugging Face folder or a SentencePiece model, or a "
             "model to --init-from"
         )
-    return local_path(given, "--tokenizer")
+    return local_path(given, "--tokenizer", weights=False)
 
 
 def model_type(path: Path) -> str | None:

@@ -121,11 +121,11 @@ def chat_template_of(model_type: str | None) -> NamedTemplate | None:
     return next((family.chat_template for family in families() if model_type in family.model_types), None)
 
 
-def published_model(name: str) -> ModelConfig:
+def published_model(name: str, *, option: str = "--model") -> ModelConfig:
     """Return the sizes of a published model. Raises UserError, with a suggestion, for a name that is not known."""
     if name not in PUBLISHED:
-        hint = did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}, or --config or --hf"
-        raise UserError(f"--model {plain(name)} is not known{hint}")
+        hint = did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}"
+        raise UserError(f"{option} {plain(name)} is not known{hint}")
     family, values = PUBLISHED[name]
     model = family.config(Settings(values, name))
     # A plan may ask for more tokens than the model was trained with.

@@ -223,6 +223,7 @@ FAMILY = Family(
     published={
         "smolvlm_2b": {
             "scale_factor": 3,
+            "image_token_id": 49153,
             "vision_config": {
                 "num_hidden_layers": 27,
                 "hidden_size": 1152,

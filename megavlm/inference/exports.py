@@ -19,6 +19,7 @@ from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
 from megavlm.program import program
+from megavlm.storage.cache import local_path
 
 EXPORTS = "exports"  # in a run folder
 # The options of the data that say what text and which pixels a model gets.
@@ -41,14 +42,15 @@ class ModelFolder:
 
 
 def model_folder(path: Path, *, say: Callable[[str], None], in_parts: bool = False) -> ModelFolder:
-    """Return the Hugging Face folder at `path`, or the export of the newest checkpoint of the run at `path`; with
-    `in_parts` also one of a model that embeds and consists of a folder for each part.
+    """Return the Hugging Face folder at `path` or of that name on the hub, or the export of the newest checkpoint of
+    the run at `path`; with `in_parts` also one of a model that embeds and consists of a folder for each part.
 
     A run's export is `RUN_DIR/exports/iter_…`, adapters merged; it is written if it is missing or of other weights.
     Raises UserError if there is neither, or if the run cannot be exported.
     """
+    given, path = path, local_path(str(path), "MODEL")
     if (path / "config.json").is_file() or (in_parts and is_in_parts(path)):
-        return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / path.resolve().name)
+        return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / given.resolve().name)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run folder, or a Hugging Face folder with a config.json")
     try:

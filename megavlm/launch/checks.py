@@ -14,9 +14,8 @@ from megavlm.errors import UserError
 from megavlm.launch.configuration import configured
 from megavlm.launch.job import Job
 from megavlm.parallel.dims import dims_of
-from megavlm.planner.auto import predict
 from megavlm.planner.hardware import profile
-from megavlm.planner.out_of_memory import remedy
+from megavlm.planner.out_of_memory import complaint
 from megavlm.storage.urls import is_url
 from megavlm.train.source import vocab_size_of
 
@@ -45,8 +44,8 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool, mount
                 f"--run-dir {config.run.run_dir} is on {kind}, which other nodes do not see: choose a folder on shared "
                 "storage, or say --run-dir-is-shared"
             )
-    if gpu is not None and (complaint := memory_complaint(config, job, gpu=gpu)):
-        yield complaint
+    if gpu is not None and (problem := memory_complaint(config, job, gpu=gpu)):
+        yield problem
 
 
 def outlives_machines(config: Config, job: Job) -> bool:
@@ -61,17 +60,7 @@ def memory_complaint(config: Config, job: Job, *, gpu: str) -> str | None:
     config = resolve(config, vocab_size=vocab_size_of(config))
     dims = dims_of(config, world=job.world)
 
-    def fullest(changed: Config) -> float:
-        return max(each.total for each in predict(changed, dims, hardware).memory)
-
-    needed = fullest(config)
-    if needed <= hardware.memory:
-        return None
-    way = remedy(config, dims, fullest, limit=hardware.memory)
-    return (
-        f"the layout is estimated to need {needed / 2**30:.1f} GiB on its fullest rank, more than the "
-        f"{hardware.memory / 2**30:.1f} GiB that tensors may take on {gpu}: {way}"
-    )
+    return complaint(config, dims, hardware, name=gpu)
 
 
 def filesystem_of(path: Path, mounts: str) -> str:
@@ -87,7 +76,9 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool) -> None:
     """Raise UserError for the first reason for which flags of pretrain_vlm.py cannot run as a job."""
-    check_job(configured(flags, world=job.world), job, gpu=gpu, shared=shared)
+    config = configured(flags, world=job.world)
+    gpu = gpu or (config.placement.hardware if config.placement.hardware != "cpu" else None)
+    check_job(config, job, gpu=gpu, shared=shared)
     if gpu is None:
         print("memory is not checked: name the GPU by --gpu", file=sys.stderr)
 
@@ -96,5 +87,5 @@ def check_job(config: Config, job: Job, *, gpu: str | None, shared: bool) -> Non
     """Raise UserError for the first reason for which a configuration cannot run as a job."""
     mounts = Path("/proc/self/mounts")
     text = mounts.read_text() if mounts.exists() else ""
-    for complaint in complaints(config, job, gpu=gpu, shared=shared, mounts=text):
-        raise UserError(complaint)
+    for problem in complaints(config, job, gpu=gpu, shared=shared, mounts=text):
+        raise UserError(problem)

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from megavlm.config.cli import parse
+from megavlm.config.derived import starts_from
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
+from megavlm.storage.cache import is_here
 
 
 def configured(argv: Sequence[str], *, world: int) -> Config:
     """Return the configuration with which `world` processes would train. Raises UserError as they would."""
-    config = with_model(parse(argv, complete=with_model))
+    sizes = partial(with_model, weights=False)
+    config = sizes(parse(argv, complete=sizes))
     world = usable_world(config, world)
     config = with_plan(config, world=world)
     check(config, world=world)
     return config
 
 
-def with_model(config: Config) -> Config:
-    """Return the configuration with the model of its Hugging Face folders, if it names any."""
-    options = config.checkpoint
-    if not any((options.init_from, options.vision_from, options.language_from, options.projector_from)):
+def with_model(config: Config, *, weights: bool = True) -> Config:
+    """Return the configuration with the model of its Hugging Face folders, if it names any.
+
+    Without `weights`, for who trains nothing, sizes are enough: those of config.json, or of --published-model where
+    the folders are not on this machine. Raises UserError.
+    """
+    places = starts_from(config)
+    if not places:
         return config
     from megavlm.checkpoint.hf.pretrained import with_pretrained_model
 
-    return with_pretrained_model(config)
+    sizes_known = config.model.published is not None
+    if sizes_known and not weights and not all(map(is_here, places.values())):
+        return config
+    try:
+        return with_pretrained_model(config, weights=weights)
+    except UserError as error:
+        if not sizes_known or all(map(is_here, places.values())):
+            raise
+        without = " ".join(f"{option} none" for option in places)
+        raise UserError(f"{error}; {without} begins with random weights of that size") from error
 
 
 def with_plan(config: Config, *, world: int) -> Config:

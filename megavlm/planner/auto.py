@@ -76,8 +76,7 @@ def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]
 
 def duration_line(config: Config, dims: Dims, *, on_gpu: bool) -> str:
     """Return a line on how long the run's iterations will take on `--hardware`, as the planner estimates a step."""
-    name = config.placement.hardware
-    name = _profile(on_gpu) if name == "cpu" else name
+    name = device_of(config, on_gpu=on_gpu)
     seconds, iterations = predict(config, dims, profile(name)).seconds, config.train.train_iters
     minutes = round(seconds * iterations / 60)
     return (
@@ -102,6 +101,12 @@ def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devi
     hardware = replace(hardware, devices_per_node=devices, host=spare)
     host = predict(config, dims, hardware).host
     return node_memory_error(host, dims.world, hardware) if host else None
+
+
+def device_of(config: Config, *, on_gpu: bool) -> str:
+    """Return the name of the device that a dry run estimates for: --hardware, or h100 where that says nothing."""
+    name = config.placement.hardware
+    return _profile(on_gpu) if name == "cpu" else name
 
 
 def _profile(on_gpu: bool) -> str:

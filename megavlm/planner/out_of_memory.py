@@ -10,7 +10,8 @@ from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
-from megavlm.planner.auto import memory_of
+from megavlm.planner.auto import device_of, memory_of, predict
+from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.memory import Memory
 
 _SAVED = 0.9  # where the estimate says that the run fits, it was too low: a remedy must then save a tenth of it
@@ -24,6 +25,32 @@ def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: fl
         return max(memory_of(changed, dims, on_gpu=on_gpu), key=lambda memory: memory.total)
 
     return line(config, dims, estimate, rank=rank, capacity=capacity)
+
+
+def verdict(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
+    """Return a line on whether the layout is estimated to fit on `--hardware`; None on CPUs, whose memory varies."""
+    name = device_of(config, on_gpu=on_gpu)
+    hardware = profile(name)
+    if not hardware.on_gpu:
+        return None
+    if (problem := complaint(config, dims, hardware, name=name)) is not None:
+        return f"does not fit: {problem}"
+    needed = max(each.total for each in predict(config, dims, hardware).memory)
+    return f"fits: {_gib(needed)} of {_gib(hardware.memory)} on the fullest of {dims.world:,} ranks ({name})"
+
+
+def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> str | None:
+    """Return a line if the planner estimates that a rank needs more memory than the GPU has, else None."""
+
+    def fullest(changed: Config) -> float:
+        return max(each.total for each in predict(changed, dims, hardware).memory)
+
+    if (needed := fullest(config)) <= hardware.memory:
+        return None
+    return (
+        f"the layout is estimated to need {_gib(needed)} on its fullest rank, more than the {_gib(hardware.memory)} "
+        f"that tensors may take on {name}: {remedy(config, dims, fullest, limit=hardware.memory)}"
+    )
 
 
 def line(config: Config, dims: Dims, estimate: Estimate, *, rank: int, capacity: float | None) -> str:

@@ -6,13 +6,16 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 from megavlm.arch.flops import layer_flops
-from megavlm.arch.kinds import layer_cost
+from megavlm.arch.kinds import layer_cost, model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
+from megavlm.config.derived import starts_from
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import new_projector
 from megavlm.errors import UserError
 from megavlm.parallel.dims import Dims
 
@@ -129,6 +132,22 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
         end = chosen[end]
         cuts.append(end)
     return tuple(reversed(cuts))
+
+
+def start_line(config: Config, *, continued: Path | None) -> str:
+    """Return a line that tells with which weights a run starts, how many they are, and what it trains on if that is
+    nothing of the user's. `continued` is the checkpoint of the run folder that it goes on from.
+    """
+    model, given = config.model, [*starts_from(config).values()]
+    count = sum(model_parameters(name, model) for name in layer_names(model))
+    if later := continued or config.checkpoint.load:
+        origin = f"weights of {later}"
+    elif given:
+        origin = f"weights of {' and '.join(given)}" + ", projector of random weights" * new_projector(config)
+    else:
+        origin = "random weights"
+    samples = "; trains on synthetic samples: --datasets names yours" if config.data.kind == "synthetic" else ""
+    return f"{origin}, {count:,} parameters{samples}"
 
 
 def table(plan: Plan, config: Config) -> str:

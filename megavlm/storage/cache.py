@@ -6,17 +6,20 @@ The processes that use it share a lock; who needs room deletes those that nobody
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megavlm.errors import StoreLost, UserError
 from megavlm.paths import Escapes, plain
+from megavlm.storage import hub
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
 from megavlm.storage.urls import complaint, is_url, without_secrets
@@ -26,18 +29,23 @@ SUFFIXES = (
     *(".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors"),  # Hugging Face folders
     *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),  # data sets
 )
+DATASETS = "--datasets"  # the option whose repositories are data sets
+_POINTER, _LOOKED_AT = b"version https://git-lfs", 1000  # how a pointer begins; files of a folder that are looked at
 _LIMIT = 500.0  # GB, unless MEGAVLM_CACHE_GB says otherwise
 _held: list[int] = []  # locks of the copies that this process uses
 
 
-def local_path(place: str, option: str) -> Path:
-    """Return a path as it is, and for a URL the folder or file on this machine that has its content.
+def local_path(place: str, option: str, *, weights: bool = True) -> Path:
+    """Return a path as it is, and for a URL or the name of a repository of the Hugging Face hub the folder or file on
+    this machine that has its content.
 
-    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it. `option` names the flag in
-    messages. Raises UserError for a place that is not there, StoreLost where the store does not answer.
+    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it. Of a model's repository,
+    `weights` are fetched only where they are asked for. `option` names the flag in messages. Raises UserError for a
+    place that is not there, StoreLost where the store does not answer.
     """
     if not is_url(place):
-        return Path(place)
+        path = _from_hub(place, option, weights=weights) or Path(place)
+        return path if option == DATASETS else _pulled(path, option)
     if problem := complaint(place):
         raise UserError(f"{option} {without_secrets(place)} {problem}")
     try:
@@ -48,24 +56,71 @@ def local_path(place: str, option: str) -> Path:
         raise UserError(f"{option} {place} {error}") from error
 
 
+def is_here(place: str) -> bool:
+    """Return whether a model is on this machine: in a folder, or in the Hugging Face cache with its weights."""
+    found = hub.repository(place, "")
+    return hub.is_cached(found) if found is not None else not is_url(place) and Path(place).is_dir()
+
+
+@functools.cache
+def _from_hub(place: str, option: str, *, weights: bool) -> Path | None:
+    """Return the folder of a repository that the place names; None if it names none."""
+    found = hub.repository(place, option, is_data=option == DATASETS)
+    if found is None or not found.is_data:
+        return None if found is None else hub.model_folder(found, weights=weights)
+    data: hub.Repository = found
+
+    def link(folder: Path) -> None:
+        """Make the folder with links to the files of the training split, in their order."""
+        temporary, files = folder.with_name(f"tmp-{folder.name}"), hub.data_files(data)
+        for each in (folder, temporary):
+            shutil.rmtree(each, ignore_errors=True)
+        temporary.mkdir()
+        for number, file in enumerate(files):
+            (temporary / f"{number:05}-{file.name}").symlink_to(file.resolve())
+        temporary.rename(folder)
+
+    key = hashlib.sha256(json.dumps([data.name, data.part, data.revision]).encode()).hexdigest()[:16]
+    return _kept(home() / key, link)
+
+
+def _pulled(path: Path, option: str) -> Path:
+    """Return a model's file or folder. Raises UserError if it has a pointer of git-lfs in place of a file."""
+    with contextlib.suppress(OSError):
+        files = itertools.islice(path.iterdir(), _LOOKED_AT) if path.is_dir() else (path,)
+        for file in files:
+            if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_POINTER):
+                raise UserError(
+                    f"{option} {path}: {file.name} is a pointer of git-lfs and not the file: run `git lfs pull` in "
+                    f"{file.parent}"
+                )
+    return path
+
+
 @functools.cache
 def _copied(url: str) -> Path:
     store, files, is_folder = with_retries(functools.partial(_listed, url))
     if not files:
         raise UserError("is not there, or has no file that is used: look at its name")
     key = hashlib.sha256(json.dumps([url, sorted(files.items())]).encode()).hexdigest()[:16]
-    folder = home() / key
+    sizes = {name: size for name, (size, _) in files.items()}
+    folder = _kept(home() / key, lambda folder: _copy(folder, store, sizes))
+    return folder if is_folder else folder / next(iter(files))
+
+
+def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return a folder of copies or links, which one process makes if it is not there or its links lead nowhere."""
     while True:
-        shared = _lock(folder, fcntl.LOCK_SH)  # waits for another process that copies
+        shared = _lock(folder, fcntl.LOCK_SH)  # waits for another process that makes it
         assert shared is not None
-        if folder.is_dir():
+        if folder.is_dir() and all(file.exists() for file in folder.iterdir()):
             os.utime(folder)
             _held.append(shared)
-            return folder if is_folder else folder / next(iter(files))
+            return folder
         os.close(shared)
         if (alone := _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
             try:
-                _copy(folder, store, {name: size for name, (size, _) in files.items()})
+                make(folder)
             finally:
                 os.close(alone)
 
@@ -117,7 +172,7 @@ def _make_room(needed: int) -> None:
     """Delete copies that nobody uses, the oldest first, until there is room. Raises UserError if that is too little."""
     limit = float(os.environ.get("MEGAVLM_CACHE_GB") or _LIMIT) * 1e9
     copies = sorted((each for each in home().iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
-    used = {each: sum(file.stat().st_size for file in each.iterdir()) for each in copies}
+    used = {each: sum(file.lstat().st_size for file in each.iterdir()) for each in copies}
     for each in copies:
         if _fits(needed, sum(used.values()), limit):
             return

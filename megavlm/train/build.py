@@ -18,6 +18,7 @@ from megavlm.arch.objectives import ties_output
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
 from megavlm.backend.memory import peak_memory
+from megavlm.checkpoint import folders
 from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
@@ -39,7 +40,7 @@ from megavlm.parallel.dims import dims_of
 from megavlm.parallel.groups import build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.auto import offload_memory_error
-from megavlm.planner.plan import Plan, make_plan, table
+from megavlm.planner.plan import Plan, make_plan, start_line, table
 from megavlm.precision.device import check_device, device_at_hand
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases
@@ -162,7 +163,8 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         start_user_buffers(config, backend)
     on_rank_0(partial(write_run_files, run_dir, given, plan, backend))
     if rank == 0:
-        told = [table(plan, config), start_table(given, asked=asked), *_hints(config, plan, backend)]
+        first = start_line(config, continued=folders.newest(run_dir / "checkpoints"))
+        told = [first, table(plan, config), start_table(given, asked=asked), *_hints(config, plan, backend)]
         print("\n".join(told), flush=True)
 
     watch.starting("data")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megavlm.arch.flops import forward_share
-from megavlm.config.load import from_yaml_file
-from megavlm.config.rules import check
-from megavlm.config.schema import DatasetConfig
+from megavlm.arch.kinds import model_parameters
+from megavlm.arch.layers import layer_names
+from megavlm.cli.train import train
+from megavlm.config.derived import starts_from
 from megavlm.data.validation import DEAR
-from megavlm.families import published_model
+from megavlm.errors import UserError
+from megavlm.launch.configuration import configured
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -46,21 +47,48 @@ def test_a_recipe_is_a_run_that_fits(path: Path) -> None:
     for section, names in EXPLICIT.items():
         assert names <= set(data[section]), f"{section} of {path.name} leaves {names - set(data[section])} out"
     # Every value outside of the layout has a source or says that it is ours.
-    for line in text.partition("\ntrain:\n")[2].partition("checkpoint:")[0].splitlines():
+    for line in text.partition("\ntrain:\n")[2].partition("\ndata:\n")[0].splitlines():
         if line.startswith("  ") and "micro_batch_size" not in line:
             assert re.search(r"# .*(\[\d\]|ours)", line), f"{path.name}: {line} names no source"
-    for number in set(re.findall(r"\[(\d)\]", text)):
+    for number in set(re.findall(r"(?<!: )\[(\d)\]", text)):
         assert f"# [{number}] " in text
     recipe = recipes.read(path)
-    config = from_yaml_file(path)
-    if "--model" in text:
-        model = published_model(re.findall(r"--model (\w+)", text)[0])
-        config = replace(config, model=replace(model, freeze=config.model.freeze))
-        config = replace(config, data=replace(config.data, datasets=(DatasetConfig(path="my.json"),)))
-    check(config, world=recipe.gpus)
     assert recipe.peak <= recipe.hardware.memory
     assert recipes.said(path).startswith(f"{recipes.MARK}{recipe.own_line}; "), "python benchmarks/recipes.py --write"
     assert re.search(r"^# layout: .{10,}$", text, flags=re.MULTILINE), "say why this layout"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_command_of_a_recipe_is_for_its_own_model(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a user types, with nothing in the hub's cache: a dry run has a verdict, and no other model is trained."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    recipe, argv = recipes.read(path), ["--config", str(path), "--run-dir", str(tmp_path / "run")]
+    configured(argv, world=recipe.gpus)
+    train([*argv, "--dry-run"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    count = sum(model_parameters(name, recipe.config.model) for name in layer_names(recipe.config.model))
+    places = starts_from(recipe.config)
+    assert first.startswith(f"weights of {' and '.join(places.values())}" if places else "random weights")
+    assert f", {count:,} parameters" in first
+    gib = f"{recipe.peak / 2**30:.2f} GiB of {recipe.hardware.memory / 2**30:.2f} GiB"
+    assert lines[-1] == f"fits: {gib} on the fullest of {recipe.gpus:,} ranks ({recipe.hardware.name})"
+    if not places:
+        return
+    with pytest.raises(UserError) as refused:
+        train(argv)
+    assert "hf download" in str(refused.value) or path.stem == "llava_1_5_7b_stage2"
+    without = [word for option in places for word in (option, "none")]
+    assert f"{' '.join(without)} begins with random weights of that size" in str(refused.value)
+    train([*argv, *without, "--dry-run"])
+    assert capsys.readouterr().out.startswith(f"random weights, {count:,} parameters")
+
+
+def test_the_table_of_recipes_is_what_their_dry_runs_say() -> None:
+    text = recipes.DOCUMENT.read_text(encoding="utf-8")
+    assert recipes.documented(text) == text, "renew it: python benchmarks/recipes.py --write"
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ CPU_BACKEND = "megavlm.backend.cpu"  # … through this module, which a GPU run 
 SETTINGS = "torch.backends."  # switches that torch documents: to set one is no patch
 # Packages that only extras install (pyproject.toml).
 OPTIONAL = (
-    *("transformers", "tokenizers", "megatron.energon", "pyarrow", "sklearn", "wandb", "mlflow"),
+    *("huggingface_hub", "transformers", "tokenizers", "megatron.energon", "pyarrow", "sklearn", "wandb", "mlflow"),
     *("google", "gcsfs", "s3fs", "transformer_engine"),
 )
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")

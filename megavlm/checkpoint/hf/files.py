@@ -42,12 +42,14 @@ class HfFolder:
     library maps files into memory, and what was read stays there as long as a file is open.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Find the files of weights. Raises UserError if there is no folder, or if it holds no safetensors files."""
+    def __init__(self, path: Path, *, weights: bool = True) -> None:
+        """Find the files of weights. Raises UserError if there is no folder, or if it holds no safetensors files, which
+        are no error without `weights`.
+        """
         self.path = path
         if not path.is_dir():
-            raise UserError(f"{path} is no folder: give a Hugging Face checkpoint that lies on this machine")
-        self.files = _weight_files(path)
+            raise UserError(f"{path} is no folder: give that of a Hugging Face checkpoint, or the hub's OWNER/NAME")
+        self.files = _weight_files(path) if weights or any(path.glob("*.safetensors")) else []
 
     @cached_property
     def settings(self) -> Settings:

@@ -19,7 +19,7 @@ from megavlm.arch.objectives import is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sizes import check_connector, check_size
-from megavlm.config.fields import options
+from megavlm.config.fields import options, without_published
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
@@ -64,13 +64,14 @@ class Pretrained:
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
-    def of(cls, path: Path, *parts: str, feature_layer: int | None = None) -> Pretrained:
+    def of(cls, path: Path, *parts: str, feature_layer: int | None = None, weights: bool = True) -> Pretrained:
         """Open a folder as the source of these parts, with the name prefixes that fit its files best.
 
-        `feature_layer` takes features from another tower layer than config.json names. Raises UserError if the
-        folder's architecture lacks one of the parts.
+        `feature_layer` takes features from another tower layer than config.json names. Without `weights`, the folder
+        may have config.json alone, and only the model is known. Raises UserError if the folder's architecture lacks
+        one of the parts.
         """
-        folder = HfFolder(path)
+        folder = HfFolder(path, weights=weights)
         family = family_of(folder.settings)
         if folder.settings.values.get("quantization_config") is not None:
             raise UserError(
@@ -84,6 +85,8 @@ class Pretrained:
         model = family.config(folder.settings)
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
+        if not folder.files:
+            return cls(folder, family, model, parts, 0, {})
         shapes = {name: info.shape for name, info in folder.tensors.items()}
         where = f"complete the files of {path}, or correct its config.json"
         if family.partial:
@@ -229,43 +232,51 @@ def _names(table: Table) -> set[str]:
     return {name for rule in table.values() for name in rule.hf_names}
 
 
-def pretrained_of(config: Config) -> list[Pretrained]:
-    """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each."""
+def pretrained_of(config: Config, *, weights: bool = True) -> list[Pretrained]:
+    """Return the folders that --init-from, --vision-from and --language-from name, with the parts taken from each.
+
+    Without `weights`, a folder may have config.json alone, and of a repository of the hub no weights are fetched.
+    """
+    folders = _named_folders(config, weights)
     if not objective_of(config.model).embeds:
-        return _named_folders(config)
-    return [replace(each, embeds=True, table=without_output(each.table)) for each in _named_folders(config)]
+        return folders
+    return [replace(each, embeds=True, table=without_output(each.table)) for each in folders]
 
 
-def _named_folders(config: Config) -> list[Pretrained]:
+def _named_folders(config: Config, weights: bool) -> list[Pretrained]:
     options, vision = config.checkpoint, config.model.vision
+
+    def found(place: str, option: str, *parts: str, **chosen: Any) -> Pretrained:
+        return Pretrained.of(local_path(place, option, weights=weights), *parts, weights=weights, **chosen)
+
     if options.init_from is not None:
         if any((options.vision_from, options.language_from, options.projector_from)):
             raise UserError(
                 "--init-from brings a whole VLM: leave out --vision-from, --language-from and --projector-from"
             )
-        whole = Pretrained.of(local_path(options.init_from, "--init-from"), *ALL_PARTS)
+        whole = found(options.init_from, "--init-from", *ALL_PARTS)
         return [replace(whole, new_channels=vision.new_channels)]
     pretrained_list = []
     if options.vision_from is not None:
         chosen = vision.feature_layer if vision.feature_layer != VisionConfig().feature_layer else None
-        folder = local_path(options.vision_from, "--vision-from")
-        tower = Pretrained.of(folder, "vision", feature_layer=chosen)
+        tower = found(options.vision_from, "--vision-from", "vision", feature_layer=chosen)
         pretrained_list.append(replace(tower, new_channels=vision.new_channels))
     if options.language_from is not None:
-        folder = local_path(options.language_from, "--language-from")
-        pretrained_list.append(Pretrained.of(folder, "language"))
+        pretrained_list.append(found(options.language_from, "--language-from", "language"))
     if options.projector_from is not None:
-        pretrained_list.append(Pretrained.of(local_path(options.projector_from, "--projector-from"), "projector"))
+        pretrained_list.append(found(options.projector_from, "--projector-from", "projector"))
     return pretrained_list
 
 
-def with_pretrained_model(config: Config) -> Config:
+def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
     """Return the configuration with the sizes of the model in its pretrained folders: nobody needs to type them.
+
+    Without `weights`, their config.json is enough.
 
     Raises UserError if an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
     """
-    model = config.model
-    for pretrained in pretrained_of(config):
+    model = without_published(config).model  # the folders decide
+    for pretrained in pretrained_of(config, weights=weights):
         if pretrained.family.partial:
             model = replace(model, projector=_connector(model.projector, pretrained))
             continue

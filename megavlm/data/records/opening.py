@@ -99,7 +99,10 @@ def _finders(source: DatasetConfig, path: Path) -> tuple[FindFile, FindVideo]:
     root = source.image_root
     if root is None:
         place = source.path.rstrip("/")
-        root = place if path.is_dir() else place.rpartition("/")[0] if is_url(place) else str(path.parent)
+        if is_url(place):
+            root = place if path.is_dir() else place.rpartition("/")[0]
+        else:
+            root = str(path if path.is_dir() else path.parent)
     if is_url(root):
         if problem := complaint(root):
             raise wrong(source, f"has image_root={without_secrets(root)}, which {problem}")

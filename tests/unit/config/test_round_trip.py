@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.cli import _without_others, parse
-from megavlm.config.fields import Kind, Option, options, with_values
+from megavlm.config.effects import idle, without_idle
+from megavlm.config.fields import PUBLISHED, Kind, Option, options, with_values
 from megavlm.config.load import from_dict, from_yaml_file, to_yaml
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
+
+MODELS = ("qwen2_5_vl_7b", "llava_1_5_7b", "qwen3_vl_30b_a3b")  # of model.published, which brings their sizes
 
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -52,7 +55,8 @@ def overrides(draw: st.DrawFn) -> dict[Option, Any]:
     # A name of an extension would be imported.
     known = [option for option in options() if option.key != "run.extension"]
     chosen = draw(st.lists(st.sampled_from(known), unique_by=lambda option: option.key, max_size=12))
-    return {option: draw(values_of(option.kind), label=option.key) for option in chosen}
+    kinds = {each: replace(each.kind, choices=MODELS) if each.path == PUBLISHED else each.kind for each in chosen}
+    return {option: draw(values_of(kinds[option]), label=option.key) for option in chosen}
 
 
 def config_of(values: dict[Option, Any]) -> Config:
@@ -119,6 +123,8 @@ def test_flags_are_exact(values: dict[Option, Any]) -> None:
 @settings(deadline=None)
 @given(overrides(), overrides())
 def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any]) -> None:
+    # A published model's name brings sizes, also in place of the file's.
+    above = {option: value for option, value in above.items() if option.path != PUBLISHED}
     above = {option: value for option, value in above.items() if not is_none_as_text(value) or option.kind.choices}
     argv = [word for option, value in above.items() for word in words_for(option, value)]
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +132,10 @@ def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any
         config = parse(["--config", "a.yaml", *argv])
     # A flag also takes the place of the other option that says the same.
     flags = _without_others({option.path: value for option, value in above.items()})
-    assert config == with_values(Config(), {option.path: value for option, value in below.items()} | flags)
+    values = {option.path: value for option, value in below.items()} | flags
+    # What only the flags leave without effect returns to its default.
+    kept = {*flags, *(option.path for option, _ in idle(config_of(below)))}
+    assert config == without_idle(with_values(Config(), values), kept)
 
 
 def refusal(read: Callable[[Any], Config], source: object) -> str | None:

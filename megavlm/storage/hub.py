@@ -1,0 +1,348 @@
+"""Repositories of the Hugging Face hub by name: taken from its local cache, or fetched into it once by each machine.
+
+`huggingface_hub` is imported only where something is fetched. Nothing of a repository is executed, and no pickled
+weights are fetched. A repository that is in the cache is used as it is there, without a look at the network.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megavlm.errors import UserError
+from megavlm.json_files import read_json
+from megavlm.paths import read_bytes
+
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<part>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
+_SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a model: all but its weights
+_WEIGHTS, _INDEX, _WHOLE = ".safetensors", "model.safetensors.index.json", "model.safetensors"
+# Of a data set: the first of these that it has.
+_DATA = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+_NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_info.json")
+_TRAIN = re.compile(r"(?:^|[/._ -])train(?:ing)?(?=$|[/._ -])")
+_OTHERS = re.compile(r"(?:^|[/._ -])(?:test|testing|eval|evaluation|dev|val|valid|validation)(?=$|[/._ -])")
+_LARGEST = 2**24  # bytes of a repository's README
+_TELL = 10.0  # seconds between lines on a download
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of models or data sets, as an option names it: OWNER/NAME, of data also OWNER/NAME/CONFIGURATION,
+    each with @REVISION where another than `main` is meant.
+    """
+
+    place: str  # as it was written
+    option: str  # which names it
+    name: str
+    part: str | None  # a configuration of a data set
+    revision: str
+    is_data: bool
+
+    @property
+    def cached(self) -> Path | None:
+        """Return the folder of the cache that has files of the revision, maybe not all; None if there is none."""
+        home = self._home
+        try:
+            commit = (home / "refs" / self.revision).read_text(encoding="utf-8").strip()
+        except OSError:
+            commit = self.revision
+        folder = home / "snapshots" / commit
+        return folder if folder.is_dir() and re.fullmatch(r"[0-9a-f]{40}", commit) else None
+
+    @property
+    def _home(self) -> Path:
+        return cache() / f"{'dataset' if self.is_data else 'model'}s--{self.name.replace('/', '--')}"
+
+    def problem(self, what: str) -> UserError:
+        return UserError(f"{self.option} {self.place} {what}")
+
+    def unreachable(self, why: str) -> UserError:
+        """Return an error that says how to fetch the repository where there is a network."""
+        kind = " --repo-type dataset" if self.is_data else f" --local-dir {self.place}"
+        revision = "" if self.revision == "main" else f" --revision {self.revision}"
+        return self.problem(
+            f"is neither a path on this machine nor in the Hugging Face cache {cache()}, and the hub cannot be reached "
+            f"({why}): where there is a network, run `hf download {self.name}{revision}{kind}`"
+        )
+
+
+def repository(place: str, option: str, *, is_data: bool = False) -> Repository | None:
+    """Return the repository that a place may name; None for anything that is on this machine, or cannot be a name."""
+    found = _NAME.fullmatch(place)
+    if found is None or (found["part"] and not is_data) or os.path.lexists(place):
+        return None
+    if is_data and Path(found["part"] or found["name"]).suffix.lower() in (*_DATA, ".tar", ".yaml"):
+        return None
+    return Repository(place, option, found["name"], found["part"], found["revision"] or "main", is_data)
+
+
+def cache() -> Path:
+    """Return the folder of Hugging Face's cache: HF_HUB_CACHE, or hub in HF_HOME."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.path.expandvars(given or Path(home, "hub"))).expanduser()
+
+
+def is_cached(model: Repository) -> bool:
+    """Return whether the cache has a model with its weights."""
+    return model.cached is not None and _has_model(model.cached, True)
+
+
+def model_folder(model: Repository, *, weights: bool) -> Path:
+    """Return the folder that has a model: config.json, its tokenizer's files, and its `weights`. Raises UserError."""
+    return _folder(model, lambda folder: _has_model(folder, weights), lambda fetch: _fetch_model(fetch, weights))
+
+
+def data_files(data: Repository) -> list[Path]:
+    """Return the files of the training split of a data set, in the order of their names. Raises UserError."""
+    folder = _folder(data, lambda folder: False, _fetch_data)
+    return [folder / name for name in _chosen(data, _names_in(folder), folder)]
+
+
+def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callable[[_Fetch], Path]) -> Path:
+    """Return the folder of the cache, fetched by one process of those that ask for it, if it is not whole."""
+    if (found := wanted.cached) is not None and is_whole(found):
+        return found
+    began = time.time()
+    with _alone(wanted) as failures:
+        if (found := wanted.cached) is not None and is_whole(found):
+            return found
+        if failures.stat().st_mtime > began and (said := failures.read_text(encoding="utf-8")):
+            raise UserError(said)  # of a process that asked meanwhile
+        try:
+            return fetch(_Fetch(wanted))
+        except _Unreachable as error:
+            # What others left in the cache may lack a file that nobody needs here: those who read it say so.
+            if found is not None and (wanted.is_data or _has_model(found, True)):
+                return found
+            problem = wanted.unreachable(str(error))
+        except UserError as error:
+            problem = error
+        failures.write_text(str(problem), encoding="utf-8")
+        raise problem
+
+
+@contextmanager
+def _alone(wanted: Repository) -> Iterator[Path]:
+    """Wait until no other process fetches the repository; yield the locked file, which holds the last failure."""
+    lock = cache() / ".locks" / f"megavlm-{wanted._home.name}.lock"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    except OSError as error:
+        raise wanted.problem(f"cannot be fetched to {cache()} ({error.strerror}): set HF_HOME to another") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(file)
+
+
+class _Unreachable(Exception):
+    """The hub did not answer; the text says why."""
+
+
+class _Fetch:
+    """Fetches files of a repository, and prints how far it is."""
+
+    def __init__(self, wanted: Repository) -> None:
+        """Ask for the list of files. Raises UserError, _Unreachable."""
+        self.wanted = wanted
+        try:
+            import huggingface_hub.errors
+            import huggingface_hub.utils
+        except ImportError:
+            raise _Unreachable("pip install huggingface_hub") from None
+        self._library = huggingface_hub
+        huggingface_hub.utils.disable_progress_bars()
+        with self._told():
+            info = huggingface_hub.HfApi().repo_info(
+                wanted.name, repo_type=self._kind, revision=wanted.revision, files_metadata=True
+            )
+        listed: Sequence[Any] = getattr(info, "siblings", None) or ()
+        self.sizes: Mapping[str, int] = {each.rfilename: each.size or 0 for each in listed}
+
+    @property
+    def _kind(self) -> str:
+        return "dataset" if self.wanted.is_data else "model"
+
+    def files(self, names: Sequence[str]) -> Path:
+        """Return the folder of the cache, in which these files then are."""
+        whole, blobs = sum(self.sizes[name] for name in names), self.wanted._home / "blobs"
+        ended, before = threading.Event(), _bytes_in(blobs)
+
+        def tell() -> None:
+            print(f"fetches {self.wanted.name} ({whole / 1e9:.3f} GB) to {cache()}", flush=True)
+            while not ended.wait(_TELL):
+                done = min(whole, _bytes_in(blobs) - before)
+                print(f"fetches {self.wanted.name}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB", flush=True)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        if whole > 1e6:
+            teller.start()
+        try:
+            with self._told():
+                # By its name, so that the cache remembers which commit that is.
+                patterns = [glob.escape(name) for name in names]
+                folder = self._library.snapshot_download(
+                    self.wanted.name,
+                    repo_type=self._kind,
+                    revision=self.wanted.revision,
+                    cache_dir=cache(),
+                    allow_patterns=patterns,
+                )
+        finally:
+            ended.set()
+        return Path(folder)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise UserError for what the hub refuses, and _Unreachable where it does not answer."""
+        errors, wanted = self._library.errors, self.wanted
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            where = f"{self._library.HfApi().endpoint}/{'datasets/' * wanted.is_data}{wanted.name}"
+            raise wanted.problem(f"is gated: accept its terms at {where}, and log in with `hf auth login`") from error
+        except errors.RepositoryNotFoundError as error:
+            raise wanted.problem(
+                "is neither a path on this machine nor a repository of the hub that you may read: check the name, or "
+                "log in with `hf auth login`"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise wanted.problem(
+                f"has no revision {wanted.revision} on the hub: leave it out, or name another"
+            ) from error
+        except OSError as error:  # most of the hub's own errors and of those of its HTTP library are none
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise wanted.problem(f"has no room in {cache()}: make room, or set HF_HOME to another disk") from error
+            raise _Unreachable(_reason(error)) from error
+        except Exception as error:
+            raise _Unreachable(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir()) if folder.is_dir() else 0
+
+
+def _fetch_model(fetch: _Fetch, weights: bool) -> Path:
+    folder = fetch.files([name for name in fetch.sizes if "/" not in name and name.endswith(_SMALL)])
+    if not weights:
+        return folder
+    if names := [name for name in _weights_of(folder, fetch.sizes) if name in fetch.sizes]:
+        return fetch.files(names)
+    raise fetch.wanted.problem(
+        "has no *.safetensors: what pickled weights it has are not fetched, as unpickling can run code. Save it as "
+        "safetensors (Transformers: model.save_pretrained(folder)), and name that folder"
+    )
+
+
+def _weights_of(folder: Path, names: Sequence[str] | Mapping[str, int]) -> list[str]:
+    """Return the files of weights that belong to the model: some repositories have them twice."""
+    if (folder / _INDEX).exists():
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        return list(dict.fromkeys(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    if _WHOLE in names:
+        return [_WHOLE]
+    return sorted(name for name in names if "/" not in name and name.endswith(_WEIGHTS))
+
+
+def _has_model(folder: Path, weights: bool) -> bool:
+    """Return whether a folder has config.json and, if asked for, all of the model's weights."""
+    if not (folder / "config.json").exists() or not weights:
+        return (folder / "config.json").exists()
+    names = _weights_of(folder, [file.name for file in folder.iterdir()])
+    return bool(names) and all((folder / name).exists() for name in names)
+
+
+def _fetch_data(fetch: _Fetch) -> Path:
+    names, folder = list(fetch.sizes), Path()
+    if "README.md" in fetch.sizes:
+        folder = fetch.files(["README.md"])
+    return fetch.files(_chosen(fetch.wanted, names, folder))
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def _chosen(data: Repository, names: Sequence[str], folder: Path) -> list[str]:
+    """Return the names of the files of a data set's training split, as the package `datasets` finds them: by the
+    configurations in its README.md, else by names with `train` in them, else all. Raises UserError.
+    """
+    files = sorted(name for name in names if name.endswith(_DATA) and Path(name).name not in _NO_DATA)
+    files = [name for name in files if not any(part.startswith((".", "_")) for part in name.split("/"))]
+    if configurations := _configurations(folder / "README.md"):
+        files = _of_configuration(data, configurations, files)
+    else:
+        if data.part is not None:
+            files = [name for name in files if name.startswith(f"{data.part}/")]
+        files = [name for name in files if _TRAIN.search(name)] or [name for name in files if not _OTHERS.search(name)]
+    if not files:
+        others = Counter(Path(name).suffix or Path(name).name for name in names).most_common(5)
+        raise data.problem(
+            f"has no training split in files of {', '.join(_DATA)}{f' of {data.part}' if data.part else ''} (it has "
+            f"{', '.join(suffix for suffix, _ in others) or 'no files'}): run `hf download {data.name} --repo-type "
+            "dataset --local-dir DIR`, and name the files in it that are to be read"
+        )
+    suffix = next(suffix for suffix in _DATA if any(name.endswith(suffix) for name in files))
+    return [name for name in files if name.endswith(suffix)]
+
+
+def _configurations(readme: Path) -> Mapping[str, Any]:
+    """Return what the README.md of a data set says of its configurations, by name; empty if it says nothing."""
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        _, begin, rest = read_bytes(readme, at_most=_LARGEST).decode(errors="replace").partition("---\n")
+        found = yaml.safe_load(rest.partition("\n---")[0]) if begin else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    listed = found.get("configs") if isinstance(found, dict) else None
+    named = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    return {str(each.get("config_name", "default")): each for each in named}
+
+
+def _of_configuration(data: Repository, configurations: Mapping[str, Any], files: Sequence[str]) -> list[str]:
+    """Return the files of the training split of the configuration that is named, or else of the default one."""
+    known = list(configurations)
+    shown = f"{', '.join(known[:12])}{f' and {len(known) - 12} more' if len(known) > 12 else ''}"
+    default = [each for each in known if configurations[each].get("default")]
+    default += [each for each in known if each == "default"]
+    if data.part is None and not default and len(known) > 1:
+        raise data.problem(f"has several configurations: name one as {data.name}/{known[0]}, of {shown}")
+    name = data.part or (default or known)[0]
+    if name not in configurations:
+        raise data.problem(f"has no configuration {name}, but {shown}")
+    said = configurations[name].get("data_files") or f"{configurations[name].get('data_dir', '')}/**".lstrip("/")
+    splits: dict[str, list[str]] = {}
+    for each in said if isinstance(said, list) else [said]:
+        each = each if isinstance(each, dict) else {"path": each}
+        paths = each.get("path")
+        splits.setdefault(str(each.get("split", "train")), []).extend(
+            map(str, paths if isinstance(paths, list) else [paths])
+        )
+    if "train" not in splits:
+        raise data.problem(f"has no split train{f' in {name}' if name != 'default' else ''}, but {', '.join(splits)}")
+    patterns = [pattern.replace("**/", "*").replace("**", "*") for pattern in splits["train"]]
+    return [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
