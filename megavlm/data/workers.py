@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 ATTEMPTS = 3  # workers that may die or hang at one task before the run fails
 _START = 300.0  # seconds that a worker may take for its imports, at least
 _LOOK = 1.0  # seconds between checks for workers that hang
+_STARTING = threading.Lock()
 
 
 class WorkerPool:
@@ -127,7 +128,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
-        self._process.start()
+        with _safe_path():
+            self._process.start()
         theirs.close()  # so that the pipe ends with the process
         self.sample: int | str | None = None  # the last one that it began: its number, or its name in a stream
         self.ready = self.lost = False
@@ -171,6 +173,23 @@ class _Worker:
         self._pipe.close()
         self.lost = True
         return "hung (--data-worker-timeout)" if self.hangs else ended
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let processes that Python starts meanwhile look for modules where this one does, and never in the working
+    directory, which may have a `pickle.py` beside the data.
+    """
+    with _STARTING:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 class TellingSource:

@@ -74,7 +74,7 @@ def _package(name: str, *, timeout: float) -> Package | None:
 
 def _answer(program: str, *arguments: str, timeout: float) -> str | None:
     """Return the last line of a Python program's errors; None if it succeeds."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    command = [sys.executable, "-P", "-W", "ignore", "-c", program, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

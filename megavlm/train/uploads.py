@@ -86,7 +86,7 @@ class Uploads:
     def _start(self) -> subprocess.Popen[str]:
         paths = [str(Path(megavlm.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "megavlm.checkpoint.uploader"],
+            [sys.executable, "-P", "-m", "megavlm.checkpoint.uploader"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},

@@ -82,7 +82,12 @@ def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path
     pool.close()
 
 
-def test_errors_of_a_task_are_raised_where_it_was_given(source: FilesSource) -> None:
+def test_errors_of_a_task_are_raised_where_it_was_given(
+    source: FilesSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where data have modules of Python beside them: a worker would import them before it has a path."""
+    (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
     pool = WorkerPool(source, 1, timeout=300)
     with pytest.raises(TypeError):
         pool.map(encode, [3])
