@@ -14,12 +14,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # what
 def words(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -> tuple[str, ...]:
     """Return the command of machine `node`'s agent. All agents meet at `address` and `port`, on machine 0.
 
-    The rendezvous is static: ranks follow the numbers of the machines.
+    The rendezvous is static: ranks follow the numbers of the machines. torchrun reads $$ as $ in what it starts, and
+    ${local_rank} as a number.
     """
     return (
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
         *("--nproc-per-node", str(job.processes), "--master-addr", address, "--master-port", str(port)),
         # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
         *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(grace)),
-        *(*program(), *job.flags),
+        *(*program(), *(flag.replace("$", "$$") for flag in job.flags)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,11 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool, mount
             )
     if gpu is not None and (problem := memory_complaint(config, job, gpu=gpu)):
         yield problem
+
+
+def is_in(folder: str, mounts: Sequence[str]) -> bool:
+    """Return whether a folder of a machine, named by its full path, is in one of these, which end with a slash."""
+    return f"{posixpath.normpath(folder)}/".startswith(tuple(mounts))
 
 
 def outlives_machines(config: Config, job: Job) -> bool:

@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import yaml
@@ -17,6 +17,7 @@ from megavlm.launch.checks import check_flags
 from megavlm.launch.job import Job
 from megavlm.launch.kubernetes_job import CONFIG, Options, complaints, objects
 from megavlm.launch.profile import pairs, read_profile
+from megavlm.metrics.secrets import without_secrets
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +58,8 @@ def launch(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise UserError(complaint)
     if not given.skip_checks:
         check_flags(flags, job, gpu=given.gpu, shared=True)
+    if given.dry_run:
+        options = replace(options, variables=without_secrets(options.variables))
     manifest = yaml.safe_dump_all(objects(job, options), sort_keys=False, width=120)
     if given.dry_run:
         print(manifest, end="")

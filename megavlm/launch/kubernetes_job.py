@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from megavlm.config.messages import plain
 from megavlm.config.schema import Config
-from megavlm.launch.checks import outlives_machines
+from megavlm.launch.checks import is_in, outlives_machines
 from megavlm.launch.job import Job
 from megavlm.launch.node import JOB
 from megavlm.parallel.nodes import NODES
@@ -21,6 +22,7 @@ from megavlm.parallel.nodes import NODES
 PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config
 _PARTS = "node"  # name of the JobSet's one job
+_NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 _LONGEST = 63  # characters of a name in DNS
 # Time after the last save within which a pod hears what the others did, and ends.
 _AGREEMENT = 60
@@ -64,18 +66,29 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
     longest = f"{options.name}-{_PARTS}-0-" if options.jobset else f"{options.name}-"
     longest += str(max(job.nodes - 1, 0))
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
-        yield f"--name {options.name} must have lowercase letters, digits and - only, and begin with a letter"
+        yield f"--name {plain(options.name)} must have lowercase letters, digits and - only, and begin with a letter"
     elif len(longest) > _LONGEST:
         yield f"--name {options.name} is too long: pods are named {longest}, with {_LONGEST} characters at most"
     if not re.fullmatch(r"\S+", options.image):
         yield f"--image {options.image!r} must be the name of an image"
     for option, given in (("--namespace", options.namespace), ("--queue", options.queue)):
         if given is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", given):
-            yield f"{option} {given} must have lowercase letters, digits and - only"
+            yield f"{option} {plain(given)} must have lowercase letters, digits and - only"
+    for option, given in (
+        ("--service-account", options.service_account),
+        ("--pull-secret", options.pull_secret),
+        ("--priority-class", options.priority_class),
+    ):
+        if given is not None and not re.fullmatch(_NAME, given):
+            yield f"{option} {plain(given)} must have lowercase letters, digits, - and . only"
+    for option, labels in (("--resource", options.resources), ("--node-selector", options.node_selector)):
+        for name in labels:
+            if not re.fullmatch(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+                yield f"{option} {plain(name)} must have letters, digits, -, _ and . only, and at most one /"
     yield from _of_volumes(config, job, options)
     for name, quantity in [*options.resources.items(), ("--shm", options.shm)]:
         if not re.fullmatch(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?", quantity):
-            yield f"{name} {quantity} must be a quantity such as 8, 500m or 64Gi"
+            yield f"{plain(name)} {plain(quantity)} must be a quantity such as 8, 500m or 64Gi"
     if gpus := next((name for name in options.resources if name.startswith("nvidia.com/gpu")), None):
         yield f"--resource {gpus} is --gpus-per-node: leave it out"
     if reserved := next((name for name in options.variables if name in _own_names()), None):
@@ -89,11 +102,12 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
 def _of_volumes(config: Config, job: Job, options: Options) -> Iterator[str]:
     for each in options.volumes:
         claim, _, path = each.partition(":")
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not PurePosixPath(path).is_absolute():
-            yield f"--volume {each} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
+        place = PurePosixPath(path)
+        if not re.fullmatch(_NAME, claim) or not place.is_absolute() or ".." in place.parts or not path.isprintable():
+            yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     if len(set(options.mounts)) < len(options.mounts):
         yield "--volume names one path for two claims"
-    if not f"{config.run.run_dir}/".startswith(options.mounts) and not outlives_machines(config, job):
+    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
         places = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
         place = f"{places}, or with one pod --checkpoint-dir URL"
         yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
@@ -206,7 +220,7 @@ def _pod(job: Job, options: Options) -> dict[str, Any]:
                 "command": ["python", "-m", "megavlm.launch.node"],
                 "args": [
                     *("--gpus-per-node", str(job.processes), "--grace", str(options.grace)),
-                    *("--max-crashes", str(options.max_crashes), "--", *job.flags),
+                    *("--max-crashes", str(options.max_crashes), "--", *map(_escaped, job.flags)),
                 ],
                 "env": _environment(job, options),
                 "resources": {"limits": resources, "requests": dict(resources)},
@@ -241,7 +255,12 @@ def _environment(job: Job, options: Options) -> list[dict[str, str]]:
         "MASTER_ADDR": options.first_pod,
         "MASTER_PORT": str(PORT),
     }
-    return [{"name": key, "value": value} for key, value in {**options.variables, **own}.items()]
+    return [{"name": key, "value": _escaped(value)} for key, value in {**options.variables, **own}.items()]
+
+
+def _escaped(text: str) -> str:
+    """Return a text of which Kubernetes makes the given one: it reads $$ as $, and $(NAME) as a variable."""
+    return text.replace("$", "$$")
 
 
 def _own_names() -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from megavlm.config.messages import plain
 from megavlm.errors import UserError
 
 PROFILES = Path("launch/profiles")
@@ -28,6 +30,9 @@ def read_profile(name: str | None) -> Mapping[str, str]:
 def pairs(option: str, given: list[str]) -> dict[str, str]:
     """Return the values of a repeatable option NAME=VALUE by name."""
     for each in given:
-        if not each.partition("=")[0] or "=" not in each:
-            raise UserError(f"{option} {each} must be NAME=VALUE")
+        name, equals, _ = each.partition("=")
+        if not name or not equals:
+            raise UserError(f"{option} {plain(each)} must be NAME=VALUE")
+        if option == "--env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {plain(name)} is no name of a variable: use letters, digits and _ only")
     return dict(each.split("=", 1) for each in given)

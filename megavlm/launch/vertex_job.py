@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from megavlm.config.messages import plain
 from megavlm.config.schema import Config
-from megavlm.launch.checks import outlives_machines
+from megavlm.launch.checks import is_in, outlives_machines
 from megavlm.launch.job import Job
 from megavlm.launch.vertex_machines import (
     BANDWIDTH,
@@ -81,7 +82,7 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
         yield _unknown_machine(options.machine)
         return
     yield from _of_machine(job, options, machine)
-    yield from _of_names(options)
+    yield from _of_names(job, options)
     yield from _of_scheduling(options, machine)
     yield from _of_storage(config, job, options)
     if options.reduction_server or options.reducers is not None:
@@ -105,9 +106,9 @@ def _of_machine(job: Job, options: Options, machine: Machine) -> Iterator[str]:
         yield f"--boot-disk-gb {options.boot_disk_gb} must be from 100 to 64000"
 
 
-def _of_names(options: Options) -> Iterator[str]:
+def _of_names(job: Job, options: Options) -> Iterator[str]:
     for option, value, pattern, form in (
-        ("--name", options.name, r".{1,128}", "1 to 128 characters"),
+        ("--name", options.name, r".{1,128}", "1 to 128 characters in one line"),
         ("--region", options.region, r"[a-z]+-[a-z]+\d+", "a region such as us-central1, not a zone"),
         ("--image", options.image, r"[a-z0-9.-]+\.[a-z]+(:\d+)?/\S+/\S+", "HOST/PROJECT/…/NAME:TAG in a registry"),
         ("--project", options.project, r"[a-z][a-z0-9-]{4,28}[a-z0-9]|\d+", "a project's id or number"),
@@ -129,9 +130,13 @@ def _of_names(options: Options) -> Iterator[str]:
             yield f"{option} {value!r} must be {form}"
     for key, value in options.labels.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
-            yield f"--label {key}={value} must have lowercase letters, digits, _ and - only, at most 63 of each"
+            given = plain(f"{key}={value}")
+            yield f"--label {given} must have lowercase letters, digits, _ and - only, at most 63 of each"
     if options.tensorboard is not None and options.service_account is None:
         yield "--tensorboard needs --service-account: Vertex AI's own account may not write to it"
+    for option, text in [*options.variables.items(), *(("--", flag) for flag in job.flags)]:
+        if "$(" in text:  # whether it undoes $$( is not documented
+            yield f"{plain(option)} {plain(text)}: Vertex AI puts variables where $( stands: use a file of --config"
     if reserved := next((key for key in options.variables if key == "CLUSTER_SPEC" or key.startswith("AIP_")), None):
         yield f"--env {reserved} is set by Vertex AI itself: leave it out"
     if len(options.variables) > 100:
@@ -165,14 +170,17 @@ def _of_storage(config: Config, job: Job, options: Options) -> Iterator[str]:
         ("--base-output-dir", options.base_output_dir),
         ("--staging-bucket", options.staging_bucket),
     ):
-        if value is not None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/\S*)?", value):
-            yield f"{option} {value} must be gs://BUCKET or a folder in it"
+        if value is None:
+            continue
+        plain_parts = not {".", ".."} & set(value.split("/")) and value.isprintable()
+        if not plain_parts or not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/\S*)?", value):
+            yield f"{option} {plain(value)} must be gs://BUCKET or a folder in it"
     for each in options.nfs:
         if not re.fullmatch(r"[^:/\s]+:/[^:\s]*:[A-Za-z0-9_-]+", each):
-            yield f"--nfs {each} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
+            yield f"--nfs {plain(each)} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
     if options.nfs and options.network is None:
         yield "--nfs needs --network: replicas reach a server only in a network that is peered with them"
-    if not f"{config.run.run_dir}/".startswith(options.mounts) and not outlives_machines(config, job):
+    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
         yield (
             f"--run-dir {config.run.run_dir} is on the disk of each replica and lost with it: use --base-output-dir, "
             f"a folder in {' or '.join(options.mounts)}, or with one machine --checkpoint-dir URL"

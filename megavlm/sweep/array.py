@@ -1,8 +1,8 @@
-"""Describe variants as one array job of SLURM: launch/slurm.sbatch reads the flags of its task from a file."""
+"""Describe variants as one array job of SLURM: launch/slurm.sbatch reads the flags of its task from a file of it."""
 
 from __future__ import annotations
 
-import shlex
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megavlm.launch.job import Command, Job
 from megavlm.sweep.grid import Grid, Variant
 from megavlm.sweep.state import write_whole
 
-_FLAGS, _JOB = "array.txt", "array.job"
+_FLAGS, _JOB = "array", "array.job"
 
 
 def specification(
@@ -29,15 +29,17 @@ def specification(
     """Return the command that submits the variants, `parallel` of them at a time (0: as many as there is room for)."""
     folder = Path(grid.run_dir)
     at_once = f"%{parallel}" if parallel else ""
-    array = [f"--array=0-{len(variants) - 1}{at_once}", f"--output={folder}/%A_%a.out", "--parsable"]
+    printed = f"{str(folder).replace('%', '%%')}/%A_%a.out"
+    array = [f"--array=0-{len(variants) - 1}{at_once}", f"--output={printed}", "--parsable"]
     job = Job(grid.nodes, grid.processes, ())
     command = slurm.specification(job, [*array, *options], profile=profile, image=image)
     return replace(command, environment={**command.environment, "MEGAVLM_ARRAY": str(folder / _FLAGS)})
 
 
 def write_flags(grid: Grid, variants: Sequence[Variant]) -> None:
-    """Write the flags of each task, a line for each, quoted for a shell."""
-    write_whole(Path(grid.run_dir) / _FLAGS, "".join(shlex.join(variant.flags) + "\n" for variant in variants))
+    """Write the flags of each task to a file named by its number, each followed by a NUL, which no flag can have."""
+    for number, variant in enumerate(variants):
+        write_whole(Path(grid.run_dir) / _FLAGS / str(number), b"".join(os.fsencode(f"{f}\0") for f in variant.flags))
 
 
 def refuse_second(grid: Grid) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import shlex
 from collections import Counter
@@ -105,9 +107,10 @@ def variants_of(grid: Grid) -> list[Variant]:
 
     Raises UserError for names that are equal, for too many variants, and for a baseline that is none of them.
     """
+    number = math.prod(map(len, (grid.product or {}).values())) * len(grid.list or [0]) * len(grid.seeds or [0])
+    if number > _MOST:
+        raise UserError(f"grid: {number} variants are more than {_MOST}: vary fewer options")
     found = list(_variants(grid))
-    if len(found) > _MOST:
-        raise UserError(f"grid: {len(found)} variants are more than {_MOST}: vary fewer options")
     twice = [name for name, count in Counter(variant.name for variant in found).items() if count > 1]
     if twice:
         raise UserError(f"grid: two variants are called {plain(twice[0])}: give entries of list a `name`, or vary more")
@@ -174,7 +177,14 @@ def _text(value: Any) -> str:
         return "+".join(map(_text, value))
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else str(value)
+    text = "none" if value is None else str(value)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise UserError(f"grid: {shown(text)} is no text: it has half of a character") from None
+    if "\0" in text:
+        raise UserError(f"grid: {shown(text)} has a NUL, which no option can have")
+    return text
 
 
 def _file_name(text: str) -> str:

@@ -211,10 +211,10 @@ def test_an_array_job_is_one_command(tmp_path: Path):
         *("sbatch", "--nodes=2", "--gpus-per-node=4", "--array=0-1%2", f"--output={folder}/%A_%a.out", "--parsable"),
         *("--time=60", "launch/slurm.sbatch"),
     )
-    assert command.environment["MEGAVLM_ARRAY"] == f"{folder}/array.txt"
+    assert command.environment["MEGAVLM_ARRAY"] == f"{folder}/array"
     assert Job(2, 4, ()).world == grid.world
     array.write_flags(grid, variants[1:])
-    assert (folder / "array.txt").read_text().splitlines()[1].endswith(f"--lr 3 --run-dir {folder}/lr-3")
+    assert (folder / "array/1").read_text().endswith(f"--lr\x003\0--run-dir\0{folder}/lr-3\0")
 
 
 def test_a_second_array_of_a_sweep_is_refused_while_the_first_is_in_the_queue(tmp_path: Path, monkeypatch):
