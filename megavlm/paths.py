@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,17 +39,6 @@ def _homes(folder: Path) -> Iterator[Path]:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve() fails for links in a circle
-
-
-def copy_files(source: Path, target: Path, *, suffixes: tuple[str, ...] | None = None) -> None:
-    """Copy the regular files of a folder, those with one of `suffixes` if given, into a folder that is made.
-
-    Raises Escapes for a link that leads out of `source`. What is no file is left out.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and (suffixes is None or path.suffix in suffixes):
-            shutil.copyfile(inside(source, path.name), target / path.name)
 
 
 def plain(name: str) -> str:

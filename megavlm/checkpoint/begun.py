@@ -40,7 +40,8 @@ def as_begun(config: Config) -> Config:
 
 def _with_stored(config: Config, content: bytes) -> Config:
     with NamedTemporaryFile(suffix=".yaml") as file:
-        Path(file.name).write_bytes(content)
+        file.write(content)
+        file.flush()
         return _with_values_in(config, Path(file.name))
 
 

@@ -15,6 +15,7 @@ from megavlm.checkpoint import folders, manifest, retention
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum
 from megavlm.checkpoint.retention import Holds, Keep, best_of, metrics_of
 from megavlm.errors import UserError
+from megavlm.files import open_new
 from megavlm.paths import open_regular, read_bytes
 
 Named = TypeVar("Named")
@@ -140,7 +141,7 @@ def copy(source: Path, to: Path) -> Path:
 def _copy_file(source: Path, to: Path) -> FileSum:
     to.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
-    with open_regular(source) as reading, to.open("wb") as writing:
+    with open_regular(source) as reading, open_new(to) as writing:
         while piece := reading.read(_PIECE):
             writing.write(piece)
             crc = zlib.crc32(piece, crc)

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from megavlm.checkpoint.folded_sum import FoldedSum
+from megavlm.files import replace_file
 from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
@@ -106,7 +107,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str |
     sums = {name: known.get(name) or sum_of(folder / name) for name in names if name != MANIFEST}
     lines = [f"{json.dumps(name)}: {json.dumps(_to_json(total))}" for name, total in sums.items()]
     head = f'{{"format": 1, "attempt": {json.dumps(attempt)}, "files": {{\n'
-    (folder / MANIFEST).write_text(head + ",\n".join(lines) + "\n}}\n")
+    replace_file(folder / MANIFEST, head + ",\n".join(lines) + "\n}}\n")
 
 
 def attempt_of(folder: Path) -> str | None:

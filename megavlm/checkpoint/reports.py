@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpoint.manifest import TENSORS, FileSum
 from megavlm.checkpoint.tensor_files import NotFinite, SaveError, Written
+from megavlm.files import replace_file
 
 PATIENCE = 120.0  # seconds in which a writer writes nothing until it is given up
 _LOOK = 0.05  # seconds between looks for reports
@@ -48,9 +49,7 @@ class Reports:
             ]
             content["sums"] = {name: [each.bytes, each.crc32, each.items] for name, each in written.sums.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f"{rank}.tmp"
-        unfinished.write_text(json.dumps(content))
-        unfinished.rename(self._folder / f"{rank}.json")
+        replace_file(self._folder / f"{rank}.json", json.dumps(content))
 
     def of(self, rank: int) -> Written | None:
         """Return what a rank has written; None if it has not reported. Raises SaveError if it reports a failure."""

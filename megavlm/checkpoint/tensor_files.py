@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
+from megavlm.files import open_new
 
 THREADS = 2  # files of a rank, each written by a thread
 _FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
@@ -84,7 +85,7 @@ def write_file(
     results = []
     stream = None
     try:
-        with path.open("wb") as file, without_record_sums():
+        with open_new(path) as file, without_record_sums():
             on_disk = _FlushedFile(file)
             stream = SummingFile(cast(IO[bytes], on_disk), go_on)
             if isinstance(content, bytes):

@@ -17,6 +17,7 @@ from pathlib import Path
 from megavlm.checkpoint import remote
 from megavlm.checkpoint.manifest import attempt_of, read_manifest
 from megavlm.checkpoint.retention import Holds
+from megavlm.files import replace_file
 from megavlm.storage.store import Store
 
 _LOOK = 0.2  # seconds
@@ -91,10 +92,10 @@ def answer(nodes: Nodes, node: int, root: Path, store: Store) -> bool:
         try:
             if not holds.add(checkpoint):
                 continue
-            sign.write_text("")
+            replace_file(sign, "")
             names = nodes.share(read_manifest(checkpoint), node)
             remote.send(checkpoint, store, names, done=set(), go_on=partial(_touch, sign))
-            sign.write_text(_DONE)
+            replace_file(sign, _DONE)
             copied = True
         except FileNotFoundError:  # nobody waits for the answer any more
             continue

@@ -31,6 +31,7 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
+from megavlm.files import write_out
 from megavlm.parallel.world import world_of
 from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
@@ -134,7 +135,10 @@ def calibrate(options: argparse.Namespace) -> None:
         repeats = options.rounds * options.repeats
         tile = row_tile(timed_products(backend, DTYPES[options.precision], repeats=repeats))
     between = measure_link(backend)
-    if dist.get_rank() == 0:
+    first = dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    if first:
         base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
         hardware = replace(
             base,
@@ -148,10 +152,8 @@ def calibrate(options: argparse.Namespace) -> None:
             devices_per_node=max(base.devices_per_node, world),
             row_tile=tile,
         )
-        options.out.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
+        write_out("--out", options.out, json.dumps(to_json(hardware), indent=2) + "\n")
         print(_summary(hardware, forward, backward))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:

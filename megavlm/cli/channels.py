@@ -20,11 +20,12 @@ from megavlm.config.commands import Parser, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
-from megavlm.data.processors.vision_inputs import ARRAY, NAME, VisionInput, measured, vision_input_of, write_channels
+from megavlm.data.processors.vision_inputs import ARRAY, NAME, VisionInput, channels_json, measured, vision_input_of
 from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
 from megavlm.data.records.streams import cache_of
 from megavlm.data.types import BadSample, ImageRef
 from megavlm.errors import UserError
+from megavlm.files import write_out
 from megavlm.program import program
 
 
@@ -61,7 +62,7 @@ def measure(options: argparse.Namespace) -> None:
     vision_input = vision_input_of(options.vision_input, options.vision_in_channels or 0)
     skipped: list[BadSample] = []
     found = measured(_images(records, vision_input, options, skipped))
-    write_channels(options.out, vision_input.name, found)
+    write_out("--out", options.out, channels_json(vision_input.name, found))
     print(f"{options.out}: {len(found.mean)} channels, {len(skipped)} images could not be read")
     if skipped:
         print(f"  the first: {skipped[0].detail}")

@@ -23,6 +23,7 @@ from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.errors import UserError
+from megavlm.files import check_folder, replace_file
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.plan import make_plan
 from megavlm.program import program, started_as
@@ -33,6 +34,8 @@ from megavlm.storage.cache import local_path
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(without_extensions(argv))
+    if "out" in options:
+        check_folder("OUT_DIR", options.out)
     status: int = options.run(options, rest)
     return status
 
@@ -93,7 +96,7 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     start = time.perf_counter()
     plan = make_plan(single, ONE)
     folder = import_checkpoint(pretrained, shapes, config, plan, root=options.out / "checkpoints")
-    (options.out / "config.yaml").write_text(to_yaml(_loading(given, options.out)))
+    replace_file(options.out / "config.yaml", to_yaml(_loading(given, options.out)))
     parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
     print(f"start from it: {program('train')} --config {options.out / 'config.yaml'} --run-dir RUN")

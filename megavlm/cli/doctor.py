@@ -24,6 +24,7 @@ from megavlm.doctor.formatting import as_json, as_lines, as_text
 from megavlm.doctor.needs import needs
 from megavlm.doctor.problems import Problem, problems
 from megavlm.errors import RankError, UserError
+from megavlm.files import write_out
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -98,7 +99,7 @@ def check_world(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace, text: str, json: str) -> None:
     if options.json not in (None, "-"):
-        Path(options.json).write_text(json, encoding="utf-8")
+        write_out("--json", Path(options.json), json)
     print(json if options.json == "-" else text)
 
 

@@ -26,6 +26,7 @@ from megavlm.data.records.turns import text_turn
 from megavlm.data.records.videos import video_below
 from megavlm.data.types import BadSample, Reason, Role, Sample
 from megavlm.errors import UserError
+from megavlm.files import check_folder, open_new, replace_file
 from megavlm.inference.assistant import DTYPES
 from megavlm.inference.embedder import Embedder
 from megavlm.inference.exports import model_folder
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _embed(given: argparse.Namespace) -> None:
+    check_folder("--out", given.out)
     if given.batch_size < 1:
         raise UserError(f"--batch-size {given.batch_size} must be at least 1")
     found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True), in_parts=True)
@@ -93,8 +95,9 @@ def _embed(given: argparse.Namespace) -> None:
     if not parts:
         raise UserError(f"{given.records} has no records")
     given.out.mkdir(parents=True, exist_ok=True)
-    np.save(given.out / "vectors.npy", np.concatenate(parts))
-    (given.out / "ids.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in ids))
+    with open_new(given.out / "vectors.npy") as file:
+        np.save(file, np.concatenate(parts))
+    replace_file(given.out / "ids.jsonl", "".join(f"{json.dumps(each)}\n" for each in ids))
     print(f"{len(ids):,} vectors of {parts[0].shape[1]:,} channels: {given.out / 'vectors.npy'}")
 
 

@@ -28,6 +28,7 @@ from megavlm.evaluation.metrics import METRICS
 from megavlm.evaluation.page import failures_page
 from megavlm.evaluation.scores import results_json, scored, scores_of
 from megavlm.evaluation.task import Task, check_names, read_task, task_option
+from megavlm.files import check_folder, replace_file
 from megavlm.inference.exports import model_folder
 from megavlm.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.parallel.world import World, world_of
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(given: argparse.Namespace, world: World) -> None:
+    if given.out is not None:
+        check_folder("--out", given.out)
     tasks = _tasks(given)
     sampling = sampling_of(given)
     refuse_unasked(tasks, unreadable(tasks))
@@ -151,9 +154,7 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
         ),
         ("failures.html", page),
     ):
-        temporary = folder.path / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, folder.path / name)
+        replace_file(folder.path / name, text)
     for task, mine in found:
         for score in scores_of(mine):
             print(f"{task.name}: {score}")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
+from megavlm.files import write_out
 from megavlm.preview.goodput import LIMIT, page
-from megavlm.preview.html import write_page
 from megavlm.preview.run_charts import duration
 from megavlm.resilience.account import Account, Scaling, point_of, records_of, scaling_of
 from megavlm.resilience.events import events
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     accounts = [_account(run) for run in given.runs]
     scaling = _scaling(given.runs) if given.scaling else None
-    write_page(page(accounts, scaling), given.out)
+    write_out("--out", given.out, page(accounts, scaling))
     if given.json:
         print(json.dumps(_as_json(accounts, scaling), indent=2))
     else:

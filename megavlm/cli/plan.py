@@ -24,6 +24,7 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
+from megavlm.files import write_out
 from megavlm.launch.configuration import with_model
 from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import PARTS, html, png
@@ -285,16 +286,10 @@ def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_
     def part_of_chunk(chunk: int) -> str:
         return PARTS[2] if len(chunks[chunk]) == 2 else PARTS[chunks[chunk] == {True}]
 
-    if path.suffix == ".png":
-        png(timeline, path, title=title, part_of_chunk=part_of_chunk)
-        print(f"wrote {path}")
-    else:
-        _write(path, "--gantt", html(timeline, title=title, part_of_chunk=part_of_chunk))
+    draw = png if path.suffix == ".png" else html
+    _write(path, "--gantt", draw(timeline, title=title, part_of_chunk=part_of_chunk))
 
 
-def _write(path: Path, flag: str, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {plain(str(path))} cannot be written: {error.strerror}") from None
+def _write(path: Path, flag: str, text: str | bytes) -> None:
+    write_out(flag, path, text)
     print(f"wrote {path}")

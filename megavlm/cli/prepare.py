@@ -25,6 +25,7 @@ from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.shapes import SHAPES
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
+from megavlm.files import check_folder
 from megavlm.program import program
 
 
@@ -68,8 +69,7 @@ def prepare(options: argparse.Namespace) -> None:
         raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
     if is_stream(source):
         raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
-    if options.out.exists() and not options.out.is_dir():
-        raise UserError(f"{options.out} is a file: name a folder to write the tars to")
+    check_folder("OUT_DIR", options.out)
     records = open_records(source, pairs=False)
     count = len(records)
     order = np.arange(count) if options.shuffle is None else np.random.default_rng(options.shuffle).permutation(count)

@@ -49,11 +49,11 @@ def _config(argv: Sequence[str]) -> Config:
 
 def write(config: Config, out: Path, *, shown: int) -> Path:
     """Write the page atomically and return its path."""
+    from megavlm.files import write_out
     from megavlm.preview.collect import look
-    from megavlm.preview.html import write_page
     from megavlm.preview.page import page
 
     names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
     text = page(look(config, shown=shown, title=f"Data of {names}"))
-    write_page(text, out)
+    write_out("--out", out, text)
     return out

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.config.commands import Parser, reported
-from megavlm.preview.html import write_page
+from megavlm.files import write_out
 from megavlm.preview.report import page
 from megavlm.preview.run_data import read_run
 
@@ -20,7 +20,7 @@ from megavlm.preview.run_data import read_run
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    write_page(page([read_run(run) for run in given.runs]), given.out)
+    write_out("--out", given.out, page([read_run(run) for run in given.runs]))
     print(f"wrote {given.out}")
     return 0
 

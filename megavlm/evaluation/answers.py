@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
+from megavlm.files import open_to_append, replace_file
 from megavlm.json_files import read_json
+from megavlm.paths import open_regular
 
 SETTINGS = "settings.json"
 
@@ -45,9 +47,7 @@ class AnswerFolder:
                     "--out, or delete this one"
                 )
             return
-        temporary = file.with_name(f"{file.name}.tmp")
-        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
-        os.replace(temporary, file)
+        replace_file(file, json.dumps(wanted, indent=2) + "\n")
 
     def read(self) -> dict[tuple[str, int], Answer]:
         """Return the answers by task and number; a line that was cut short when a process was killed is no answer."""
@@ -62,15 +62,13 @@ class AnswerFolder:
         process may be answering.
         """
         for file in self.path.glob("answers-*.jsonl"):
-            temporary = file.with_suffix(".tmp")
-            temporary.write_bytes(_written(answer for answer in _lines(file) if answer.error is None))
-            os.replace(temporary, file)
+            replace_file(file, _written(answer for answer in list(_lines(file)) if answer.error is None))
 
     def append(self, answers: Iterable[Answer]) -> None:
         """Write answers to the end of this process's file, on a line of their own, and hand them to the system."""
         lines = _written(answers)
-        with self._file.open("ab+") as file:
-            if file.tell() and not _ends_a_line(self._file):
+        with open_to_append(self._file, buffering=-1) as file:
+            if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 file.write(b"\n")
             file.write(lines)
 
@@ -80,14 +78,10 @@ def _written(answers: Iterable[Answer]) -> bytes:
     return "".join(lines).encode("utf-8", "surrogatepass")
 
 
-def _ends_a_line(file: Path) -> bool:
-    with file.open("rb") as opened:
-        opened.seek(-1, os.SEEK_END)
-        return opened.read(1) == b"\n"
-
-
 def _lines(file: Path) -> Iterator[Answer]:
-    for line in file.read_bytes().splitlines():
+    with open_regular(file) as opened:
+        lines = opened.read().splitlines()
+    for line in lines:
         try:
             yield Answer(**json.loads(line))
         except (ValueError, TypeError):

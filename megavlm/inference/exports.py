@@ -17,6 +17,7 @@ from megavlm.checkpoint.manifest import MANIFEST
 from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
+from megavlm.files import open_to_append, replace_file
 from megavlm.paths import read_bytes
 from megavlm.program import program
 from megavlm.storage.cache import local_path
@@ -89,7 +90,7 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
                 shutil.rmtree(out, ignore_errors=True)
                 say(f"exporting {checkpoint} to {out} (once)")
                 _export(checkpoint, out, in_parts=in_parts)
-                mark.write_text(digest)
+                replace_file(mark, digest)
     except OSError as error:
         raise UserError(
             f"{exports} cannot be written ({error.strerror or error}): export the run elsewhere with "
@@ -101,7 +102,7 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a file's lock, so that two programs do not export the same run at once; it ends with the process."""
-    with path.open("w") as file:
+    with open_to_append(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from megavlm.checkpoint.folders import complete
 from megavlm.checkpoint.remote import complete_in
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.launch.requeue import Attempt
+from megavlm.paths import read_bytes
 from megavlm.storage.store import Store, StoreError
 from megavlm.storage.transfer import with_retries
 
@@ -48,7 +50,7 @@ class JobFile:
 
     def read(self) -> History:
         """Return the longer history of both: the disk may be new, or of a machine that left the job for a while."""
-        found = [_history(self._path.read_bytes())] if self._path.exists() else []
+        found = [_history(self._content())] if os.path.lexists(self._path) else []
         if self.store is not None and (stored := self._ask(self._stored)):
             found.append(stored)
         return max(found, key=lambda each: each.length, default=History())
@@ -57,9 +59,7 @@ class JobFile:
         """Write the history to the disk, and to the store if that answers and has no longer one."""
         content = json.dumps({"attempts": [asdict(each) for each in ended], "open": began}) + "\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(content)
-        os.replace(temporary, self._path)
+        replace_file(self._path, content)
         if self.store is not None:
             self._ask(lambda store: self._put(store, content.encode()))
 
@@ -72,6 +72,12 @@ class JobFile:
         if self.store is None:
             return 0
         return self._ask(lambda store: max((each.iteration for each in complete_in(store)), default=0))
+
+    def _content(self) -> bytes:
+        try:
+            return read_bytes(self._path, at_most=_LARGEST)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be read ({error.strerror or error}): delete it") from error
 
     def _stored(self, store: Store) -> History | None:
         if f"{self.job}.json" not in store.below("jobs").files():

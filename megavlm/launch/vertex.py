@@ -7,17 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.launch.checks import check_flags
 from megavlm.launch.job import Command, Job
 from megavlm.launch.profile import pairs, read_profile
 from megavlm.launch.vertex_job import Options, complaints, custom_job, in_container, run_dir_of
 from megavlm.launch.vertex_machines import MACHINES
+from megavlm.metrics.secrets import without_secrets
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -79,6 +81,8 @@ def launch(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise UserError(complaint)
     if not given.skip_checks:
         check_flags(here, job, gpu=given.gpu, shared=True)
+    if given.dry_run:
+        options = replace(options, variables=without_secrets(options.variables))
     described = custom_job(job, options)
     if given.dry_run:
         print(json.dumps({"parent": _parent(options), "customJob": described, "uploads": uploads}, indent=2))
@@ -191,7 +195,7 @@ def _upload(path: str, url: str) -> None:
 def _print_commands(described: Mapping[str, Any], options: Options, uploads: Mapping[str, str]) -> int:
     """Write the specification to a file, and print the commands that submit it."""
     file = Path(f"{re.sub(r'[^A-Za-z0-9._-]', '-', options.name)}.vertex.json")
-    file.write_text(json.dumps(described["jobSpec"], indent=2) + "\n", encoding="utf-8")
+    replace_file(file, json.dumps(described["jobSpec"], indent=2) + "\n")
     print("google-cloud-aiplatform is not installed (pip install -e '.[vertex]'): submit the job by", file=sys.stderr)
     print(*gcloud_commands(described, options, uploads, file=str(file)), sep="\n")
     return 0

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megavlm.files import replace_file
 from megavlm.metrics.callback import Callback, Samples, Start, Stop
 from megavlm.metrics.samples_page import Question, samples_page
 from megavlm.metrics.sinks import JsonlSink
 from megavlm.paths import open_regular
-from megavlm.preview.html import replace_page
 
 MOST_MOMENTS = 40  # iterations whose answers are on the page, and in memory
 
@@ -86,7 +86,7 @@ class SamplesSink(Callback):
             self._name, pictures, self._moments.shown(), answered=len(self._moments), train_iters=self._last
         )
         try:
-            replace_page(page, self._folder / "index.html")
+            replace_file(self._folder / "index.html", page)
             self._writable = True
         except OSError as error:
             if self._writable:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megavlm.data.types import Skipped
 from megavlm.errors import UserError
+from megavlm.files import open_to_append
 from megavlm.metrics.callback import Callback, StepEnd, Stop
 from megavlm.paths import open_regular
 
@@ -65,7 +66,7 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open_to_append(path)
         self._waiting = b""
 
     def start_with(self, kept: bytes, *, of: bytes) -> None:

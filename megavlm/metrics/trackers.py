@@ -13,6 +13,7 @@ from typing import Any
 from megavlm.config.fields import options, value_at
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.metrics.background import Background
 from megavlm.metrics.callback import Callback
 from megavlm.metrics.secrets import without_secrets
@@ -70,4 +71,4 @@ def known_id(run_dir: Path, tracker: str) -> str | None:
 
 def remember_id(run_dir: Path, tracker: str, identity: str) -> None:
     """Write down the id under which a tracker knows the run folder: a run that resumes goes on under it."""
-    (run_dir / ID_FILE.format(tracker)).write_text(identity + "\n", encoding="utf-8")
+    replace_file(run_dir / ID_FILE.format(tracker), identity + "\n")

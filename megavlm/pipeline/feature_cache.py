@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 
 _KEPT_AFTER_CLEANING = 0.9  # fraction of the size limit: evicting more than needed avoids a directory scan per new file
 
@@ -69,13 +70,10 @@ class FeatureCache:
         values = features.detach().cpu().contiguous()
         data = save({"features": values}, {"sha256": hashlib.sha256(_raw(values)).hexdigest()})
         path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
+            replace_file(path, data)
         except OSError:
-            temporary.unlink(missing_ok=True)
             return
         self._bytes += len(data)
         if self._bytes > self._size:

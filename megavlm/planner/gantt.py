@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT
 from megavlm.planner.timeline import Event, Timeline
@@ -87,10 +87,8 @@ def html(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] 
     )
 
 
-def png(
-    timeline: Timeline, path: Path, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language"
-) -> None:
-    """The same as a PNG."""
+def png(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language") -> bytes:
+    """Return the same as a PNG."""
     from PIL import Image, ImageDraw
 
     top = 46
@@ -111,7 +109,9 @@ def png(
     for tick in range(5):
         place = (_LEFT + _WIDTH * tick / 4, top + _height(timeline) - 12)
         draw.text(place, _time(timeline.seconds * tick / 4), fill="#666a73", anchor="mm", font_size=11)
-    image.save(path)
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _bars(timeline: Timeline, part_of_chunk: Callable[[int], str]) -> list[_Bar]:

@@ -1,30 +1,11 @@
-"""Put the parts of a page together, and write it: HTML that needs no script, font, other file or network."""
+"""Put the parts of a page together: HTML that needs no script, font, other file or network."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from html import escape
-from pathlib import Path
 
-from megavlm.errors import UserError
 from megavlm.preview.style import STYLE
-
-
-def write_page(text: str, out: Path) -> None:
-    """Write a page, whole or not at all. Raises UserError, which names --out, if the file cannot be written."""
-    try:
-        replace_page(text, out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
-
-
-def replace_page(text: str, out: Path) -> None:
-    """Write a page, whole or not at all, whether there is an older one or not. Raises OSError."""
-    temporary = out.with_name(out.name + ".tmp")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(temporary, out)
 
 
 def document(title: str, body: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megavlm.files import open_to_append
 from megavlm.paths import open_regular
 
 FILE = "events.jsonl"
@@ -68,11 +69,8 @@ def record(
     line = json.dumps(event, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
     try:
         # One write to a file in append mode: lines of several processes do not mix.
-        file = os.open(run_dir / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-        try:
-            os.write(file, line)
-        finally:
-            os.close(file)
+        with open_to_append(run_dir / FILE) as file:
+            file.write(line)
     except OSError as error:
         print(f"warning: {run_dir / FILE} cannot be written ({error.strerror}): {kind}", file=sys.stderr, flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import linecache
 import sys
@@ -10,6 +11,8 @@ import threading
 import time
 import traceback
 from pathlib import Path
+
+from megavlm.files import open_new, replace_file
 
 # Files whose functions wait for other ranks, and what a line that waits for a transfer looks like elsewhere.
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
@@ -47,7 +50,7 @@ def write_stacks(path: Path, header: str) -> None:
     The file names the training thread's identifier, since `faulthandler` prints identifiers alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with io.TextIOWrapper(open_new(path), encoding="utf-8") as file:
         print(header, file=file)
         for thread in threading.enumerate():
             print(f"thread 0x{thread.ident or 0:016x}: {thread.name}", file=file)
@@ -55,7 +58,7 @@ def write_stacks(path: Path, header: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
     record = flight_record()
     if record is not None:
-        path.with_suffix(".collectives.json").write_bytes(record)
+        replace_file(path.with_suffix(".collectives.json"), record)
 
 
 def flight_record() -> bytes | None:

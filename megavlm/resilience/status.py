@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from megavlm.errors import Stopped, UserError
+from megavlm.files import replace_file
 from megavlm.paths import read_bytes
 from megavlm.resilience.events import attempt, record
 
@@ -49,12 +51,8 @@ def write_status(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "attempt": attempt(),
     }
-    temporary = run_dir / f"{FILE}.{os.getpid()}"
-    try:
-        temporary.write_text(json.dumps(status, indent=2) + "\n")
-        temporary.rename(run_dir / FILE)
-    except OSError:
-        return  # the run itself will say that its folder cannot be written
+    with suppress(OSError):  # the run itself will say that its folder cannot be written
+        replace_file(run_dir / FILE, json.dumps(status, indent=2) + "\n")
 
 
 def note_failure(run_dir: Path, error: BaseException) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megavlm.files import replace_file
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
@@ -212,7 +213,8 @@ class Watchdog:
         line = verdict["line"]
         mute = ", ".join(str(each) for each, *_ in verdict["silent"])
         with contextlib.suppress(OSError):
-            (folder / "README.txt").write_text(line + "\n" + (f"no stacks of rank {mute}: no answer\n" if mute else ""))
+            said = f"{line}\n" + (f"no stacks of rank {mute}: no answer\n" if mute else "")
+            replace_file(folder / "README.txt", said)
         print(f"the run hangs: {line}; stacks of all ranks: {folder}", file=sys.stderr, flush=True)
         if not self.owns_folder:
             return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
+from megavlm.files import open_new
 from megavlm.paths import open_regular
 from megavlm.storage.urls import complaint, without_secrets
 
@@ -145,7 +146,7 @@ class Store:
             if self._system.async_impl:
                 self._system.get_file(self._path(name), str(target), callback=_callback(moved))
                 return
-            with self._system.open(self._path(name), "rb") as reading, target.open("wb") as writing:
+            with self._system.open(self._path(name), "rb") as reading, open_new(target) as writing:
                 while piece := reading.read(_PIECE):
                     writing.write(piece)
                     moved(len(piece))

@@ -15,6 +15,7 @@ from typing import Any
 
 from megavlm.doctor.collect import said
 from megavlm.errors import UserError
+from megavlm.files import open_to_append
 from megavlm.launch import agent, local
 from megavlm.launch.exit_file import read_exit
 from megavlm.launch.job import Job
@@ -53,7 +54,10 @@ class Runs:
         run_dir = run_dir_of(variant)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with tempfile.TemporaryDirectory() as folder, run_dir.with_name(f"{run_dir.name}.out").open("ab") as output:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output,
+            ):
                 exit_file = Path(folder) / "exit"
                 job = Job(1, self._processes, variant.flags)
                 (command,) = local.specification(job, port=_free_port(), exit_file=exit_file)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.resilience.status import read_status
 from megavlm.sweep.grid import Variant
 
@@ -84,12 +84,10 @@ def noted(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file, so that a reader sees the one before or the new one. Raises UserError if it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, content)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error

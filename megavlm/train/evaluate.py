@@ -12,6 +12,7 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.source import Source
 from megavlm.data.types import Sample
 from megavlm.demo.digits import slug
+from megavlm.files import open_new, replace_file
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import VALIDATION
 from megavlm.train.build import Run
@@ -101,7 +102,8 @@ def report(examination: Examination, run_dir: Path) -> str:
         examination.shuffled_questions,
         examination.shuffled_predictions,
     )
-    (run_dir / "evaluation.txt").write_text(table + "\n")
+    replace_file(run_dir / "evaluation.txt", table + "\n")
+    open_new(run_dir / "examples.png").close()  # the library would follow a link
     draw_examples(examination.questions, examination.predictions, run_dir / "examples.png")
     return table
 

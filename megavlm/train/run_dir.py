@@ -26,6 +26,7 @@ from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.parallel.groups import from_rank_0, on_rank_0
 from megavlm.planner.plan import Plan
 
@@ -90,9 +91,9 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         "command": sys.argv,
     }
     try:
-        (run_dir / "config.yaml").write_text(to_yaml(with_start_defaults(config)))
-        (run_dir / "plan.json").write_text(plan.dumps())
-        (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        replace_file(run_dir / "config.yaml", to_yaml(with_start_defaults(config)))
+        replace_file(run_dir / "plan.json", plan.dumps())
+        replace_file(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
 

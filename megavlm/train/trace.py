@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megavlm.config.schema import LoggingConfig
+from megavlm.files import open_new, replace_file
 from megavlm.train.engine import Engine
 
 _ROWS = 10
@@ -70,9 +71,10 @@ class Tracer:
         profiler, self._profiler, self._traces = self._profiler, None, False
         profiler.__exit__(None, None, None)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        open_new(Path(f"{self._path}.json.gz")).close()  # torch would follow a link
         profiler.export_chrome_trace(f"{self._path}.json.gz")
         text = table(costs_of(profiler.key_averages()))
-        self._path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+        replace_file(self._path.with_suffix(".txt"), text + "\n")
         if self._says:
             self._say(f"{text}\ntrace: {self._path}.json.gz")
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # name stands for the module and, where no longer name matches, for everything in it. A package's own __init__ belongs
 # to the first row that names something in the package, because importing that runs the __init__ first.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("megavlm.errors", "megavlm.paths", "megavlm.json_files", "megavlm.program"),
+    ("megavlm.errors", "megavlm.paths", "megavlm.files", "megavlm.json_files", "megavlm.program"),
     ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
     ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),

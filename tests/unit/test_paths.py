@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.paths import Escapes, copy_files, inside, open_regular, plain, read_bytes
+from megavlm.files import copy_files
+from megavlm.paths import Escapes, inside, open_regular, plain, read_bytes
 
 
 @pytest.fixture

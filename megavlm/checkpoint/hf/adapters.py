@@ -25,6 +25,7 @@ from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.table import FusedQKV, Rule, Table
+from megavlm.files import replace_file
 from megavlm.model.weights import real_shape
 
 PREFIX = "base_model.model."
@@ -174,7 +175,7 @@ def export_adapters(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-    (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    replace_file(temporary / "adapter_config.json", json.dumps(config, indent=2) + "\n")
     # The library lets nobody else read what it writes.
     shutil.copymode(temporary / "adapter_config.json", temporary / "adapter_model.safetensors")
     temporary.rename(out)

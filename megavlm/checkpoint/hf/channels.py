@@ -7,9 +7,10 @@ from pathlib import Path
 
 from megavlm.config.schema import Config
 from megavlm.data.preprocessors import processor_for
-from megavlm.data.processors.vision_inputs import NAME, RGB, Channels, write_channels
+from megavlm.data.processors.vision_inputs import NAME, RGB, Channels, channels_json
 from megavlm.families import family_of
 from megavlm.families.shared.settings import Settings
+from megavlm.files import replace_file
 from megavlm.json_files import read_json
 
 _KEYS = ("num_channels", "in_channels", "in_chans")  # of a config.json's vision_config
@@ -30,10 +31,11 @@ def note_channels(files: Path, config: Config) -> None:
             wider = {**tower, key: wanted}
             changed = {**values, "vision_config": wider} if "vision_config" in values else wider
             if family.config(Settings(changed, "config.json")).vision.in_channels == wanted:
-                (files / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+                replace_file(files / "config.json", json.dumps(changed, indent=2) + "\n")
                 break
     if config.data.kind != "files":
         return
     processor = processor_for(config)
     if processor.vision_input.name != RGB.name:
-        write_channels(files / NAME, processor.vision_input.name, Channels(processor.mean, processor.std))
+        channels = Channels(processor.mean, processor.std)
+        replace_file(files / NAME, channels_json(processor.vision_input.name, channels))

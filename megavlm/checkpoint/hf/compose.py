@@ -18,6 +18,7 @@ from megavlm.families import families, family_of
 from megavlm.families.shared.connectors import exported_config
 from megavlm.families.shared.family import Composition
 from megavlm.families.shared.settings import Settings
+from megavlm.files import replace_file
 
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
@@ -49,7 +50,7 @@ def write_composed_sidecar(
     for pretrained in (parts["vision"], parts["language"]):
         copy_kept(pretrained.folder.path, target / FILES)
     _remove_index(target / FILES)
-    (target / FILES / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    replace_file(target / FILES / "config.json", json.dumps(described, indent=2, sort_keys=True) + "\n")
     family = family_of(Settings(described, "config.json"))
     spelling = family.name_prefixes[0]
     unused = {**_unused_of_tower(parts["vision"]), **_output_aside(parts["language"], spelling.head)}
@@ -75,7 +76,7 @@ def write_part_sidecars(pretrained_list: Sequence[Pretrained], parent: Path, con
     target = parent / NAME / "projector"
     (target / FILES).mkdir(parents=True)
     described = exported_config(model)
-    (target / FILES / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    replace_file(target / FILES / "config.json", json.dumps(described, indent=2, sort_keys=True) + "\n")
     family = family_of(Settings(described, "config.json"))
     table = family.table(model, family.name_prefixes[spelling])
     write_tensors(target, pretrained_list, table, unused={}, spelling=spelling, files={}, config=config)

@@ -12,6 +12,7 @@ from megavlm.checkpoint.hf.sentence_files import end_texts, write_sentence_trans
 from megavlm.config.registry import registered
 from megavlm.config.schema import ModelConfig, ObjectiveConfig
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.json_files import OBJECT, check, read_json, whole
 
 FILE = "megavlm_embedding.json"
@@ -94,7 +95,7 @@ def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str,
         scores=_said_of(scores),
         widths=widths,
     )
-    (folder / "README.md").write_text(readme)
+    replace_file(folder / "README.md", readme)
 
 
 def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
@@ -110,7 +111,7 @@ def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapp
         query=options.query_prefix,
         document=options.document_prefix,
     )
-    (folder / "README.md").write_text(readme)
+    replace_file(folder / "README.md", readme)
 
 
 def _said_of(scores: Mapping[str, float]) -> str:
@@ -126,7 +127,7 @@ def _told(options: ObjectiveConfig, scores: Mapping[str, float]) -> dict[str, An
 
 
 def _write(folder: Path, told: Mapping[str, Any]) -> None:
-    (folder / FILE).write_text(json.dumps(told, indent=2) + "\n")
+    replace_file(folder / FILE, json.dumps(told, indent=2) + "\n")
 
 
 def is_in_parts(folder: Path) -> bool:

@@ -49,6 +49,7 @@ from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, TransposeEach, row_pairs
+from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 from megavlm.objective.contrastive import scale_of
@@ -389,7 +390,7 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
         said = index.get("metadata") or {}
         if not isinstance(said, dict) or said.get("total_size") != size:
             index["metadata"] = {**(said if isinstance(said, dict) else {}), "total_size": size}
-            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            replace_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     sizes = Counter[str]()
     for dtype, shape in tensors:
         if DTYPES[dtype].is_floating_point:
@@ -398,4 +399,4 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
     key = "dtype" if "dtype" in config else "torch_dtype"
     if sizes and key in config and config[key] not in sizes:
         config[key] = sizes.most_common(1)[0][0]
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        replace_file(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -37,6 +37,7 @@ from megavlm.checkpoint.summary import FORMAT
 from megavlm.checkpoint.tensor_files import without_record_sums
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
+from megavlm.files import open_new, replace_file
 
 
 def import_checkpoint(
@@ -69,7 +70,7 @@ def import_checkpoint(
         "plan": plan.to_json(),
         "model": json.loads(json.dumps(asdict(config.model))),
     }
-    (temporary / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    replace_file(temporary / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return folders.commit(root, 0, writer.sums)
 
 
@@ -110,7 +111,7 @@ class _StreamingWriter(dcp.FileSystemWriter):
                 return next(items, None)
 
         def fill(name: str) -> None:
-            with (Path(self.path) / name).open("wb", buffering=0) as unsummed, without_record_sums():
+            with open_new(Path(self.path) / name, buffering=0) as unsummed, without_record_sums():
                 file = SummingFile(unsummed)
                 while (item := next_item()) is not None:
                     offset = file.tell()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.raw import write_at
+from megavlm.files import open_new
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +51,7 @@ class StreamedFile:
         text += b" " * (-len(text) % 8)
         self._first = 8 + len(text)
         self.size = offset
-        self._file = path.open("wb", buffering=0)
+        self._file = open_new(path, buffering=0)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.truncate(self._first + offset)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.schema import ObjectiveConfig
+from megavlm.files import replace_file
 from megavlm.json_files import read_json
 
 _TOKENIZER = "tokenizer.json"
@@ -43,7 +44,7 @@ def write_sentence_transformers_files(folder: Path, options: ObjectiveConfig, *,
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        replace_file(folder / name, json.dumps(content, indent=2) + "\n")
 
 
 def end_texts(folder: Path) -> bool:
@@ -60,7 +61,7 @@ def end_texts(folder: Path) -> bool:
     if ending is None:
         return False
     tokenizer["post_processor"] = ending
-    file.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    replace_file(file, json.dumps(tokenizer, ensure_ascii=False, indent=2) + "\n")
     return True
 
 

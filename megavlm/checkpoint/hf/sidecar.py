@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,9 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.families.shared.table import Table
+from megavlm.files import copy_file, copy_files, replace_file
 from megavlm.json_files import TEXT, check, mapped, read_json, whole
-from megavlm.paths import Escapes, copy_files, inside, plain
+from megavlm.paths import Escapes, inside, plain
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
@@ -93,7 +93,7 @@ def write_tensors(
         for name, (folder, there) in kept.items():
             folder.copy(there, partial(out.write, name))
     listing = {"spelling": spelling, "files": dict(files), "types": types}
-    (target / TENSORS).write_text(json.dumps(listing, indent=1) + "\n")
+    replace_file(target / TENSORS, json.dumps(listing, indent=1) + "\n")
 
 
 def is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
@@ -119,7 +119,7 @@ def carry_sidecar(checkpoint: Path, run_dir: Path) -> bool:
         target = run_dir / NAME / part
         copy_kept(sidecar.files, target / FILES)
         for name in (TENSORS, UNUSED):
-            shutil.copyfile(sidecar.path / name, target / name)
+            copy_file(sidecar.path / name, target / name)
     return bool(found)
 
 

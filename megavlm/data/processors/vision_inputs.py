@@ -88,10 +88,9 @@ def measured(images: Iterable[NDArray[Any]]) -> Channels:
     return Channels(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))
 
 
-def write_channels(file: Path, name: str, channels: Channels) -> None:
-    """Write the statistics of a vision input's channels."""
-    values = {"vision_input": name, "mean": channels.mean, "std": channels.std}
-    file.write_text(json.dumps(values, indent=1) + "\n")
+def channels_json(name: str, channels: Channels) -> str:
+    """Return the statistics of a vision input's channels as the content of a file."""
+    return json.dumps({"vision_input": name, "mean": channels.mean, "std": channels.std}, indent=1) + "\n"
 
 
 def read_channels(file: Path) -> tuple[str | None, Channels]:

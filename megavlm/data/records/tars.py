@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import struct
 import tarfile
@@ -20,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megavlm.data.records.parts import Part, is_clip
+from megavlm.files import replace_file
 from megavlm.storage.file_range import FileRange
 
 META = ".nv-meta"
@@ -106,9 +106,10 @@ def index(folder: Path, names: Sequence[str]) -> None:
     meta = folder / META
     meta.mkdir(exist_ok=True)
     split = {"split_parts": {"train": list(counts)}, "exclude": []}
-    _write(meta / "split.yaml", json.dumps(split, indent=1).encode())  # JSON is YAML
-    _write(meta / "dataset.yaml", _DATASET.encode())
-    _write(meta / _INFO[0], json.dumps({"shard_counts": counts}, indent=1).encode())  # last: `is_prepared` looks for it
+    replace_file(meta / "split.yaml", json.dumps(split, indent=1))  # JSON is YAML
+    replace_file(meta / "dataset.yaml", _DATASET)
+    # Last: `is_prepared` looks for it.
+    replace_file(meta / _INFO[0], json.dumps({"shard_counts": counts}, indent=1))
 
 
 def sample_offsets(path: Path) -> list[int]:
@@ -148,15 +149,8 @@ def _index_tar(path: Path) -> int:
             return target.stat().st_size // 8 - 1
     offsets = sample_offsets(path)
     assert all(start <= end for start, end in pairwise(offsets))
-    _write(target, struct.pack(f"<{len(offsets)}Q", *offsets))
+    replace_file(target, struct.pack(f"<{len(offsets)}Q", *offsets))
     return max(len(offsets) - 1, 0)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file atomically: another process never reads half of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # other processes may write the same file
-    temporary.write_bytes(data)
-    temporary.replace(path)
 
 
 def _is_writable(folder: Path) -> bool:

@@ -29,6 +29,7 @@ from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.skips import SkipSummary
 from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Skipped, Turn, VideoRef
 from megavlm.errors import UserError
+from megavlm.files import open_new, open_to_append, replace_file
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
 from megavlm.paths import open_regular
 from megavlm.storage.file_range import FileRange
@@ -96,7 +97,7 @@ def write_shards(
     out.mkdir(parents=True, exist_ok=True)
     _note(out, notes)
     bad_ones = SkipSummary()
-    with (out / SKIPPED).open("ab") as skipped, ThreadPoolExecutor(_READERS) as pool:
+    with open_to_append(out / SKIPPED, buffering=-1) as skipped, ThreadPoolExecutor(_READERS) as pool:
         skipped.truncate(notes.skipped_bytes)
         while not notes.done and notes.records < len(order):
             shard = _Shard(out / f"{notes.shards:06}.tar")
@@ -197,7 +198,8 @@ class _Shard:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_suffix(".tmp")
-        self._tar = tarfile.TarFile(self._temporary, "w", format=tarfile.USTAR_FORMAT)
+        self._file = open_new(self._temporary)
+        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
         self.size = 0
         self.count = 0
 
@@ -218,6 +220,7 @@ class _Shard:
 
     def close(self) -> None:
         self._tar.close()
+        self._file.close()
         if self.count:
             self._temporary.replace(self._path)
         else:
@@ -242,9 +245,7 @@ def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
 
 
 def _note(out: Path, notes: Notes) -> None:
-    temporary = out / (NOTES + ".tmp")
-    temporary.write_text(json.dumps(asdict(notes), indent=1))
-    temporary.replace(out / NOTES)
+    replace_file(out / NOTES, json.dumps(asdict(notes), indent=1))
 
 
 def _text(turn: Turn, *, videos: bool) -> str:

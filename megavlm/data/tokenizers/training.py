@@ -9,6 +9,7 @@ from pathlib import Path
 import sentencepiece
 
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 
 IMAGE = "<image>"
 
@@ -37,9 +38,7 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
         minloglevel=2,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(model.getvalue())
-    temporary.replace(path)
+    replace_file(path, model.getvalue())
 
 
 def ensure_tokenizer(

@@ -32,7 +32,7 @@ def test_a_page_has_a_bar_for_every_pass() -> None:
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    png(step(), tmp_path / "step.png", title="TP2 PP2")
+    (tmp_path / "step.png").write_bytes(png(step(), title="TP2 PP2"))
     with Image.open(tmp_path / "step.png") as image:
         colours = image.convert("RGB").getcolors(maxcolors=100_000)
     assert colours is not None

@@ -18,7 +18,7 @@ from megavlm.cli import channels
 from megavlm.config.registry import Entry, Extension, registry
 from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for
-from megavlm.data.processors.vision_inputs import Channels, VisionInput, measured, read_channels, write_channels
+from megavlm.data.processors.vision_inputs import Channels, VisionInput, channels_json, measured, read_channels
 from megavlm.errors import UserError
 
 SUM: VisionInput | None = None  # set by `made`
@@ -65,7 +65,7 @@ def test_the_command_measures_what_training_reads(tmp_path: Path, capsys: pytest
 
 def test_arrays_are_resized_and_padded_as_numbers(tmp_path: Path) -> None:
     """Resized as Pillow resizes one channel of floats; padded with the mean, which becomes zero."""
-    write_channels(tmp_path / "channels.json", "array", Channels((100.0, 2e4), (10.0, 1e3)))
+    (tmp_path / "channels.json").write_text(channels_json("array", Channels((100.0, 2e4), (10.0, 1e3))))
     given = config(2, vision_input="array", channel_statistics=str(tmp_path / "channels.json"))
     processor = processor_for(given)
     array = RNG.normal((100, 2e4), (10, 1e3), (12, 24, 2)).astype(np.float32)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(count: int, data: dict[str, str], words: s
 
 def test_statistics_of_other_channels_are_refused(tmp_path: Path, made: None) -> None:
     file = tmp_path / "channels.json"
-    write_channels(file, "array", Channels((0.0, 0.0), (1.0, 1.0)))
+    file.write_text(channels_json("array", Channels((0.0, 0.0), (1.0, 1.0))))
     with pytest.raises(UserError, match=r"is of 2 channels and the model has 5: set --vision-in-channels 2"):
         processor_for(config(5, vision_input="array", channel_statistics=str(file)))
     with pytest.raises(UserError, match=r"--vision-input sum makes 4 channels and the model has 5"):

@@ -1,0 +1,130 @@
+"""Write files. No other module opens one for writing (`tests/unit/test_files.py` has the exceptions, with reasons).
+
+In a folder that this program keeps, somebody else may have put a link, a FIFO or a device where a file goes: a link is
+replaced or refused but never followed, the others are refused. A file that the user names is written where it leads to,
+and into what is there if that is no regular file, as /dev/null.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megavlm.errors import UserError
+from megavlm.paths import inside, open_regular
+
+_OPENED = re.compile(r"/dev/std(?:out|err)|(?:/dev/fd|/proc/self/fd)/(\d+)")  # what a shell has opened
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file of a folder of ours, whole or not at all: a reader sees the one before or the new one.
+
+    A link is replaced. Characters that UTF-8 does not have become question marks. Raises OSError, also for what is
+    there and is neither a file nor a link.
+    """
+    _refuse_special(path)
+    temporary = path.with_name(f".{secrets.token_hex(6)}.tmp")
+    try:
+        with open_new(temporary) as file:
+            file.write(_bytes(content))
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def open_new(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a new file of a folder of ours for writing, in place of a file or link of its name. Raises OSError."""
+    _refuse_special(path)
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb", buffering=buffering)
+
+
+def open_to_append(path: Path, *, buffering: int = 0) -> BinaryIO:
+    """Open a file of a folder of ours, made where there is none, to write to its end; unless it is buffered, each write
+    goes to the system at once, so that lines of several processes do not mix.
+
+    Raises OSError for a link and for what is no regular file.
+    """
+    _refuse_special(path)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "ab", buffering=buffering)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file to a new one in a folder of ours. Raises OSError."""
+    with open_regular(source) as reading, open_new(target) as writing:
+        shutil.copyfileobj(reading, writing)
+
+
+def copy_files(source: Path, target: Path, *, suffixes: tuple[str, ...] | None = None) -> None:
+    """Copy the regular files of a folder, those with one of `suffixes` if given, into a folder that is made.
+
+    Raises Escapes for a link that leads out of `source`. What is no file is left out.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (suffixes is None or path.suffix in suffixes):
+            copy_file(inside(source, path.name), target / path.name)
+
+
+def write_out(option: str, path: Path, content: str | bytes) -> None:
+    """Write the file that an option names. Folders that it lies in are made.
+
+    A link leads to the file, which is replaced whole; what is no regular file (a device, a FIFO with a reader,
+    /dev/stdout) gets the content. Raises UserError, which names the option.
+    """
+    try:
+        real = Path(os.path.realpath(path))
+        opened = _OPENED.fullmatch(str(path))
+        if opened or (real.exists() and not real.is_file() and not real.is_dir()):
+            if opened:
+                sys.stdout.flush()
+                file = os.dup(int(opened[1] or (1 if opened[0] == "/dev/stdout" else 2)))
+            else:
+                file = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+                os.set_blocking(file, True)
+            with os.fdopen(file, "wb") as written:
+                written.write(_bytes(content))
+            return
+        real.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(real, content)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        nobody = isinstance(error, OSError) and error.errno == errno.ENXIO
+        reason = "nobody reads it" if nobody else getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{option} {_shown(path)} cannot be written: {reason}") from error
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise UserError where something else than a folder has the name of one that is to be written."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise UserError(f"{option} {_shown(path)} is no folder: name another")
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+
+
+def _shown(path: Path) -> str:
+    return str(path) if str(path).isprintable() else repr(str(path))
+
+
+def _refuse_special(path: Path) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, what, str(path))
