@@ -102,8 +102,8 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
 def _of_volumes(config: Config, job: Job, options: Options) -> Iterator[str]:
     for each in options.volumes:
         claim, _, path = each.partition(":")
-        place = PurePosixPath(path)
-        if not re.fullmatch(_NAME, claim) or not place.is_absolute() or ".." in place.parts or not path.isprintable():
+        inside = PurePosixPath(path)
+        if not re.fullmatch(_NAME, claim) or not inside.is_absolute() or ".." in inside.parts or not path.isprintable():
             yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     if len(set(options.mounts)) < len(options.mounts):
         yield "--volume names one path for two claims"

@@ -107,7 +107,7 @@ def variants_of(grid: Grid) -> list[Variant]:
 
     Raises UserError for names that are equal, for too many variants, and for a baseline that is none of them.
     """
-    number = math.prod(map(len, (grid.product or {}).values())) * len(grid.list or [0]) * len(grid.seeds or [0])
+    number = math.prod(map(len, (grid.product or {}).values())) * len(grid.list or [{}]) * len(grid.seeds or [0])
     if number > _MOST:
         raise UserError(f"grid: {number} variants are more than {_MOST}: vary fewer options")
     found = list(_variants(grid))
