@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.paths import read_bytes
 
@@ -132,7 +133,7 @@ def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callabl
             problem = wanted.unreachable(str(error))
         except UserError as error:
             problem = error
-        failures.write_text(str(problem), encoding="utf-8")
+        replace_file(failures, str(problem))
         raise problem
 
 
