@@ -180,6 +180,12 @@ def run_dir_is_a_folder(config: Config) -> str | None:
         )
     if run_dir.startswith("~"):
         return f"--run-dir {shown(run_dir)} starts with ~, which only a shell expands: write the full path"
+    try:
+        run_dir.encode()
+    except UnicodeEncodeError:
+        return f"--run-dir {shown(run_dir)} is no UTF-8 text: choose another name"
+    if "\0" in run_dir:
+        return f"--run-dir {shown(run_dir)} has a NUL: choose another name"
     path = Path(run_dir)
     try:
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
