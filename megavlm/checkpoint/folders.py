@@ -91,12 +91,21 @@ def commit(
         _flush(path)
     write_manifest(temporary, sums or {}, attempt=attempt)
     before = final.with_name(f"tmp-before-{final.name}")
-    if final.exists():  # the same iteration again, after resuming from an older checkpoint by hand
+    if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand
+        remove(before)
         final.rename(before)
     rename_flushed(temporary, final)
-    if before.exists():
-        shutil.rmtree(before)
+    with suppress(OSError):  # the checkpoint counts; `retention.sweep` tries again
+        remove(before)
     return final
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or what has its name: of a link, the link alone. It may be missing. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def set_aside(folder: Path) -> Path:

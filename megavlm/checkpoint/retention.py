@@ -10,7 +10,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,7 +93,8 @@ def prune(root: Path, rule: Keep) -> list[Path]:
 def sweep(root: Path) -> None:
     """Delete what unfinished saves and deletions left behind."""
     for leftover in root.glob("tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError):
+            folders.remove(leftover)
 
 
 def delete(folder: Path) -> bool:
@@ -107,8 +107,9 @@ def delete(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Renamed first: a kill in the middle of deleting must not leave half a folder that looks complete.
         gone = folder.with_name(f"tmp-{folder.name}")
+        folders.remove(gone)
         folder.rename(gone)
-        shutil.rmtree(gone)
+        folders.remove(gone)
     except BlockingIOError:
         return False
     finally:

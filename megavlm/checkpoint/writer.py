@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -206,8 +207,11 @@ def _commit(job: Job, folder: Path, reports: Reports, go_on: Callable[[], None])
 def _clear(job: Job) -> None:
     """Delete, on rank 0, what a checkpoint that counts makes superfluous."""
     if job.rank == 0:
-        retention.prune(job.root, job.keep)
-        retention.sweep(job.root)
+        try:
+            retention.prune(job.root, job.keep)
+            retention.sweep(job.root)
+        except OSError as error:  # the checkpoint is saved all the same
+            print(f"warning: old checkpoints in {job.root} stay: {in_words(error)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -84,3 +84,20 @@ def test_a_newest_checkpoint_that_vanishes_is_looked_for_again(tmp_path: Path, m
     # A folder without a summary looks damaged; what counts here is which one is looked at.
     monkeypatch.setattr("megavlm.checkpoint.restoring.first_look", lambda folder: None)
     assert choices_in(tmp_path, Holds()).folders == (folders.folder_for(tmp_path, 4),)
+
+
+def test_links_and_files_in_the_place_of_checkpoints_do_not_fail_a_save(tmp_path: Path) -> None:
+    """A checkpoint that was moved to another disk and linked is unlinked, and what has a new one's name makes way."""
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for number in (1, 2):
+        (folders.prepare(root, number) / "file").write_text("x")
+        if number == 2:
+            (root / "iter_0000002").write_text("in the way")
+        folders.commit(root, number)
+    assert (root / "iter_0000002" / "file").read_text() == "x"
+    (root / "iter_0000001").rename(elsewhere)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    assert retention.prune(root, retention.Keep(newest=1)) == [root / "iter_0000001"]
+    retention.sweep(root)
+    assert [path.name for path in root.iterdir()] == ["iter_0000002"]
+    assert (elsewhere / "file").exists()
