@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from megavlm.config import elsewhere
 from megavlm.config.commands import Parser
 from megavlm.config.effects import idle, options_have_an_effect, without_idle
 from megavlm.config.extensions import load_extensions, words_after
@@ -47,7 +48,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     except argparse.ArgumentError as error:
         raise UserError(_described(error)) from None
     if rest:
-        raise UserError(_unexpected(rest))
+        raise UserError(_unexpected(rest, argv))
     if given.recipe is not None and given.config is not None:
         raise UserError("--recipe and --config cannot be combined: keep one of them; flags override either")
     given_values = vars(given)
@@ -255,13 +256,18 @@ def _described(error: argparse.ArgumentError) -> str:
     return f"{names[0]}: {error.message}"
 
 
-def _unexpected(rest: Sequence[str]) -> str:
+def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     """Return the message for words that belong to no flag."""
     flags = [word for word in rest if word.lstrip("-")[:1].isalpha() and word.startswith("-")]
     if not flags:
+        before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
+        for option in options():
+            if before and option.kind.scalar is bool and before[-1] in option.flags:
+                hint = renamed(before[-1]) or f": write {before[-1]} or --no-{before[-1][2:]}"
+                return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word = flags[0].partition("=")[0]
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
     aside = [flag for option in options() if option.registers for flag in option.flags]
-    hint = renamed(word) or did_you_mean(word, known, aside=aside)
+    hint = renamed(word) or did_you_mean(word, known, aside=aside) or elsewhere.hint(word, written=str)
     return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"

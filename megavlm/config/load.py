@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from megavlm.config.elsewhere import hint, meaning_of, trainer_of
 from megavlm.config.fields import Option, options, with_values
 from megavlm.config.messages import nearest_names, plain, renamed, shown
 from megavlm.config.registry import Sections, registered
@@ -18,6 +20,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
 
+_MOST_KEYS = 20  # of another trainer's file that a message translates
 _LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete one has 10,000); values in it
 
 
@@ -120,8 +123,9 @@ def _values(
         elif key in sections:
             yield from _values(value, prefix=f"{key}.", table=table, sections=sections)
         else:
-            hint = renamed(str(name)) or _suggestion(str(name), prefix=prefix, table=table, sections=sections)
-            raise UserError(f"unknown key {plain(key)}{hint}")
+            meant = renamed(str(name), written=in_yaml)
+            meant = meant or _suggestion(str(name), prefix=prefix, table=table, sections=sections)
+            raise UserError(f"unknown key {plain(key)}{meant}")
 
 
 def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections: set[str]) -> str:
@@ -136,7 +140,34 @@ def _suggestion(name: str, *, prefix: str, table: Mapping[str, Option], sections
     alike = [prefix + word for word in alike if word in siblings] or [key for key in table if leaves[key] in alike]
     if meant := same or aliased or alike:
         return f": did you mean {' or '.join(meant[:3])}?"
-    return f": {prefix.rstrip('.') or 'the top level'} has {', '.join(siblings)}"
+    return hint(name, written=in_yaml) or f": {prefix.rstrip('.') or 'the top level'} has {', '.join(siblings)}"
+
+
+def in_yaml(text: str) -> str:
+    """Return the text of a hint with keys in the place of flags: `--precision bf16` is `precision.dtype: bf16`."""
+    by_flag = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
+    head, comma, note = text.partition(",")
+    flag, *values = head.split()
+    value = f"[{', '.join(values)}]" if by_flag[flag].kind.many else " ".join(values)
+    value = "false" if flag in by_flag[flag].negations else value
+    note = re.sub(r"--[a-z0-9-]+", lambda found: by_flag[found[0]].key if found[0] in by_flag else found[0], note)
+    return by_flag[flag].key + (f": {value}" if values or value == "false" else "") + comma + note
+
+
+def _of_another_trainer(data: object) -> str | None:
+    """Return what a file of another trainer's options is here, if at least two of its keys are such; else None."""
+    if not isinstance(data, Mapping):
+        return None
+    foreign = [str(key) for key in data if meaning_of(str(key))]
+    ours = [key for key in data if hasattr(Config(), str(key)) and isinstance(data[key], Mapping)]
+    if len(foreign) < 2 or len(ours) > len(foreign):
+        return None
+    meant = {key: in_yaml(meaning_of(key)) for key in foreign if meaning_of(key).startswith("--")}
+    said = "; ".join(f"{key} is {meaning.partition(',')[0]}" for key, meaning in [*meant.items()][:_MOST_KEYS])
+    return (
+        f"is a file of {trainer_of([str(key) for key in data])}: write its options as here or give them as flags "
+        f"({said}{'; …' if len(meant) > _MOST_KEYS else ''}); --print-config prints a whole file"
+    )
 
 
 def from_yaml_file(path: str | Path) -> Config:
@@ -149,6 +180,8 @@ def from_yaml_file(path: str | Path) -> Config:
     try:
         return from_dict(data)
     except UserError as error:
+        if foreign := _of_another_trainer(data):
+            raise UserError(f"--config {plain(str(path))} {foreign}") from None
         raise UserError(f"--config {plain(str(path))}: {error}") from None
 
 

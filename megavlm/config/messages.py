@@ -6,11 +6,16 @@ import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+
+from megavlm.config.elsewhere import hint, meaning_of
 
 # Larger divisors are not listed: no layer is split over more processes.
 _LARGEST = 256
+
+# How similar two spellings of one word are (`difflib`). With less, --deepspeed is taken for --seed.
+_LIKE = 0.75
 
 # Renamed options: the old name and what replaces it.
 _RENAMED = {
@@ -19,44 +24,16 @@ _RENAMED = {
     "use-distributed-optimizer": "--data-parallel-sharding optimizer",
     "no-use-distributed-optimizer": "--data-parallel-sharding none",
 }
-# Options of other trainers (Transformers, LLaMA-Factory, ms-swift): the name there and what does it here.
-_ELSEWHERE = {
-    "model": "--init-from",
-    "model-name-or-path": "--init-from",
-    "dataset": "--datasets",
-    "output-dir": "--run-dir",
-    "learning-rate": "--lr",
-    "warmup-ratio": "--lr-warmup-iters",
-    "warmup-steps": "--lr-warmup-iters",
-    "max-steps": "--train-iters",
-    "max-length": "--seq-length",
-    "model-max-length": "--seq-length",
-    "cutoff-len": "--seq-length",
-    "max-grad-norm": "--clip-grad",
-    "per-device-train-batch-size": "--micro-batch-size",
-    "gradient-accumulation-steps": "--global-batch-size, the sequences of a whole step",
-    "gradient-checkpointing": "--recompute-granularity full",
-    "bf16": "--precision bf16",
-    "fp16": "--precision fp16",
-    "save-steps": "--save-interval",
-    "save-total-limit": "--keep-checkpoints",
-    "logging-steps": "--log-interval",
-    "resume-from-checkpoint": "--load, or the same --run-dir",
-    "freeze-vit": "--freeze vision",
-    "freeze-vision-tower": "--freeze vision",
-    "image-max-pixels": "--max-pixels",
-    "image-min-pixels": "--min-pixels",
-}
 
 
-def renamed(word: str) -> str:
-    """Return `": it is now X"` for an option of an earlier version, `": here it is X"` for one of another trainer, else
-    an empty string.
+def renamed(word: str, *, written: Callable[[str], str] = str) -> str:
+    """Return the end of a message for an option of an earlier version (`": it is now X"`) or of another trainer
+    (`": here it is X"`), else an empty string. `written` is as for `elsewhere.hint`.
     """
     name = word.lstrip("-").replace("_", "-")
     if name in _RENAMED:
-        return f": it is now {_RENAMED[name]}"
-    return f": here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        return f": it is now {written(_RENAMED[name])}"
+    return hint(word, written=written) if meaning_of(word) else ""
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> str:
@@ -80,7 +57,10 @@ def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str
     near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
     near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
     near = [name for name in near if name not in aside] or near
-    return sorted(near, key=lambda name: (name.count("-"), len(name))) or difflib.get_close_matches(word, names, n=1)
+    if near:
+        return sorted(near, key=lambda name: (name.count("-"), len(name)))
+    alike = difflib.get_close_matches(bare, names.values(), n=1, cutoff=_LIKE)
+    return [name for name, known in names.items() if known in alike]
 
 
 def shown(value: object) -> str:
