@@ -65,7 +65,7 @@ _MEANINGS = {
     "pref-beta pref-loss beta ref-model reward-model",
     "a run trains, and validates where it has validation data": "do-train do-eval prediction-loss-only",
     "`megavlm evaluate` asks a model and scores its answers": "do-predict predict-with-generate "
-    "include-for-metrics batch-eval-metrics eval-num-beams",
+    "include-for-metrics eval-accumulation-steps batch-eval-metrics eval-num-beams",
     # data
     "--datasets": "dataset dataset-name dataset-path train-dataset train-file train-data data-path train-data-path "
     "data-files dataset-config",
@@ -196,6 +196,7 @@ _MEANINGS = {
     "--tracker-run-name": "run-name exp-name experiment-name wandb-name wandb-run-name",
     _TRACKER: "wandb-entity wandb-save-dir trackio-space-id trackio-bucket-id trackio-static-space-id",
     "--eval-interval": "eval-steps evaluation-steps eval-strategy evaluation-strategy val-check-interval eval-every",
+    "validation runs every --eval-interval iterations": "eval-delay eval-on-start",
     "--eval-iters": "limit-val-batches eval-batches",
     "--callback": "callbacks",
     "--extension": "external-plugins custom-register-path",
