@@ -31,6 +31,7 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
+_MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
 _ITEM = 8  # bytes of the largest number
 
 
@@ -86,6 +87,8 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
             raise BadSample(
                 Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
             )
+        if math.prod(shape) > max_pixels * (channels or _MOST_CHANNELS):
+            raise BadSample(Reason.TOO_LARGE, f"it has {math.prod(shape)} values, more than --max-image-pixels allows")
 
     try:
         with _opened(content) as file:

@@ -37,7 +37,8 @@ FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 _PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
-_JPEG = b"\xff\xd8"
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
 _HEADER = 4096  # bytes in which the header of a PPM ends
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -166,12 +167,22 @@ def content_of(source: Source) -> bytes | Path:
 
 def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
-    with as_bad_sample(), open_image(content_of(source), max_pixels) as image:
+    content = content_of(source)
+    with as_bad_sample(), open_image(content, max_pixels) as image:
+        if image.format in ("JPEG", "MPO"):
+            _check_scans(content)
         animated = bool(getattr(image, "is_animated", False))  # without counting its frames
         orientation = _orientation(image)
         image.load()
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         return Decoded(np.array(_to_rgb(upright)), animated)
+
+
+def _check_scans(content: bytes | Path) -> None:
+    """Raise BadSample for a JPEG of very many scans: each is a pass over all pixels, and may take a few bytes."""
+    scans = (content if isinstance(content, bytes) else content.read_bytes()).count(_SCAN)
+    if scans > _MOST_SCANS:
+        raise BadSample(Reason.CORRUPT, f"the image has {scans} scans, more than {_MOST_SCANS}")
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Pretrained:
         return copies(self.table, self.family.name_prefixes[self.variant].head, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
-        """Return a line for each missing and surplus tensor, and for each tied weight that differs from its twin."""
+        """Return a line for each missing, surplus and integer tensor, and tied weight that differs from its twin."""
         found = self.folder.tensors
         wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
         missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
@@ -127,7 +127,12 @@ class Pretrained:
             for name, original in self.copies.items()
             if "language" in self.parts and original in found and not self.folder.same(name, original)
         ]
-        return missing + [f"surplus {name}" for name in surplus] + untied
+        integers = [
+            f"{name} is of type {found[name].dtype}, which holds no weights"
+            for name in sorted(_names(wanted) & found.keys())
+            if not DTYPES[found[name].dtype].is_floating_point
+        ]
+        return missing + integers + [f"surplus {name}" for name in surplus] + untied
 
     def wrong_shapes(self, needed: dict[str, Shape]) -> list[str]:
         """Return a line for each tensor taken from the folder whose shape is not `needed` (by global name)."""

@@ -24,7 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2.0  # of processor time for one conversation: a thousand times what the longest takes
 MEMORY = 2**30  # bytes of address space, Python included
-LONGEST = 2**25  # characters of a conversation
+# Characters that a template may write: the tokenizer of the main process pays for them.
+FREE, TIMES = 2**16, 64  # so many, and so many for each character of the conversation
 
 # A template that writes today's date would give different tokens tomorrow. This is the date that Llama's templates use
 # if there is no clock.
@@ -71,8 +72,9 @@ def answer(source: str, specials: dict[str, str], messages: list[Any], generate:
     except Exception as error:  # whatever a template does
         reason = str(error).strip().partition("\n")[0][:500]
         return [None, f"{reason} ({type(error).__name__})"]
-    if len(text) > LONGEST:
-        return [None, f"it writes more than {LONGEST} characters"]
+    given = len(json.dumps(messages, ensure_ascii=False))
+    if len(text) > FREE + TIMES * given:
+        return [None, f"it writes {len(text)} characters for a conversation of {given}"]
     return [text, None]
 
 

@@ -175,3 +175,10 @@ def test_a_page_shows_an_array_as_a_picture() -> None:
     assert as_picture(np.ones((4, 4, 1))).shape == (4, 4, 3)
     assert is_array(npy(image(2, "uint8")))
     assert not is_array(palette())
+
+
+def test_any_number_of_channels_is_bounded_before_it_is_read():
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, image=np.zeros((60, 1, 60), np.uint8))
+    with pytest.raises(BadSample, match="3600 values"):
+        array_size(buffer.getvalue(), channels=None, max_pixels=64)

@@ -244,3 +244,14 @@ def test_the_frames_of_an_image_are_not_counted(monkeypatch: pytest.MonkeyPatch)
     data = encoded(frames[0], "TIFF", save_all=True, append_images=frames[1:])
     monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "n_frames", property(lambda self: pytest.fail("counted")))
     assert decode(data).animated
+
+
+def test_a_jpeg_of_very_many_scans_is_a_bad_sample():
+    """A scan of some bytes is a pass over all pixels."""
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    whole = buffer.getvalue()
+    assert decode(whole).pixels.shape == (64, 64, 3)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    with pytest.raises(BadSample, match="111 scans"):
+        decode(whole[:-2] + last * (111 - whole.count(b"\xff\xda")) + whole[-2:])
