@@ -19,6 +19,7 @@ from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
+from megavlm.storage.urls import without_secrets
 
 _MOST_KEYS = 20  # of another trainer's file that a message translates
 _LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete one has 10,000); values in it
@@ -175,14 +176,15 @@ def from_yaml_file(path: str | Path) -> Config:
     data = read_yaml(path, what="--config")
     if data is None:
         raise UserError(
-            f"--config {plain(str(path))} is empty: write options (`train: {{train_iters: 10}}`) or leave out --config"
+            f"--config {plain(without_secrets(str(path)))}"
+            f" is empty: write options (`train: {{train_iters: 10}}`) or leave out --config"
         )
     try:
         return from_dict(data)
     except UserError as error:
         if foreign := _of_another_trainer(data):
-            raise UserError(f"--config {plain(str(path))} {foreign}") from None
-        raise UserError(f"--config {plain(str(path))}: {error}") from None
+            raise UserError(f"--config {plain(without_secrets(str(path)))} {foreign}") from None
+        raise UserError(f"--config {plain(without_secrets(str(path)))}: {error}") from None
 
 
 def extensions_in_file(path: str | Path) -> tuple[str, ...]:
@@ -202,7 +204,7 @@ def read_yaml(path: str | Path, *, what: str) -> Any:
     Raises UserError, which begins with `what` and the file's name, for a file that is no YAML, has a key twice in a
     mapping, or is far larger than options are.
     """
-    name = plain(str(path))
+    name = plain(without_secrets(str(path)))
     try:
         text = read_bytes(Path(path), at_most=_LARGEST).decode()
     except UnicodeDecodeError:

@@ -150,3 +150,9 @@ def test_a_file_of_options_is_a_small_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.yaml")
     with pytest.raises(UserError, match="no regular file"):
         from_yaml_file(tmp_path / "fifo.yaml")
+
+
+def test_a_password_in_the_name_of_a_file_is_not_told() -> None:
+    with pytest.raises(UserError) as refused:
+        from_yaml_file("https://user:SECRET@host/run.yaml")
+    assert "SECRET" not in str(refused.value)
