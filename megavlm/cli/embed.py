@@ -71,7 +71,7 @@ def _embed(given: argparse.Namespace) -> None:
     check_folder("--out", given.out)
     if given.batch_size < 1:
         raise UserError(f"--batch-size {given.batch_size} must be at least 1")
-    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True), in_parts=True)
+    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=DTYPES[given.dtype])
     channels = embedder.config.model.language.hidden_size
     if given.width is not None and not 1 <= given.width <= channels:

@@ -107,6 +107,15 @@ def compose(parts: Composition) -> dict[str, Any] | None:
     }
 
 
+def processor(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "processor_class": "LlavaProcessor",
+        "patch_size": model.vision.patch_size,
+        "vision_feature_select_strategy": "default" if model.vision.class_token else "full",
+        "num_additional_image_tokens": int(model.vision.class_token),
+    }
+
+
 def _llava_1_5(**sizes: int) -> dict[str, Any]:
     return {
         "vision_config": {
@@ -153,5 +162,6 @@ FAMILY = Family(
         ),
     },
     compose=compose,
+    processor=processor,
     unused=(r".*vision_tower\..*", r".*\.rotary_emb\.inv_freq"),
 )

@@ -1,4 +1,5 @@
-"""`Assistant`: a Transformers model that answers conversations, in the format that it was trained in.
+"""`Assistant`: a model that answers conversations, in the format that it was trained in: Transformers' where it has a
+class for it, and megavlm's own for an export in parts.
 
 Chat template, tokens and patches are those of training (`FilesSource`), which equal those of Transformers' processors
 (`tests/parity/test_files_hf.py`) and need neither their code nor torchvision.
@@ -15,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.reference import transformers_model
 from megavlm.config.resolve import resolve
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
 from megavlm.data.types import BadSample, Reason, Sample
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
+from megavlm.inference.own_model import OwnAnswers, config_of_parts
 from megavlm.inference.streaming import Streamer
 
 DTYPES: dict[str, torch.dtype | str] = {
@@ -50,20 +53,23 @@ class Assistant:
     model: Any
     source: FilesSource
     config: Config
-    pretrained: Pretrained
+    pretrained: Pretrained | None  # None where the model is megavlm's own (`OwnAnswers`)
     ends: tuple[int, ...]  # tokens that end an answer
 
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
         """Return the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
+        if is_in_parts(folder):
+            config = config_of_parts(folder, data, ModelConfig(), DTYPES[dtype])
+            source = _source(folder, config)
+            model = OwnAnswers.load(folder, config, device)
+            return cls(model, source, config, None, _ends(model, source))
         given = Config(checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
         config = resolve(with_pretrained_model(given))
         pretrained = Pretrained.of(folder, *ALL_PARTS)
         if problems := pretrained.problems():
             raise UserError(f"{folder} does not contain the model that its config.json describes: {problems[0]}")
-        source = FilesSource(config)
-        if source.chat.template is None:
-            raise UserError(f"{folder} has no chat template: name one with --chat-template, for example vicuna")
+        source = _source(folder, config)
         model = transformers_model(folder, dtype=DTYPES[dtype]).to(device)
         return cls(model, source, config, pretrained, _ends(model, source))
 
@@ -99,9 +105,16 @@ class Assistant:
     ) -> list[list[int]]:
         from transformers import GenerationConfig
 
+        torch.manual_seed(sampling.seed)
+        most = int(min(sampling.max_new_tokens, self._room(samples)))
+        if isinstance(self.model, OwnAnswers):
+            spec = CollateSpec.of(self.config, self.source, seq_length=max(map(len, samples)))
+            return self.model.generate(
+                samples, spec, most=most, ends=self.ends, temperature=sampling.temperature, streamer=streamer
+            )
         sampled = sampling.temperature > 0
         options = GenerationConfig(
-            max_new_tokens=int(min(sampling.max_new_tokens, self._room(samples))),
+            max_new_tokens=most,
             do_sample=sampled,
             temperature=sampling.temperature if sampled else None,
             repetition_penalty=1.0,
@@ -109,7 +122,6 @@ class Assistant:
             pad_token_id=self.source.pad_token,
             suppress_tokens=list(self.source.feature_tokens),  # there would be no features for them
         )
-        torch.manual_seed(sampling.seed)
         inputs = self.inputs(samples)
         made = self.model.generate(**inputs, generation_config=options, streamer=streamer)
         width = inputs["input_ids"].shape[1]
@@ -128,10 +140,19 @@ class Assistant:
         )
         mask = (torch.arange(width) >= torch.tensor(shifts)[:, None]).long()
         batch = replace(batch, text=replace(batch.text, tokens=tokens, positions=positions))
+        assert self.pretrained is not None
         assert self.pretrained.family.inputs is not None
         given = {**self.pretrained.family.inputs(batch, self.config.model), "attention_mask": mask}
         dtype, device = self.model.dtype, self.model.device
         return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in given.items()}
+
+
+def _source(folder: Path, config: Config) -> FilesSource:
+    """Return what makes prompts. Raises UserError for a folder without a chat template."""
+    source = FilesSource(config)
+    if source.chat.template is None:
+        raise UserError(f"{folder} has no chat template: name one with --chat-template, for example vicuna")
+    return source
 
 
 def _ends(model: Any, source: FilesSource) -> tuple[int, ...]:

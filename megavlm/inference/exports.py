@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megavlm.arch.objectives import objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.manifest import MANIFEST
@@ -42,15 +41,15 @@ class ModelFolder:
     results: Path  # where results about this model belong by default
 
 
-def model_folder(path: Path, *, say: Callable[[str], None], in_parts: bool = False) -> ModelFolder:
-    """Return the Hugging Face folder at `path` or of that name on the hub, or the export of the newest checkpoint of
-    the run at `path`; with `in_parts` also one of a model that embeds and consists of a folder for each part.
+def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
+    """Return the Hugging Face folder at `path` or of that name on the hub, which may be an export in parts, or the
+    export of the newest checkpoint of the run at `path`.
 
     A run's export is `RUN_DIR/exports/iter_…`, adapters merged; it is written if it is missing or of other weights.
     Raises UserError if there is neither, or if the run cannot be exported.
     """
     given, path = path, local_path(str(path), "MODEL")
-    if (path / "config.json").is_file() or (in_parts and is_in_parts(path)):
+    if (path / "config.json").is_file() or is_in_parts(path):
         return ModelFolder(path, DataConfig(), _digest_of_files(path), Path("evaluations") / given.resolve().name)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run folder, or a Hugging Face folder with a config.json")
@@ -63,7 +62,7 @@ def model_folder(path: Path, *, say: Callable[[str], None], in_parts: bool = Fal
         ) from error
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
     digest = _digest_of(checkpoint)
-    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say, in_parts)
+    folder = _exported(checkpoint, run_dir / EXPORTS, digest, say)
     return ModelFolder(folder, _data_options(run_dir), digest, run_dir / "evaluations" / checkpoint.name)
 
 
@@ -79,7 +78,7 @@ def _digest_of_files(folder: Path) -> str:
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
-def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None], in_parts: bool) -> Path:
+def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None]) -> Path:
     """Return the folder in `exports` with a checkpoint's weights; write it, or write it again, where needed."""
     out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
     try:
@@ -89,7 +88,7 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
                 mark.unlink(missing_ok=True)
                 shutil.rmtree(out, ignore_errors=True)
                 say(f"exporting {checkpoint} to {out} (once)")
-                _export(checkpoint, out, in_parts=in_parts)
+                _export(checkpoint, out)
                 replace_file(mark, digest)
     except OSError as error:
         raise UserError(
@@ -107,17 +106,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _export(checkpoint: Path, out: Path, *, in_parts: bool) -> None:
+def _export(checkpoint: Path, out: Path) -> None:
     from megavlm import backend
 
     backend.activate()
 
-    from megavlm.checkpoint.hf.exporting import export_run, exportable
+    from megavlm.checkpoint.hf.exporting import export_run
     from megavlm.checkpoint.summary import model_of, read_summary
 
     saved = model_of(read_summary(checkpoint), checkpoint)
-    if not in_parts or not objective_of(saved.model).embeds:
-        exportable(checkpoint)
     export_run(checkpoint, out, merge=bool(saved.lora.rank), averaged=False)
 
 

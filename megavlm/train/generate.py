@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -61,6 +61,31 @@ def generate(
         batches = [_next(*each, spec, width=multiple) for each in zip(batches, tokens, places, strict=True)]
     answers = [_until(stop, answer) for answer in zip(*chosen, strict=True)]
     return _interleave(engine, answers[: len(mine)], total=len(prompts))
+
+
+def following_tokens(
+    logits: Callable[[MicroBatch], Tensor],
+    spec: CollateSpec,
+    prompts: Sequence[Sample],
+    *,
+    room: int,
+    device: torch.device,
+    choose: Callable[[Tensor], Tensor],
+) -> Iterator[Tensor]:
+    """Yield the next token [B] of each prompt, up to `room` times: of a model that one process has as a whole.
+
+    `logits` returns those [B, S, vocabulary] of a micro-batch, and `choose` a token for each row of [B, vocabulary].
+    """
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    spec = replace(spec, seq_length=longest)
+    batch = _prompts(prompts, spec, room=longest + room + 1, device=device)
+    places = torch.stack([_next_position(batch.text, row) for row in range(len(prompts))])
+    for number in range(room):
+        scores = logits(batch)[:, -1]
+        scores[:, list(spec.feature_tokens)] = -torch.inf
+        chosen = choose(scores).cpu()
+        yield chosen
+        batch = _next(batch, chosen, places + number, spec, width=1)
 
 
 def _prompts(samples: Sequence[Sample], spec: CollateSpec, *, room: int, device: torch.device) -> MicroBatch:

@@ -117,7 +117,7 @@ def _write_sidecars(run_dir: Path, config: Config, image_token: int) -> None:
             write_sidecar(pretrained, run_dir / NAME, config)
     composed = composed_config(pretrained_list, config.model, image_token=image_token)
     if composed is not None:
-        write_composed_sidecar(pretrained_list, composed, run_dir, config)
+        write_composed_sidecar(pretrained_list, composed, run_dir, config, image_token=image_token)
     elif pretrained_list and not (run_dir / NAME).exists():
         in_parts = write_part_sidecars(pretrained_list, run_dir, config)
         how = "an export has a folder for each" if in_parts else "the run cannot be exported"

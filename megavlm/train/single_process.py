@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import named_shards, real_shape
 from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
+from megavlm.parallel.rendezvous import Meeting
 from megavlm.pipeline.schedule import pipeline_config
 from megavlm.planner.plan import make_plan
 
@@ -17,9 +20,9 @@ ONE = Dims()
 
 
 def single_process_groups(backend: Backend, *, seed: int = 0) -> Groups:
-    """Return process groups of a world that is this process; groups that exist are destroyed."""
+    """Return process groups of a world that is this process, under torchrun too; groups that exist are destroyed."""
     destroy_groups()
-    start(backend, timeout_minutes=10)
+    start(backend, timeout_minutes=10, meeting=Meeting(dist.HashStore(), rank=0, world=1))
     return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import part_of
 from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.checkpoint.hf.processor_files import write_processor_files
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_kept, write_sidecar, write_tensors
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.families import families, family_of
@@ -39,7 +40,12 @@ def composed_config(
 
 
 def write_composed_sidecar(
-    pretrained_list: Sequence[Pretrained], described: Mapping[str, Any], parent: Path, config: Config
+    pretrained_list: Sequence[Pretrained],
+    described: Mapping[str, Any],
+    parent: Path,
+    config: Config,
+    *,
+    image_token: int,
 ) -> None:
     """Write `parent`/hf as if the run, of this `config`, had begun with a model whose config.json is `described`.
 
@@ -52,6 +58,8 @@ def write_composed_sidecar(
     _remove_index(target / FILES)
     replace_file(target / FILES / "config.json", json.dumps(described, indent=2, sort_keys=True) + "\n")
     family = family_of(Settings(described, "config.json"))
+    assert family.processor is not None
+    write_processor_files(target / FILES, config, family.processor(config.model), image_token=image_token)
     spelling = family.name_prefixes[0]
     unused = {**_unused_of_tower(parts["vision"]), **_output_aside(parts["language"], spelling.head)}
     table = family.table(config.model, spelling)

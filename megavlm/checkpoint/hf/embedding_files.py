@@ -12,12 +12,13 @@ from megavlm.checkpoint.hf.sentence_files import end_texts, write_sentence_trans
 from megavlm.config.registry import registered
 from megavlm.config.schema import ModelConfig, ObjectiveConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.family import ALL_PARTS
 from megavlm.files import replace_file
-from megavlm.json_files import OBJECT, check, read_json, whole
+from megavlm.json_files import check, read_json, whole
 
 FILE = "megavlm_embedding.json"
 _TOLD = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
-PARTS = "parts"  # of the file: what an export in parts says of the model beside its folders
+PARTS_FILE = "megavlm_parts.json"
 
 _README = """# Embeddings
 
@@ -99,11 +100,10 @@ def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str,
 
 
 def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
-    """Write the same of an export in parts, with what the folders of the parts do not say of the model."""
+    """Write the same of an export in parts."""
     options = model.objective
-    beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
-    _write(folder, {**_told(options, scores), PARTS: beside})
-    flags = (f"--{name.replace('_', '-')} {value}" for name, value in beside.items() if value is not None)
+    _write(folder, _told(options, scores))
+    flags = (f"--{name.replace('_', '-')} {value}" for name, value in _beside(model).items() if value is not None)
     readme = _README_OF_PARTS.format(
         kind=options.kind,
         pooling=options.pooling,
@@ -112,6 +112,15 @@ def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapp
         document=options.document_prefix,
     )
     replace_file(folder / "README.md", readme)
+
+
+def write_file_of_parts(folder: Path, model: ModelConfig) -> None:
+    """Write what the folders of an export in parts do not say of the model."""
+    replace_file(folder / PARTS_FILE, json.dumps(_beside(model), indent=2) + "\n")
+
+
+def _beside(model: ModelConfig) -> dict[str, Any]:
+    return {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
 
 
 def _said_of(scores: Mapping[str, float]) -> str:
@@ -131,13 +140,25 @@ def _write(folder: Path, told: Mapping[str, Any]) -> None:
 
 
 def is_in_parts(folder: Path) -> bool:
-    """Return whether a folder is an export in parts of a model that embeds."""
-    return (folder / FILE).is_file() and not (folder / "config.json").exists()
+    """Return whether a folder is an export in parts."""
+    return not (folder / "config.json").exists() and all(
+        (folder / part / "config.json").is_file() for part in ALL_PARTS
+    )
+
+
+def read_file_of_parts(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return `model` with what the folders of an export in parts do not say. Raises UserError for what cannot be."""
+    beside = read_json(folder / PARTS_FILE)
+    kinds = {"vision_feature_layer": whole(-(2**20), 2**20), "image_token": whole(0, 2**31)}
+    check(beside, kinds, str(folder / PARTS_FILE))
+    layer = beside.get("vision_feature_layer")
+    vision = model.vision if layer is None else replace(model.vision, feature_layer=layer)
+    return replace(model, vision=vision, image_token=beside.get("image_token"))
 
 
 def read_embedding_file(folder: Path) -> ModelConfig:
-    """Return how a folder's model embeds, and of an export in parts what its folders do not say; the rest is as by
-    default. Raises UserError if the folder does not say so, or says what cannot be.
+    """Return how a folder's model embeds; the rest is as by default. Raises UserError if the folder does not say so, or
+    says what cannot be.
     """
     if not (folder / FILE).is_file():
         raise UserError(f"{folder} has no {FILE}: it is no export of a model that was trained to embed (--objective)")
@@ -149,12 +170,4 @@ def read_embedding_file(folder: Path) -> ModelConfig:
     if not all(isinstance(values[name], str) for name in _TOLD[:3]):
         raise UserError(f"{folder / FILE} has an instruction that is no text")
     values["matryoshka_widths"] = tuple(width for width in values["matryoshka_widths"] if isinstance(width, int))
-    model = ModelConfig(objective=replace(ObjectiveConfig(kind=cast(Any, found["objective"])), **values))
-    if PARTS not in found:
-        return model
-    check(found, {PARTS: OBJECT}, str(folder / FILE))
-    beside = found[PARTS]
-    check(beside, {"vision_feature_layer": whole(-(2**20), 2**20), "image_token": whole(0, 2**31)}, str(folder / FILE))
-    layer = beside.get("vision_feature_layer")
-    vision = model.vision if layer is None else replace(model.vision, feature_layer=layer)
-    return replace(model, vision=vision, image_token=beside.get("image_token"))
+    return ModelConfig(objective=replace(ObjectiveConfig(kind=cast(Any, found["objective"])), **values))

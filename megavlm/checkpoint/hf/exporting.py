@@ -26,7 +26,11 @@ from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import Adapters, folded, is_model_adapter, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import Stored, TrainedReader
-from megavlm.checkpoint.hf.embedding_files import write_embedding_file_of_parts, write_embedding_files
+from megavlm.checkpoint.hf.embedding_files import (
+    write_embedding_file_of_parts,
+    write_embedding_files,
+    write_file_of_parts,
+)
 from megavlm.checkpoint.hf.files import INDEX, HfFolder
 from megavlm.checkpoint.hf.pretrained import copies, refuse, slice_of, without_output
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
@@ -274,6 +278,7 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     for part, sidecar in parts.items():
         export(checkpoint, sidecar, saved.model, temporary / part, part=part, merged=merged, averaged=averaged)
+    write_file_of_parts(temporary, saved.model)
     if objective_of(saved.model).embeds:
         records = TrainedReader(checkpoint, averaged=averaged)
         write_embedding_file_of_parts(temporary, saved.model, _scores(records, saved.model))

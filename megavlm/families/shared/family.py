@@ -62,6 +62,7 @@ class Family:
         partial: weights of a part that a folder lacks are drawn at random (a connector without its learned queries).
         compose: config.json of a model of this family that consists of a vision tower and a language model; None where
             the family computes something else.
+        processor: processor_config.json of such a model, but for its image token.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Family:
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     not_in_peft: tuple[str, ...] = ()
     compose: Callable[[Composition], dict[str, Any] | None] | None = None
+    processor: Callable[[ModelConfig], dict[str, Any]] | None = None
     partial: bool = False
 
 

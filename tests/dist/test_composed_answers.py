@@ -1,0 +1,150 @@
+"""Exports of composed models are asked by Transformers alone, with the example of README, and by megavlm itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from megavlm.backend import activate
+from tests.support import chat_templates as templates
+from tests.support.pool import Pools
+from tests.support.training import train_composed
+
+activate()  # before the modules below import megatron-core
+
+from examples.first_run import ask  # noqa: E402
+from megavlm.arch.connector import Connector  # noqa: E402
+from megavlm.cli import chat, convert, evaluate  # noqa: E402
+from megavlm.config.registry import registered  # noqa: E402
+from megavlm.config.schema import DataConfig  # noqa: E402
+from megavlm.data.collate import CollateSpec, collate  # noqa: E402
+from megavlm.data.types import Conversation, ImageRef, Turn  # noqa: E402
+from megavlm.families import FAMILIES  # noqa: E402
+from megavlm.inference.assistant import Assistant, Sampling  # noqa: E402
+from tests.support import hf  # noqa: E402
+from tests.support.processors import picture, tokenizers_in  # noqa: E402
+from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
+
+ASKED = "Which is the largest?"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LANGUAGES = [name for family in FAMILIES if family.parts == ("language",) for name in family.model_types]
+TOWERS = {
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
+    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**VISION)),
+    "llava": lambda: transformers.LlavaForConditionalGeneration(vicuna()),
+}
+SIDE = {"height": 32, "width": 32}
+PIXELS = {
+    "clip": lambda: transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=SIDE),
+    "siglip": lambda: transformers.SiglipImageProcessor(size=SIDE),
+    "llava": lambda: transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=SIDE),
+}
+RUN = "--precision fp32 --train-iters 1 --global-batch-size 1 --seq-length 128 --lr 1e-3 --no-tensorboard".split()
+
+
+def begun(root: Path, tower: str, language: str) -> list[str]:
+    """Return the options of a run that composes two folders and trains on a record."""
+    vision = hf.save(TOWERS[tower](), root / "vision")
+    PIXELS[tower]().save_pretrained(vision)
+    (vision / "chat_template.json").write_text('{"chat_template": "of the larger model"}')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)["qwen"])
+    sizes = {**TEXT, "vocab_size": 512, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    extra = {"sliding_window": None} if language == "mistral" else EXPERTS if "moe" in language else {}
+    config = transformers.AutoConfig.for_model(language, **sizes, **extra)
+    words = hf.save(transformers.AutoModelForCausalLM.from_config(config), root / "language")
+    tokenizer.save_pretrained(words)
+    (words / "chat_template.jinja").write_text(templates.QWEN2)
+    Image.fromarray(picture(60, 90)).save(root / "0.png")
+    turns = [{"from": "human", "value": f"<image>\n{ASKED}"}, {"from": "gpt", "value": "A cat."}]
+    (root / "train.jsonl").write_text(json.dumps({"image": "0.png", "conversations": turns}) + "\n")
+    (root / "questions.jsonl").write_text(json.dumps({"image": "0.png", "question": ASKED, "answers": ["A cat."]}))
+    given = ["--vision-from", str(vision), "--language-from", str(words), "--datasets", str(root / "train.jsonl")]
+    return [*RUN, "--num-workers", "0", *given]
+
+
+@pytest.mark.parametrize(
+    ("tower", "language"),
+    [*(("clip", each) for each in LANGUAGES), ("siglip", "qwen3"), ("llava", "llama")],
+)
+def test_transformers_alone_answers_on_the_export(
+    pools: Pools, tower: str, language: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools(1).run(train_composed, begun(tmp_path, tower, language), str(tmp_path / "run"))
+    out = tmp_path / "exported"
+    assert convert.main(["export", str(tmp_path / "run"), str(out)]) == 0
+    assert convert.main(["verify", str(out), str(tmp_path / "run")]) == 0
+    ask.main(str(out), str(tmp_path / "0.png"), ASKED)
+
+    processor = transformers.AutoProcessor.from_pretrained(out)
+    messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASKED}]}]
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    theirs = processor(
+        images=Image.open(tmp_path / "0.png"), text=prompt, add_special_tokens=False, return_tensors="pt"
+    )
+    for folder in (out, tmp_path / "language"):
+        assistant = Assistant.load(out, DataConfig(tokenizer=str(folder)), device=torch.device("cpu"))
+        turn = Turn("user", (ImageRef(tmp_path / "0.png"), ASKED))
+        ours = assistant.inputs([assistant.source.prompt(Conversation((turn,)))])
+        assert ours["input_ids"].tolist() == theirs["input_ids"].tolist(), "also with the template of training"
+        torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0.02)
+
+
+SMALL = {
+    "qformer": "--qformer-num-queries 5 --qformer-num-layers 2 --qformer-hidden-size 28 --qformer-ffn-hidden-size 26 "
+    "--qformer-num-attention-heads 7",
+    "perceiver": "--perceiver-num-latents 5 --perceiver-num-layers 2 --perceiver-num-attention-heads 6 "
+    "--perceiver-num-query-groups 3 --perceiver-kv-channels 4",
+    "c_abstractor": "--c-abstractor-side 2 --c-abstractor-depth 1 --c-abstractor-hidden-size 15",
+    "adaptive_pool": "--adaptive-pool-factor 2",
+}
+KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_other_connector_answers_by_megavlms_own_model(
+    pools: Pools, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*begun(tmp_path, "clip", "qwen2"), "--projector-kind", kind, *SMALL.get(kind, "").split()]
+    pools(1).run(train_composed, argv, str(run := tmp_path / "run"))
+    out = tmp_path / "exported"
+    assert convert.main(["export", str(run), str(out)]) == 0
+    expected = without_cache(out, tmp_path / "0.png")
+    question = ["--image", str(tmp_path / "0.png"), "--prompt", ASKED, "--max-new-tokens", "6", "--device", "cpu"]
+    capsys.readouterr()
+    for folder in (run, out):
+        assert chat.main([str(folder), *question]) == 0
+        assert capsys.readouterr().out.rstrip("\n") == expected
+        scores = tmp_path / f"scores-{folder.name}"
+        task = ["--task", str(tmp_path / "questions.jsonl"), "--out", str(scores), *question[4:]]
+        assert evaluate.main([str(folder), *task]) == 0
+        results = json.loads((scores / "results.json").read_text())
+        assert [each["answer"] for each in results["tasks"]["questions"]["answers"]] == [expected]
+        capsys.readouterr()
+    assert chat.main([str(out), *question, "--temperature", "5"]) == 0
+
+
+def without_cache(folder: Path, image: Path) -> str:
+    """Return the answer of six likeliest tokens, each from all of the text before it."""
+    assistant = Assistant.load(folder, DataConfig(), device=torch.device("cpu"))
+    prompt = assistant.source.prompt(Conversation((Turn("user", (ImageRef(image), ASKED)),)))
+    made: list[int] = []
+    for _ in range(6):
+        tokens = np.append(prompt.tokens, made).astype(np.int64)
+        whole = replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
+        spec = CollateSpec.of(assistant.config, assistant.source, seq_length=len(tokens))
+        with torch.no_grad():
+            scores = assistant.model.chunk(collate([[whole]], spec), logits=True)[0, -1]
+        scores[list(assistant.source.feature_tokens)] = -torch.inf
+        made.append(int(scores.argmax()))
+    (ids,) = assistant._generate([prompt], Sampling(6))
+    assert ids == made[: len(ids)]
+    assert len(ids) == 6 or ids[-1] in assistant.ends
+    return assistant.text(made)
