@@ -120,4 +120,6 @@ def _samples(given: argparse.Namespace, embedder: Embedder, role: Role) -> Itera
             yield record.get("id", number), embedder.sample(replace(turn, role=role))
         except (BadSample, ValueError, RecursionError) as error:
             told = error.detail if isinstance(error, BadSample) else str(error)
+            if isinstance(error, BadSample) and error.reason in (Reason.MISSING, Reason.OUTSIDE):
+                told += ": name the folder that its images and videos are in with --image-root"
             raise UserError(f"{given.records}:{number}: {told}") from error

@@ -152,7 +152,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
     try:
         import tifffile
     except ImportError as error:
-        raise UserError("--vision-input array reads TIFF with tifffile: pip install 'megavlm[arrays]'") from error
+        raise UserError("--vision-input array reads TIFF with tifffile: pip install tifffile") from error
     with tifffile.TiffFile(file) as tiff:
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))

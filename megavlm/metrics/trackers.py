@@ -25,13 +25,14 @@ _TRACKERS = {
     "wandb": ("megavlm.metrics.wandb_tracker", "WandbTracker"),
     "mlflow": ("megavlm.metrics.mlflow_tracker", "MlflowTracker"),
 }
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raise UserError if the package of a tracker is missing."""
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"--tracker {name} needs a package that is missing: pip install 'megavlm[{name}]'")
+            raise UserError(f"--tracker {name} needs a package that is missing: pip install {_PACKAGES[name]}")
 
 
 def trackers_of(config: Config, run_dir: Path) -> list[Callback]:

@@ -21,7 +21,7 @@ from megavlm.storage.urls import complaint, without_secrets
 Moved = Callable[[int], None]  # is called with the number of bytes that went through
 
 _PIECE = 2**22  # bytes that are copied at once where fsspec does not do it
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # protocol → optional dependencies of megavlm
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # protocol → what reads it
 # One answer may be late, but a connection that is silent for longer is dead. A file goes in several parts at once.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 4, "config_kwargs": {"connect_timeout": 20, "read_timeout": 60}},
@@ -57,8 +57,8 @@ class Store:
         try:
             system, root = url_to_fs(url, use_listings_cache=False, **_SETTINGS.get(protocol, {}))
         except ImportError as error:
-            extra = _EXTRAS.get(protocol)
-            needed = f"pip install 'megavlm[{extra}]'" if extra else without_secrets(str(error))
+            package = _PACKAGES.get(protocol)
+            needed = f"pip install {package}" if package else without_secrets(str(error))
             raise UserError(f"{url} needs a library that is not installed: {needed}") from error
         except ValueError as error:
             raise UserError(f"{url} cannot be opened: {without_secrets(str(error))}") from error

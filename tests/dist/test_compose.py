@@ -178,8 +178,8 @@ def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
         written = load_file(out / "projector" / "model.safetensors")
         assert all(torch.equal(value, written[name]) for name, value in theirs.state_dict().items())
 
-    with pytest.raises(UserError, match=r"consists of parts .* convert\.py export"):
-        exportable(tmp_path / "run")  # as a chat does
+    with pytest.raises(UserError, match=r"consists of parts .* export"):
+        exportable(tmp_path / "run")  # as verify does
 
     hold_parts(pools, tmp_path / "run", few, tmp_path)
 

@@ -72,7 +72,10 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tower", "language"),
-    [*(("clip", each) for each in LANGUAGES), ("siglip", "qwen3"), ("llava", "llama")],
+    [
+        *(pytest.param("clip", each, marks=pytest.mark.slow) for each in LANGUAGES if each != "mistral"),
+        *(("clip", "mistral"), ("siglip", "qwen3"), ("llava", "llama")),
+    ],
 )
 def test_transformers_alone_answers_on_the_export(
     pools: Pools, tower: str, language: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -108,7 +111,9 @@ SMALL = {
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [each if each in ("qformer", "linear") else pytest.param(each, marks=pytest.mark.slow) for each in KINDS]
+)
 def test_every_other_connector_answers_by_megavlms_own_model(
     pools: Pools, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

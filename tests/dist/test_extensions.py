@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +86,6 @@ def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 def acme(tmp_path: Path) -> tuple[Path, Path]:
     """A LLaVA's folder, and the same weights as a folder of `acme_vlm`."""
     import transformers
-    from safetensors.torch import load_file, save_file
 
     from tests.support import hf
     from tests.support.tiny_models.llava import TEXT, VISION
@@ -98,19 +97,8 @@ def acme(tmp_path: Path) -> tuple[Path, Path]:
         vision_feature_select_strategy="full",
     )
     llava = hf.save(transformers.LlavaForConditionalGeneration(settings), tmp_path / "llava")
-    names = {"vision_tower.": "encoder.", "multi_modal_projector.linear_1": "bridge.wide"}
-    names |= {"multi_modal_projector.linear_2": "bridge.narrow", "language_model.lm_head": "decoder.head"}
-    names |= {"language_model.model.": "decoder."}
     folder = tmp_path / "acme"
-    folder.mkdir()
-    weights = {}
-    for name, value in load_file(llava / "model.safetensors").items():
-        (old,) = (old for old in names if name.startswith(old))
-        weights[names[old] + name.removeprefix(old)] = value
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    said = {"encoder": settings.vision_config.to_dict(), "decoder": settings.text_config.to_dict()}
-    said |= {"model_type": "acme_vlm", "image_token_id": 60, "auto_map": {"AutoModel": "modeling_acme.AcmeVlm"}}
-    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    runpy.run_path(str(EXAMPLES / "acme_vlm/small_model.py"))["as_acme"](llava, folder)
     return llava, folder
 
 
@@ -157,3 +145,10 @@ def test_the_examples_train_from_the_command_line(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert metrics(tmp_path)[-1]["iteration"] == 4
+
+
+def test_the_family_has_a_small_model_that_its_documented_command_trains(pools: Pools, tmp_path: Path) -> None:
+    runpy.run_path(str(EXAMPLES / "acme_vlm/small_model.py"))["main"](folder := tmp_path / "acme")
+    data = ["--datasets", str(EXAMPLES / "first_run/train.jsonl"), "--num-workers", "0", "--seq-length", "128"]
+    argv = ["--extension", "acme_vlm", "--init-from", str(folder), *data, "--train-iters", "1", "--no-tensorboard"]
+    assert pools(1).run(train_with_examples, argv, str(tmp_path / "run")) == [None]

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "megavlm convert export runs/qformer ": "tests/dist/test_compose.py exports a run in parts",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --vision-from exported/vision ": "and begins another run with them",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
+    "python examples/acme_vlm/small_model.py": "tests/dist/test_extensions.py makes a folder with it",
     "python tools/convert.py export runs/acme ": "tests/dist/test_extensions.py exports a folder of that family",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
     "python examples/first_hour/make_data.py": "the folder has what it writes",

@@ -20,7 +20,7 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
     try:
         import transformers
     except ImportError as error:
-        raise UserError("Transformers, which runs the model, is not installed: pip install 'megavlm[hf]'") from error
+        raise UserError("Transformers, which runs the model, is not installed: pip install transformers") from error
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:

@@ -51,7 +51,7 @@ def test_an_id_is_remembered_and_a_damaged_one_is_not_used(tmp_path: Path) -> No
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--tracker mlflow .* pip install 'megavlm\[mlflow\]'"):
+    with pytest.raises(UserError, match=r"--tracker mlflow .* pip install mlflow-skinny"):
         check_installed(["mlflow"])
 
 

@@ -62,7 +62,7 @@ def test_a_protocol_without_its_library_names_the_extra(monkeypatch: pytest.Monk
     registry = importlib.import_module("fsspec.registry")
     monkeypatch.setitem(registry.known_implementations, "gs", {"class": "not.there.GCS", "err": "Please install"})
     monkeypatch.delitem(registry._registry, "gs", raising=False)
-    with pytest.raises(UserError, match=r"pip install 'megavlm\[gcs\]'"):
+    with pytest.raises(UserError, match=r"pip install gcsfs"):
         Store.at("gs://bucket/run")
 
 
