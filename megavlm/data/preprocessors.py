@@ -43,7 +43,7 @@ def processor_for(config: Config) -> Processor:
     data = config.data
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
-    elif (settings := image_processor_settings(folder := local_path(given, "--image-processor", weights=False))) is not None:
+    elif (settings := image_settings(folder := local_path(given, "--image-processor", weights=False))) is not None:
         processor = processor_from(
             settings,
             model,
@@ -87,7 +87,7 @@ def _with_area(processor: Processor, data: DataConfig) -> Processor:
     return bounded
 
 
-def image_processor_settings(folder: Path) -> Any:
+def image_settings(folder: Path) -> Any:
     """Return the file of a folder that describes its image processor; None if it has none."""
     for name in _FILES:
         if not (folder / name).exists():

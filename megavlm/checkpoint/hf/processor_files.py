@@ -10,7 +10,7 @@ from typing import Any
 from megavlm.config.schema import Config
 from megavlm.data.chat.probe import image_style, source_of
 from megavlm.data.chat.template import ChatTemplate, TemplateError
-from megavlm.data.preprocessors import image_processor_settings, model_type, tokenizer_path
+from megavlm.data.preprocessors import image_settings, model_type, tokenizer_path
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
 from megavlm.storage.cache import local_path
@@ -46,7 +46,7 @@ def write_processor_files(files: Path, config: Config, processor: Mapping[str, A
     the run's chat template; nothing where the run has no tokenizer or image processor.
     """
     given = config.data.image_processor or config.checkpoint.vision_from
-    settings = None if given is None else image_processor_settings(local_path(given, "--image-processor"))
+    settings = None if given is None else image_settings(local_path(given, "--image-processor", weights=False))
     try:
         folder = tokenizer_path(config)
         tokenizer = HuggingFaceTokenizer.of(folder, image=image_token)
