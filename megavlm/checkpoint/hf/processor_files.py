@@ -13,6 +13,7 @@ from megavlm.data.chat.template import ChatTemplate, TemplateError
 from megavlm.data.preprocessors import image_settings, model_type, tokenizer_path
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
+from megavlm.files import replace_file
 from megavlm.storage.cache import local_path
 
 _TEMPLATE = "chat_template.jinja"
@@ -63,7 +64,7 @@ def write_processor_files(files: Path, config: Config, processor: Mapping[str, A
     _write(files / _IMAGES, images)
     _write(files / _PROCESSOR, {**processor, "image_token": tokenizer.image_text})
     if template is not None:
-        (files / _TEMPLATE).write_text(template, encoding="utf-8")
+        replace_file(files / _TEMPLATE, template)
 
 
 def _for_parts(source: str, tokenizer: HuggingFaceTokenizer) -> str | None:
@@ -82,4 +83,4 @@ def _for_parts(source: str, tokenizer: HuggingFaceTokenizer) -> str | None:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    replace_file(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
