@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,18 +111,16 @@ def with_table(page: str) -> str:
 
 def draw(path: Path) -> None:
     """Draw one step of each schedule, simulated, one below the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        drawn = []
-        for name, vpp in SCHEDULES.items():
-            shape = PipelineShape(name, 4, vpp, 4)
-            timeline = simulate(shape, durations_of(shape, frozen=False), keep_events=True)
-            png(timeline, Path(folder, f"{name}.png"), title=name)
-            drawn.append(Image.open(Path(folder, f"{name}.png")))
-        width, height = drawn[0].size
-        whole = Image.new("RGB", (width, sum(each.size[1] for each in drawn)), "white")
-        for place, each in enumerate(drawn):
-            whole.paste(each, (0, place * height))
-        whole.quantize(64).save(path, optimize=True)
+    drawn = []
+    for name, vpp in SCHEDULES.items():
+        shape = PipelineShape(name, 4, vpp, 4)
+        timeline = simulate(shape, durations_of(shape, frozen=False), keep_events=True)
+        drawn.append(Image.open(BytesIO(png(timeline, title=name))))
+    width, height = drawn[0].size
+    whole = Image.new("RGB", (width, sum(each.size[1] for each in drawn)), "white")
+    for place, each in enumerate(drawn):
+        whole.paste(each, (0, place * height))
+    whole.quantize(64).save(path, optimize=True)
 
 
 def figures(pools: Pools, shape: PipelineShape, *, frozen: bool) -> dict[str, float]:
