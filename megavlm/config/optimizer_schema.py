@@ -23,7 +23,7 @@ class OptimizerConfig:
         "Peak learning rate; default: 1e-3, from given weights 1e-5.",
         common=TRAINING,
     )
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    min_lr: float = option(0.0, "Learning rate after the end of the decay.")
     vision_lr: float | None = option(
         None, "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr."
     )
@@ -45,7 +45,9 @@ class OptimizerConfig:
     lr_warmup_fraction: float | None = option(
         None, "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none."
     )
-    lr_decay_iters: int = option(None, "Step at which the learning-rate decay ends; default: --train-iters.")
+    lr_decay_iters: int = option(
+        None, "Number of steps after which the learning rate has decayed to --min-lr; default: --train-iters."
+    )
     lr_wsd_decay_iters: int = option(
         None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
     )

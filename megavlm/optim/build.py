@@ -1,4 +1,4 @@
-"""megatron-core's DDP, optimizer and learning-rate schedule, from our configuration."""
+"""megatron-core's DDP and optimizer, from our configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megavlm.arch.kinds import hidden_weight_of
 from megavlm.arch.layers import part_of
@@ -233,24 +232,3 @@ def _no_decay(param: torch.nn.Parameter, name: str) -> bool:
 
 def _in_module(module: str, param: torch.nn.Parameter, name: str) -> bool:
     return part_of(name.removeprefix("module.")) == module
-
-
-def build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
-    """Warm-up and decay; `step(1)` before each update, so iteration k (from 1) uses the rate of step k."""
-    options = config.optimizer
-    decay = options.lr_decay_iters
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=options.lr,
-        min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_iters,
-        lr_decay_steps=decay,
-        lr_decay_style=options.lr_decay_style,
-        start_wd=options.weight_decay,
-        end_wd=options.weight_decay,
-        wd_incr_steps=decay,
-        wd_incr_style="constant",
-        wsd_decay_steps=options.lr_wsd_decay_iters,
-        lr_wsd_decay_style="linear",
-    )

@@ -21,13 +21,13 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.optim.build import (
     build_optimizer,
-    build_scheduler,
     chain_optimizers,
     with_whole_gradients,
     wrap_chunks,
 )
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.head_logits import HeadLogits
+from megavlm.optim.learning_rate import LearningRate
 from megavlm.optim.outer import OuterOptimizer
 from megavlm.optim.param_gather import count_waits
 from megavlm.parallel.groups import Groups, encoder_groups
@@ -99,7 +99,7 @@ def build_engine(
         chunks=chunks,
         schedule=schedule,
         optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer),
+        scheduler=LearningRate(config.optimizer, optimizer),
         groups=groups,
         outer=outer,
         head_logits=HeadLogits(every, config, backend.device) if clips else None,

@@ -15,6 +15,7 @@ from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.head_logits import HeadLogits
+from megavlm.optim.learning_rate import LearningRate
 from megavlm.optim.outer import OuterOptimizer, Site
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.optim.slow_links import forget_errors
@@ -40,7 +41,7 @@ class Engine:
     chunks: Sequence[Any]
     schedule: Schedule
     optimizer: Any
-    scheduler: Any
+    scheduler: LearningRate
     groups: Groups
     outer: OuterOptimizer | None = None  # with `--outer-steps`
     head_logits: HeadLogits | None = None  # with `--qk-clip`
@@ -151,7 +152,7 @@ class Engine:
 
     def learning_rate(self) -> float:
         """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""
-        return self.scheduler.get_lr({"max_lr": self.scheduler.max_lr, "min_lr": self.scheduler.min_lr})
+        return self.scheduler.current()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
