@@ -15,22 +15,7 @@ from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES
 from megavlm.config.site_rules import sites_divide
-from megavlm.config.tensor_split import language_split, share_runs
-
-
-def every_rank_has_heads(config: Config) -> str | None:
-    """Heads that TP does not divide are padded, or shared among ranks, but no rank should have zeros alone."""
-    tp, language = config.parallel.tensor_model_parallel_size, resolve_model(config.model).language
-    heads = language.num_attention_heads
-    if not language_split(language, tp).leaves_rank_idle:
-        return None
-    around = (range(min(tp - 1, heads), 0, -1), range(tp + 1, min(heads, 2 * tp) + 1))
-    found = (next((n for n in side if not language_split(language, n).leaves_rank_idle), None) for side in around)
-    return (
-        f"--tensor-model-parallel-size {tp} leaves ranks without any of the {heads} query heads "
-        f"(--language-num-attention-heads {heads}, --language-num-query-groups {language.num_query_groups}): "
-        f"use {' or '.join(str(each) for each in found if each)}"
-    )
+from megavlm.config.tensor_split import share_runs
 
 
 def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
@@ -302,7 +287,6 @@ def _data_parallel_size(config: Config, world: int) -> int:
 
 
 LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
-    every_rank_has_heads,
     encoders_divide_replica,
     every_rank_has_a_part_of_mlps,
     sequence_parallel_has_tp,

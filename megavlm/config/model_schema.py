@@ -19,7 +19,7 @@ class VisionConfig:
     hidden_size: int = option(128, "Hidden size of the vision encoder.")
     ffn_hidden_size: int = option(256, "Inner width of the vision MLP.")
     num_attention_heads: int = option(
-        4, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
+        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
     )
     image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
     patch_size: int = option(8, "Side of a patch in pixels.")
@@ -137,7 +137,7 @@ class LanguageConfig:
     num_layers: int = option(4, "Number of transformer layers of the language model.")
     hidden_size: int = option(128, "Hidden size of the language model.")
     ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
-    num_attention_heads: int = option(4, "Number of query heads of the language model.")
+    num_attention_heads: int = option(8, "Number of query heads of the language model.")
     num_query_groups: int = option(
         None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
     )

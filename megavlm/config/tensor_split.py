@@ -231,11 +231,6 @@ class HeadSplit:
         return max(sum(each.receives) - each.receives[rank] for rank, each in exchanges)
 
     @property
-    def leaves_rank_idle(self) -> bool:
-        """Return whether some rank has no query head of the model."""
-        return (self.tp - 1) * self.slots >= self.groups * self.copies
-
-    @property
     def discards(self) -> bool:
         """Return whether some rank has query heads that are padding beside keys that are not (`padded_heads`)."""
         filled = self.queries * self.copies == self.per_group and self.groups * self.copies == self.slots * self.tp

@@ -40,7 +40,9 @@ class SharedHeads:
     def _gathered(self, parts: Tensor) -> Tensor:
         """[S, B, L, 2·w] → the parts of the whole keys and values [L, C, S, B, 2·w]."""
         sends, receives = self.exchange.sends, list(self.exchange.receives)
-        sent = torch.stack([parts[:, :, number] for numbers in sends for number in numbers])
+        wanted = [parts[:, :, number] for numbers in sends for number in numbers]
+        # A rank of padding alone sends nothing, but still takes part in the exchange of the backward pass.
+        sent = torch.stack(wanted) if wanted else parts[:, :, :0].movedim(2, 0)
         arrived = all_to_all(self.group, sent, receives, [len(numbers) for numbers in sends])
         return torch.stack([torch.stack([arrived[at] for at in places]) for places in self.exchange.places])
 

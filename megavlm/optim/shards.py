@@ -87,18 +87,17 @@ class Place:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds."""
+    """The slices of a parameter of `shape`, and the range `start` … `end − 1` of its elements that this rank holds.
 
+    `key` is the global name of the tensor that the slices are parts of; a parameter of padding alone has no slices.
+    """
+
+    key: str
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     start: int
     end: int
     replica: int  # this rank's index among those that hold the same elements; index 0 saves them
-
-    @property
-    def key(self) -> str:
-        """Return the global name of the tensor that the slices are parts of."""
-        return self.slices[0].part.key
 
     def places(self) -> Iterator[Place]:
         """Yield the boxes of global tensors that this rank holds."""
@@ -146,7 +145,7 @@ class ParamShard:
 
 def shard_layout(entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, *, replica: int) -> ShardLayout:
     """Return the layout of elements `start` … `end − 1` of a parameter, given its entry in a sharded state dict."""
-    return ShardLayout(tuple(entry.data.shape), tuple(_slices(entry)), start, end, replica)
+    return ShardLayout(entry.key, tuple(entry.data.shape), tuple(_slices(entry)), start, end, replica)
 
 
 def rows_of(shape: torch.Size, *, rank: int, ranks: int) -> tuple[int, int]:

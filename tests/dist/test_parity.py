@@ -208,3 +208,12 @@ def test_every_name_is_in_the_fast_set():
     assert layouts == set(LAYOUTS) - {"tp2-pp2-dp2"}  # eight processes are for `make test-all`
     assert models == set(MODELS)
     assert options == set(OPTIONS) - {"vision-tp4"}
+
+
+@pytest.mark.slow
+def test_the_default_model_trains_on_sixteen_processes(pools: Pools, tmp_path: Path) -> None:
+    """`torchrun --nproc-per-node 16 pretrain_vlm.py --tp 8 --pp 2`, which the design promises."""
+    for world, flags in ((1, ""), (16, "--tp 8 --pp 2")):
+        argv = f"--train-iters 3 --lr-decay-iters 20 --no-save --no-tensorboard {flags}".split()
+        pools(world).run(train, argv, str(tmp_path / str(world)))
+    assert_same_curve(metrics(tmp_path / "16"), metrics(tmp_path / "1"))

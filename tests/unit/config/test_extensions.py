@@ -101,7 +101,7 @@ def test_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
             "--projector-pixel-shuffle out",
         ),
         (
-            "--extension pooled_attention --projector-kind pooled --language-mrope-section 6 5 5",
+            "--extension pooled_attention --projector-kind pooled --language-mrope-section 3 3 2",
             "--projector-kind pooled and --language-mrope-section cannot be combined",
         ),
         (

@@ -132,7 +132,7 @@ RANGES = (
 
 MODEL = (
     Mistake(
-        "--projector-kind qformer --language-mrope-section 6 5 5",
+        "--projector-kind qformer --language-mrope-section 3 3 2",
         "--projector-kind qformer",
         "leave one out",
         "--projector-kind mlp",
@@ -162,7 +162,7 @@ MODEL = (
         "--c-abstractor-hidden-size 7",
         world=4,
     ),
-    Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 4", "use 128 or 132", "--vision-hidden-size 132"),
+    Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 8", "use 128 or 136", "--vision-hidden-size 136"),
     Mistake(
         "--vision-position-embedding rope2d --vision-hidden-size 120",
         "--vision-position-embedding rope2d",
@@ -177,12 +177,12 @@ MODEL = (
     ),
     Mistake("--language-kv-channels 33", "--language-kv-channels 33", "add or subtract 1", "--language-kv-channels 34"),
     Mistake(
-        "--language-hidden-size 132", "--language-hidden-size 132", "even head width", "--language-hidden-size 136"
+        "--language-hidden-size 136", "--language-hidden-size 136", "even head width", "--language-hidden-size 144"
     ),
     Mistake(
         "--language-num-query-groups 3",
         "--language-num-query-groups 3",
-        "use 4, 2 or 1",
+        "use 8, 4, 2 or 1",
         "--language-num-query-groups 2",
     ),
     Mistake(
@@ -230,10 +230,10 @@ MODEL = (
         "--seq-length 48",
     ),
     Mistake(
-        "--language-mrope-section 8 8",
-        "--language-mrope-section 8 8",
-        "add up to 16",
-        "--language-mrope-section 8 4 4",
+        "--language-mrope-section 4 8",
+        "--language-mrope-section 4 8",
+        "add up to 8",
+        "--language-mrope-section 4 2 2",
     ),
     Mistake(
         "--language-mrope-section 8 8 8 --language-kv-channels 40",
@@ -245,7 +245,7 @@ MODEL = (
         "--language-mrope-interleaved",
         "--language-mrope-interleaved",
         "add --language-mrope-section",
-        "--language-mrope-section 6 5 5",
+        "--language-mrope-section 3 3 2",
     ),
     Mistake(
         "--vision-window-size 15 --projector-pixel-shuffle 2",
@@ -347,7 +347,7 @@ MODEL = (
         "--projector-anyres-max-tiles none",
     ),
     Mistake(
-        "--projector-anyres-max-tiles 4 --language-mrope-section 6 5 5",
+        "--projector-anyres-max-tiles 4 --language-mrope-section 3 3 2",
         "--projector-anyres-max-tiles and --language-mrope-section",
         "leave one of them out",
         "--projector-anyres-max-tiles none",
@@ -382,7 +382,6 @@ MODEL = (
 )
 
 LAYOUT = (
-    Mistake("--tp 3", "--tensor-model-parallel-size 3 leaves ranks", "use 2 or 4", "--tp 4 --seq-length 64", 4),
     Mistake("--tp 4 --projector-hidden-size 2", "--projector-hidden-size 2", "use 4", "--projector-hidden-size 4", 4),
     Mistake("--sp", "--sequence-parallel", "leave --sequence-parallel out", "--sp none"),
     Mistake("--tp 4 --seq-length 66", "--seq-length 66", "use 64 or 68, or give --no-sequence-parallel", "--no-sp", 4),
@@ -410,8 +409,8 @@ LAYOUT = (
         "--no-tp-comm-overlap",
         4,
     ),
-    Mistake("--cp 3 --cp-comm-type a2a", "--context-parallel-size 3", "the 4 query heads of a rank", "--cp 4", 4),
-    Mistake("--cp 4 --tp 2 --cp-comm-type a2a", "--context-parallel-size 4", "set it to 2 or 1", "--cp 2", 4),
+    Mistake("--cp 3 --cp-comm-type a2a", "--context-parallel-size 3", "the 8 query heads of a rank", "--cp 4", 4),
+    Mistake("--cp 8 --tp 2 --cp-comm-type a2a", "--context-parallel-size 8", "set it to 4, 2 or 1", "--cp 4", 8),
     Mistake("--cp 3", "--seq-length 64", "use 60 or 66", "--seq-length 66", 3),
     Mistake(
         "--cp 2 --cp-comm-type all_gather --language-window-size 8",
@@ -973,7 +972,7 @@ PRECISION = (
         "--seq-length 72",
     ),
     Mistake(
-        f"{FP8} --language-hidden-size 136",
+        f"{FP8} --language-hidden-size 136 --language-kv-channels 16",
         "--language-hidden-size 136",
         "use 128 or 144",
         "--language-hidden-size 144",

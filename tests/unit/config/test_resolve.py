@@ -17,8 +17,8 @@ GIVEN = (
     "--eval-interval 0"
 ).split()
 FILLED = {
-    "model.language.num_query_groups": 4,
-    "model.language.kv_channels": 32,
+    "model.language.num_query_groups": 8,
+    "model.language.kv_channels": 16,
     "model.language.vocab_size": 160,
     "model.projector.hidden_size": 128,
     "precision.dtype": "fp32",
