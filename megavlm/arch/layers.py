@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megavlm.config.derived import layer_precision
-from megavlm.config.lora import adapted_parts, is_target, linears_of, trains_router
+from megavlm.config.lora import adapted_parts, frozen_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"
@@ -107,7 +107,7 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
 
 def trains_weights(name: str, config: Config) -> bool:
     """Return whether a layer's own weights are trained: its part is not frozen and has no adapters anywhere."""
-    return part_of(name) not in (*config.model.freeze, *adapted_parts(config))
+    return part_of(name) not in (*frozen_parts(config), *adapted_parts(config))
 
 
 def is_trained(key: str, config: Config) -> bool:
@@ -130,7 +130,7 @@ def trained_layers(config: Config) -> frozenset[str]:
 
 def _has_adapters(name: str, config: Config) -> bool:
     part = part_of(name)
-    if kind_of(name) not in TRANSFORMER_LAYERS or part in config.model.freeze:
+    if kind_of(name) not in TRANSFORMER_LAYERS or part in frozen_parts(config):
         return False
     number = number_of(name)
     adapted = any(is_target(config.lora, name, linear) for linear in linears_of(config, part, number))

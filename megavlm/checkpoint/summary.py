@@ -13,6 +13,7 @@ from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
 from megavlm.config.derived import sites_of
 from megavlm.config.extensions import extensions_of, missing_extensions
 from megavlm.config.load import as_data, from_dict
+from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import shown
 from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
@@ -150,7 +151,7 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
                 f"checkpoint {folder} was made with {flag} {before}, but this run has {value}: use the saved value, or "
                 "start another --run-dir"
             )
-    if sorted(frozen := model_of(summary, folder).model.freeze) != sorted(config.model.freeze):
+    if sorted(frozen := model_of(summary, folder).model.freeze or ()) != sorted(frozen_parts(config)):
         raise UserError(
             f"checkpoint {folder} was made with --freeze {' '.join(frozen) or '(nothing)'}: "
             "its optimizer state belongs to those parameters; give the same --freeze"

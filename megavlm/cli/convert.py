@@ -18,7 +18,7 @@ from megavlm.config.commands import Parser, reported
 from megavlm.config.derived import replica_size
 from megavlm.config.extensions import without_extensions
 from megavlm.config.load import to_yaml
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora import frozen_parts, trained_whole
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
@@ -139,10 +139,10 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     adapters = read_adapters(records, saved.model)
     if not adapters:
         raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
-    if left := sorted({"vision", "projector", "language"} - {*saved.model.freeze, *adapted_parts(saved)}):
+    if left := trained_whole(saved):
         raise UserError(
-            f"{options.source} has also trained the {' and the '.join(left)}, which adapters do not contain: use "
-            f"merge-lora, or train with --freeze {' '.join(sorted({*saved.model.freeze, *left}))}"
+            f"{options.source} has also trained {' and '.join(left)} whole, which adapters do not contain: use "
+            f"merge-lora, or train with --freeze {' '.join((*frozen_parts(saved), *left))}"
         )
     family = family_at(sidecar)
     named = {name for held in adapters.values() if held.of_experts is None for name in held.pairs}

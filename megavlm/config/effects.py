@@ -12,7 +12,7 @@ from typing import Any
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.fields import Option, options, value_at, with_values
-from megavlm.config.lora import adapted_parts, trained_whole
+from megavlm.config.lora import adapted_parts, frozen_parts, trained_whole
 from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, has_validation
@@ -48,7 +48,7 @@ def _trains_routers(config: Config) -> bool:
 
 
 def _trains(module: str) -> Callable[[Config], bool]:
-    return lambda config: module not in config.model.freeze or module in adapted_parts(config)
+    return lambda config: module not in frozen_parts(config) or module in adapted_parts(config)
 
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")

@@ -67,7 +67,10 @@ class Kind:
     def from_words(self, words: Sequence[str], *, name: str) -> Any:
         """Return the field's value for the words after a flag. Raises UserError naming `name`."""
         expected = f"{self.expected} or none" if self.optional else self.expected
-        if self.optional and [word.lower() for word in words] == ["none"]:
+        word, parts = words[0].lower() if len(words) == 1 else "", self.many and bool(self.choices)
+        if parts and word == "none":  # of `--freeze`, which is not its default
+            return ()
+        if self.optional and word == ("default" if parts else "none"):
             return None
         if self.many:
             expected += " (separated by spaces)"

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from megavlm.config.context_rules import CONTEXT_RULES
 from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
+from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain, shown
 from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -125,7 +126,7 @@ def features_can_be_reused(config: Config) -> str | None:
     for option in (name for name, given in asked.items() if given):
         if placement.encoder != "colocated":
             return f"{option} needs a colocated encoder: add --placement colocated, or leave it out"
-        if not {"vision", "projector"} <= set(model.freeze):
+        if not {"vision", "projector"} <= {*frozen_parts(config)}:
             return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if model.hidden_dropout or model.attention_dropout:
             return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"

@@ -87,9 +87,25 @@ def adapted_parts(config: Config) -> tuple[str, ...]:
     return tuple(part for part in ("vision", "language") if part in found)
 
 
+def frozen_parts(config: Config) -> tuple[str, ...]:
+    """Return the parts of the model that `--freeze` names; by default, beside adapters, those that have none, apart
+    from a projector that begins with random weights.
+    """
+    if config.model.freeze is not None or not config.lora.rank:
+        return config.model.freeze or ()
+    trained = (*adapted_parts(config), *(("projector",) if new_projector(config) else ()))
+    return tuple(part for part in PARTS if part not in trained)
+
+
+def new_projector(config: Config) -> bool:
+    """Return whether the run makes the projector between parts of other models."""
+    checkpoint = config.checkpoint
+    return bool(checkpoint.vision_from or checkpoint.language_from) and checkpoint.projector_from is None
+
+
 def trained_whole(config: Config) -> tuple[str, ...]:
     """Return the parts of the model all of whose weights are trained, not adapters alone."""
-    return tuple(part for part in PARTS if part not in (*config.model.freeze, *adapted_parts(config)))
+    return tuple(part for part in PARTS if part not in (*frozen_parts(config), *adapted_parts(config)))
 
 
 def clipped_parts(config: Config) -> tuple[str, ...]:
@@ -107,9 +123,11 @@ def beyond_adapters(config: Config) -> str | None:
     whole = trained_whole(config)
     if not adapted_parts(config) or not whole:
         return None
+    left = " ".join(part for part in PARTS if part in (*frozen_parts(config), *whole))
     return (
-        f"the {' and the '.join(whole)} trains as a whole beside the adapters, and export-lora refuses that: add "
-        f"--freeze {' '.join(sorted({*config.model.freeze, *whole}))}, or export by merge-lora"
+        f"beside the adapters, {' and '.join(whole)} {'trains' if len(whole) == 1 else 'train'} whole, with gradients "
+        f"and optimizer state for every weight, and export-lora refuses that: use --freeze {left}, or export by "
+        "merge-lora"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.expert_rules import EXPERT_MODEL_RULES
-from megavlm.config.lora import adapted_parts, adapts_experts, never_run, unmatched
+from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
 from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, is_set, resolve_model
@@ -274,7 +274,7 @@ def adapters_of_experts_have_no_dropout(config: Config) -> str | None:
 
 def adapters_are_not_frozen(config: Config) -> str | None:
     for part in adapted_parts(config):
-        if part in config.model.freeze:
+        if part in frozen_parts(config):
             return (
                 f"--freeze {part} would freeze its adapters (--lora-targets {' '.join(config.lora.targets)}) as well: "
                 f"remove {part} from --freeze; adapters freeze the other weights anyway"
@@ -283,7 +283,7 @@ def adapters_are_not_frozen(config: Config) -> str | None:
 
 
 def something_trains(config: Config) -> str | None:
-    if {"vision", "projector", "language"} <= set(config.model.freeze):
+    if {"vision", "projector", "language"} <= {*frozen_parts(config)}:
         return "--freeze vision projector language leaves nothing to train: remove one of them"
     return None
 

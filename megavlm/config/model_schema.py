@@ -254,8 +254,8 @@ class ModelConfig:
     init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
     attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
     hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")
-    freeze: tuple[Literal["vision", "projector", "language"], ...] = option(
-        (), "Parts of the model that are not trained; default: none.", common=MODEL
+    freeze: tuple[Literal["vision", "projector", "language"], ...] | None = option(
+        None, "Parts to freeze; default: none, LoRA: those without adapters.", common=MODEL
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.derived import moments_folder
-from megavlm.config.lora import clipped_parts, trained_whole
+from megavlm.config.lora import clipped_parts, frozen_parts, trained_whole
 from megavlm.config.schema import Config
 
 
@@ -31,7 +31,7 @@ def one_optimizer_scales_the_loss(config: Config) -> str | None:
     """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
     if config.precision.dtype != "fp16" or config.placement.encoder != "colocated":
         return None
-    if {"vision", "projector"} <= set(config.model.freeze):
+    if {"vision", "projector"} <= {*frozen_parts(config)}:
         return None
     return (
         "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "

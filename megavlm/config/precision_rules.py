@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora import trained_whole
 from megavlm.config.messages import nearest
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
@@ -65,7 +65,7 @@ def fp8_weights_are_gathered(config: Config) -> str | None:
         )
     if precision.fp8_recipe == "mxfp8":
         return "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
-    trained = [part for part in precision.fp8_parts if part not in (*config.model.freeze, *adapted_parts(config))]
+    trained = [part for part in precision.fp8_parts if part in trained_whole(config)]
     if not trained:
         return (
             "--fp8-param-gather finds no weights that are trained in FP8 (frozen and adapted ones are not gathered): "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.fields import Option, options, value_at, with_values
-from megavlm.config.lora import PARTS, adapted_parts, trained_whole
+from megavlm.config.lora import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
 from megavlm.config.schema import Config
 
 # Published learning rates: scripts/v1_5 of LLaVA (a projector beside adapters 2e-5, a new projector alone 1e-3), the
@@ -30,7 +30,7 @@ class StartDefault:
     """An option that is None until it is known what a run starts from; both functions take the run's options."""
 
     option: str  # "section.field"
-    random: Any  # the value with random weights
+    random: Any  # the value with random weights, or a function of the run's options
     given: Callable[[Config], tuple[Any, str]]  # with given weights: the value, and why
     applies: Callable[[Config], bool] = lambda config: True  # whether the run's model has what it is an option of
 
@@ -39,12 +39,6 @@ def starts_from_weights(config: Config) -> bool:
     """Return whether a run starts from weights that the user gave."""
     checkpoint = config.checkpoint
     return any((checkpoint.init_from, checkpoint.vision_from, checkpoint.language_from, checkpoint.load))
-
-
-def new_projector(config: Config) -> bool:
-    """Return whether the run makes the projector between parts of other models."""
-    checkpoint = config.checkpoint
-    return bool(checkpoint.vision_from or checkpoint.language_from) and checkpoint.projector_from is None
 
 
 def learning_rate(config: Config) -> tuple[float, str]:
@@ -97,6 +91,7 @@ def save_interval(config: Config) -> tuple[int, str]:
 
 
 START_DEFAULTS = (
+    StartDefault("model.freeze", frozen_parts, lambda config: (frozen_parts(config), "what has no adapters")),
     StartDefault("precision.dtype", "fp32", lambda config: ("bf16", "the type in which weights are published")),
     StartDefault("optimizer.lr", 1e-3, learning_rate),
     *(StartDefault(f"optimizer.{part}_lr", None, part_rate(part)) for part in PARTS),
@@ -139,7 +134,7 @@ def start_table(config: Config, *, asked: Config | None = None) -> str:
     """
     lines = []
     for option, value, origin in _origins(config, asked or config):
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        shown = f"{value:g}" if isinstance(value, float) else " ".join(value) if option.kind.many else str(value)
         lines.append(f"{option.flag:18} {shown:>8}  {origin}")
     return "\n".join(lines)
 
@@ -154,7 +149,7 @@ def _origins(config: Config, asked: Config) -> Iterator[tuple[Option, Any, str]]
             value, why = _value(default, config)
             start = "default for given weights" if starts_from_weights(config) else "default for random weights"
             origin = f"{start}: {why}" if why else start
-        if value is not None:
+        if value not in (None, ()):
             yield known[default.option], value, origin
 
 
@@ -169,4 +164,6 @@ def _path(default: StartDefault) -> tuple[str, ...]:
 def _value(default: StartDefault, config: Config) -> tuple[Any, str]:
     if not default.applies(config):
         return None, ""
-    return default.given(config) if starts_from_weights(config) else (default.random, "")
+    if starts_from_weights(config):
+        return default.given(config)
+    return default.random(config) if callable(default.random) else default.random, ""

@@ -15,6 +15,7 @@ from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_i
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.config.lora import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.candidates import Candidate, Space, with_offload
@@ -328,5 +329,5 @@ def _in_one_mode(profiles: LayerProfiles, mode: Recompute) -> LayerProfiles:
 
 def _expert_bytes(config: Config) -> float:
     """Return the bytes of all routed experts' weights, and of their gradients if they are trained."""
-    model, each = config.model, BYTES[config.precision.dtype] + FP32 * ("language" not in config.model.freeze)
+    model, each = config.model, BYTES[config.precision.dtype] + FP32 * ("language" not in frozen_parts(config))
     return each * float(sum(kind_in(model, name).expert_parameters(model, 1) for name in layer_names(model)))

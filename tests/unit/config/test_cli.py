@@ -120,6 +120,8 @@ def test_none_and_nothing_override_values(yaml_file: str) -> None:
     assert config.placement.pipeline_cuts is None
     assert config.checkpoint.load is None
     assert config.model.language.num_query_groups is None
+    assert parse(["--config", yaml_file, "--freeze", "none"]).model.freeze == ()
+    assert parse(["--config", yaml_file, "--freeze", "default"]).model.freeze is None
     assert parse(["--pipeline-cuts"]).placement.pipeline_cuts == ()
 
 
@@ -191,7 +193,7 @@ def test_help_all_lists_everything_with_defaults(
         assert name in text.split("Recipes:")[1]
     assert "Random seed of weights, data order and dropout. (default: 1234)" in text
     assert "how often. (default: on)" in text
-    assert "Parts of the model that are not trained; default: none.\n" in text
+    assert "Parts to freeze; default: none, LoRA: those without adapters.\n" in text
     assert "--tensor-model-parallel-size, --tp N\n" in text
     assert "--language-vocab-size N|none " in text
     assert "--precision {fp32,bf16,fp16}|none\n" in text

@@ -13,12 +13,13 @@ from megavlm.errors import UserError
 GIVEN = (
     "--language-num-query-groups 2 --language-kv-channels 16 --language-vocab-size 97 --projector-hidden-size 24 "
     "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic "
-    "--precision bf16 --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5 --train-iters 50 "
+    "--precision bf16 --freeze none --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5 --train-iters 50 "
     "--eval-interval 0"
 ).split()
 FILLED = {
     "model.language.num_query_groups": 8,
     "model.language.kv_channels": 16,
+    "model.freeze": (),
     "model.language.vocab_size": 160,
     "model.projector.hidden_size": 128,
     "precision.dtype": "fp32",

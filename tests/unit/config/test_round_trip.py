@@ -85,7 +85,8 @@ def words_for(option: Option, value: object) -> list[str]:
         return [option.flag if value else option.negations[0]]
     if isinstance(value, tuple):
         return [option.flag, *map(word_for, value)]
-    return [option.flag, "none"] if value is None else [f"{option.flag}={value}"]
+    unset = "default" if option.kind.many and option.kind.choices else "none"
+    return [option.flag, unset] if value is None else [f"{option.flag}={value}"]
 
 
 def is_none_as_text(value: object) -> bool:

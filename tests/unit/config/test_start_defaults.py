@@ -12,14 +12,14 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.config.cli import parse
 from megavlm.config.fields import options, value_at
 from megavlm.config.load import from_dict, to_yaml
-from megavlm.config.lora import beyond_adapters
+from megavlm.config.lora import beyond_adapters, frozen_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import START_DEFAULTS, is_start_default, start_table, with_start_defaults
 
 KEYS = [default.option for default in START_DEFAULTS]
-TOY = ["fp32", 1e-3, None, None, None, 0, 64, 0, None]
+TOY = [(), "fp32", 1e-3, None, None, None, 0, 64, 0, None]
 
 
 def values(config: Config) -> list[object]:
@@ -35,7 +35,9 @@ def values(config: Config) -> list[object]:
         ("--init-from F --freeze vision language", 1e-3, None, None, None),
         ("--init-from F --lora-rank 8 --lora-targets language vision --freeze projector", 1e-4, None, None, None),
         ("--init-from F --lora-rank 8 --lora-targets language --freeze vision", 1e-4, None, 2e-5, None),
-        ("--init-from F --lora-rank 8 --lora-targets vision", 1e-4, None, 2e-5, 2e-5),
+        ("--init-from F --lora-rank 8 --lora-targets vision --freeze none", 1e-4, None, 2e-5, 2e-5),
+        ("--init-from F --lora-rank 8 --lora-targets vision", 1e-4, None, None, None),
+        ("--vision-from V --language-from L --lora-rank 8", 1e-4, None, 1e-3, None),
         ("--vision-from V --language-from L", 1e-5, 2e-6, 1e-3, None),
         ("--vision-from V --language-from L --freeze vision language", 1e-3, None, None, None),
         ("--init-from F --lr 3e-4", 3e-4, None, None, None),
@@ -47,7 +49,7 @@ def test_learning_rates_of_given_weights(
 ) -> None:
     config = parse([*flags.split(), "--train-iters", "1000"])
     found = resolve(config)
-    assert values(found) == ["bf16", lr, vision, projector, language, 30, 8192, 500, None]
+    assert values(found)[1:] == ["bf16", lr, vision, projector, language, 30, 8192, 500, None]
     assert resolve(found) == found
     check(config, world=1)
     check(found, world=1)
@@ -67,7 +69,7 @@ def test_a_bias_of_given_weights_stays(flags: str, rate: float) -> None:
 
 def test_random_weights_keep_the_defaults_of_a_toy() -> None:
     assert values(resolve(parse([]))) == TOY
-    assert values(resolve(parse(["--freeze", "vision", "language"]))) == TOY
+    assert values(resolve(parse(["--freeze", "vision", "language"])))[1:] == TOY[1:]
 
 
 def test_what_is_given_wins_also_where_it_is_the_default_of_a_toy() -> None:
@@ -92,12 +94,12 @@ def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(to_yaml(with_start_defaults(Config())))
     command = ["--init-from", "F", "--run-dir", str(run)]
     assert values(resolve(as_begun(parse(command)))) == TOY
-    assert values(resolve(as_begun(parse([*command, "--lr", "5e-5"]))))[1] == 5e-5
+    assert values(resolve(as_begun(parse([*command, "--lr", "5e-5"]))))[2] == 5e-5
     assert "as this run began" in start_table(as_begun(parse(command)), asked=parse(command))
     for loaded in (run, run / "checkpoints/iter_0000005"):
         other = ["--load", str(loaded), "--run-dir", str(tmp_path / "other")]
         assert values(resolve(as_begun(parse(other)))) == TOY
-    assert values(resolve(parse(command)))[1] == 1e-5, "the test can fail"
+    assert values(resolve(parse(command)))[2] == 1e-5, "the test can fail"
 
 
 def test_a_longer_run_does_not_warm_up_again(tmp_path: Path) -> None:
@@ -115,11 +117,37 @@ def test_a_file_that_leaves_options_open_leaves_them_to_the_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "frozen"),
+    [
+        ("", ()),
+        ("--lora-rank 4", ("vision", "projector")),
+        ("--lora-rank 4 --lora-targets q_proj", ("projector",)),
+        ("--lora-rank 4 --lora-targets vision.layers.0", ("projector", "language")),
+        ("--lora-rank 4 --freeze none", ()),
+        ("--lora-rank 4 --freeze vision", ("vision",)),
+        ("--lora-rank 4 --vision-from V --language-from L", ("vision",)),
+        ("--lora-rank 4 --vision-from V --language-from L --projector-from P", ("vision", "projector")),
+    ],
+)
+def test_adapters_train_alone_unless_asked(flags: str, frozen: tuple[str, ...]) -> None:
+    """As with ms-swift and LLaMA-Factory; but a projector of random weights has to be trained."""
+    for start in ("", "--load F"):
+        config = parse(f"{flags} {start}".split())
+        assert frozen_parts(config) == frozen
+        assert resolve(config).model.freeze == frozen
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--freeze vision", "the projector trains as a whole .*: add --freeze projector vision, or"),
-        ("--lora-targets vision", "the projector and the language trains .*: add --freeze language projector, or"),
+        ("--freeze vision", "the adapters, projector trains whole, .*: use --freeze vision projector, or"),
+        (
+            "--lora-targets vision --freeze none",
+            "projector and language train .*: use --freeze projector language,",
+        ),
+        ("--vision-from V --language-from L", "projector trains whole, .*: use --freeze vision projector, or"),
         ("--freeze vision projector", None),
+        ("", None),
     ],
 )
 def test_what_adapters_do_not_hold_is_said_before_the_training(flags: str, told: str | None) -> None:
