@@ -203,6 +203,32 @@ def test_a_pattern_that_goes_back_and_forth_is_one_line_or_one_sample(folder: Pa
     assert_answered(lambda: HuggingFaceTokenizer.of(folder).encode(text))
 
 
+def replaced(times: int) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * times}
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("normalizer", [replaced(3)] * 3),
+        ("normalizer", [{"type": "Prepend", "prepend": "a" * 17}]),
+        ("normalizer", [{"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 17}]),
+        ("decoder", [replaced(17)]),
+    ],
+)
+def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path, part: str, steps: list[dict[str, Any]]) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    listed = {"normalizer": "normalizers", "decoder": "decoders"}[part]
+    for count, refused in ((1, len(steps) == 1), (len(steps), True)):
+        nested = {"type": "Sequence", listed: [{"type": "Sequence", listed: steps[:count]}]}
+        (folder / "tokenizer.json").write_text(json.dumps({**described, part: nested}))
+        if not refused:
+            HuggingFaceTokenizer.of(folder)
+            continue
+        with pytest.raises(UserError, match=rf"cannot be read \(its {part} makes texts \d+ times as long\)"):
+            HuggingFaceTokenizer.of(folder)
+
+
 @pytest.mark.parametrize(
     "content", ["[" * 10**5, "{}", "[]", "7", '{"model": {"type": "BPE"}}', '{"version": "9"}', ""]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from megavlm.paths import inside
 
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_MOST_GROWTH = 16  # texts may be so many times as long before they are split; "▁" for a space leaves them as long
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
@@ -58,7 +61,11 @@ class HuggingFaceTokenizer:
         if getattr(loaded, "backend_tokenizer", None) is None:
             raise UserError(f"the tokenizer in {folder} has no tokenizer.json: save it with Transformers first")
         with _refusing(folder):
-            backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
+            described = loaded.backend_tokenizer.to_str()
+            for part in ("normalizer", "pre_tokenizer", "decoder"):
+                if (times := _growth(json.loads(described)[part])) > _MOST_GROWTH:
+                    raise ValueError(f"its {part} makes texts {times:.0f} times as long")
+            backend = Tokenizer.from_str(described)  # a copy: it is changed here
             backend.no_padding()
             backend.no_truncation()
             plain, added = (backend.encode(_TRIAL, add_special_tokens=each).ids for each in (False, True))
@@ -114,6 +121,18 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise UserError(
             f"the tokenizer in {folder} cannot be read ({_first_line(error)}): check --tokenizer"
         ) from error
+
+
+def _growth(step: Any) -> float:
+    """Return how many times as long the steps of a part of tokenizer.json, one after another, may make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    pattern, inner = step.get("pattern"), [value for value in step.values() if isinstance(value, list)]
+    old = pattern.get("String", "") if isinstance(pattern, dict) else ""  # a pattern may match nothing at all
+    new = (step.get("content", ""), step.get("prepend", ""))  # of Replace and Prepend
+    return max(1, *(len(str(text)) / max(1, len(old)) for text in new)) * math.prod(map(_growth, inner))
 
 
 def _first_line(error: BaseException) -> str:
