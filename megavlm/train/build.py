@@ -246,11 +246,13 @@ def _keep(config: Config) -> Keep:
 
 
 def _hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
-    """Yield warnings: given weights without data, Transformer Engine that cannot be loaded, limits of `--offload`."""
+    """Yield warnings: weights without data, resumes that differ, no Transformer Engine, limits of `--offload`."""
     if starts_from_weights(config) and config.data.kind == "synthetic":
         yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
     if warning := beyond_adapters(config):
         yield f"warning: {warning}"
+    if config.parallel.compress_gradients != "none" and config.parallel.compress_error_feedback:
+        yield "--compress-gradients: no checkpoint has the residual, so a resume is not bit for bit the same run"
     if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
         yield f"Transformer Engine cannot be loaded ({error}): layers are PyTorch's, which are slower"
     if not config.execution.offload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,20 @@ def test_settings_of_glm(given: dict[str, Any], expected: dict[str, Any]) -> Non
 def test_what_glms_router_would_compute_differently_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="is not supported"):
         experts_of(GLM | given, "glm4v_moe")
+
+
+def test_weights_that_are_integers_or_no_numbers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pretrained, "provides", lambda self, key: True)
+    pretrained = opened("apart", tmp_path)
+    name = "hf.mlp.experts.3.up_proj.weight"
+    broken = in_files("apart")[name].clone()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        broken[2, 4] = value
+        save_file(in_files("apart") | {name: broken}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=rf"^{name} of {tmp_path} has values that are NaN or infinite: copy model"):
+            pretrained.read_slice(FIRST, tuple(OURS[FIRST].shape), (slice(2, 5), slice(0, 2 * INNER), slice(0, WIDTH)))
+        assert pretrained.folder.read(name, slice(0, 2)).isfinite().all()
+    for dtype, word in ((torch.int32, "I32"), (torch.bool, "BOOL")):
+        save_file(in_files("apart") | {name: broken.nan_to_num().to(dtype)}, tmp_path / "model.safetensors")
+        again = replace(pretrained, folder=HfFolder(tmp_path))
+        assert f"{name} is of type {word}, which holds no weights" in "\n".join(again.problems())

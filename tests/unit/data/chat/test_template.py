@@ -35,6 +35,7 @@ GREEDY = {
     "lipsum": "{{ lipsum(n=10**8) }}",
     "replace": "{{ ('x' * 10**6) | replace('', 'x' * 10**6) }}",
     "long": "{% for _ in range(9999) %}{{ 'x' * 10000 }}{% endfor %}",
+    "longer than any conversation": "{{ 'x' * 80000 }}",  # not too much for a process, and a cost to the tokenizer
     "sandbox": "{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}",
     "not one": "{% for %}",
 }
