@@ -52,7 +52,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint that `--load PATH` names: the folder itself, or the newest of a run or `checkpoints/`.
+    """Return the checkpoint that a command's RUN_OR_CHECKPOINT names: itself, or the newest of a run or `checkpoints/`.
 
     Raises UserError if there is none.
     """
@@ -60,7 +60,10 @@ def resolve(path: Path) -> Path:
         return path
     found = newest(path / "checkpoints") or newest(path)
     if found is None:
-        raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
+        lacks = "holds no complete checkpoint" if path.is_dir() else "is no folder"
+        raise UserError(
+            f"RUN_OR_CHECKPOINT {path} {lacks}: name a run folder that has saved, or one of its iter_* folders"
+        )
     return found
 
 

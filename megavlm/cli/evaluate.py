@@ -145,7 +145,7 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
     answers = folder.read()
     found = [(task, scored(task, answers)) for task in tasks]
     about = [("model", str(given.model)), ("answers", f"at most {given.max_new_tokens} tokens")]
-    page = failures_page(f"Answers of {given.model.resolve().name}", about, found, most=given.failures)
+    page = failures_page(f"Answers of “{given.model.resolve().name}”", about, found, most=given.failures)
     for name, text in (
         (
             "results.json",

@@ -80,6 +80,11 @@ def plain(word: str) -> str:
     return word if word.isprintable() and len(word) <= 80 else shown(word)
 
 
+def several(number: int, thing: str) -> str:
+    """Return `1 step`, `2 steps`, `1,000 steps`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def nearest(value: int, divisor: int) -> str:
     """Return the hint "use A or B" with the multiples of `divisor` below and above `value`."""
     below, above = value // divisor * divisor, (value // divisor + 1) * divisor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.order import BLOCK, apportioned
@@ -32,17 +33,17 @@ def data_table(config: Config, source: FilesSource) -> str:
         count = None if is_stream(each) else len(source.records[number])
         epochs = ""
         if count and held and sequences:
-            epochs = f"about {_rounded(sequences * held * share / count)}"
+            epochs = f"about {rounded(sequences * held * share / count)}"
         rows.append((name_of(each), "tars" if count is None else f"{count:,}", f"{share:.1%}", epochs))
     wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
         for name, *cells in rows
     ]
-    counted = "" if train.train_iters is None else f"{train.train_iters:,} "
+    steps = "steps" if train.train_iters is None else several(train.train_iters, "step")
     lines.append(
-        f"{counted}steps of {train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
-        + ("" if held is None else f"; a sequence holds about {_rounded(held)} samples")
+        f"{steps} of {several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+        + ("" if held is None else f"; samples in a sequence: about {rounded(held)}")
     )
     records = dict(looked)  # a small data set comes several times
     skipped = SkipSummary().add(skip for record in records.values() for skip in record.skipped)
@@ -51,7 +52,8 @@ def data_table(config: Config, source: FilesSource) -> str:
     return "\n".join(lines)
 
 
-def _rounded(number: float) -> str:
+def rounded(number: float) -> str:
+    """Return a number with two digits, or without a fraction: 0.14, 8.5, 8,500."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from megavlm.arch.flops import forward_share
+from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import PackedBatchSampler, Window
 from megavlm.data.files import FilesSource
@@ -26,6 +27,7 @@ from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 
 DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
+_NAMED = 6  # most data sets that a line names
 _LOOKED_AT = 100  # most samples that are encoded to find one that can be used
 
 
@@ -39,8 +41,10 @@ class ValidationSamples:
     def line(self) -> str:
         """Return the line that a run begins with."""
         sources = [sample.source for sample in self.samples]
+        if len(self.names) > _NAMED:
+            return f"validation: {several(len(sources), 'sample')} of {len(self.names)} data sets"
         return "validation: " + ", ".join(
-            f"{sources.count(number):,} samples of {name}" for number, name in enumerate(self.names)
+            f"{several(sources.count(number), 'sample')} of {name}" for number, name in enumerate(self.names)
         )
 
 

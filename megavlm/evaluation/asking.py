@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megavlm.data.skips import REMEDIES, SkipSummary
+from megavlm.data.summary import rounded
 from megavlm.data.types import BadSample, Reason, Sample, Skipped
 from megavlm.errors import UserError
 from megavlm.evaluation.answers import Answer, AnswerFolder
@@ -101,4 +102,4 @@ def progress(done: int, total: int, seconds: float) -> str:
     """Return how far an evaluation is, how fast, and how much longer it takes at that rate."""
     rate = done / seconds if seconds else 0.0
     left = f", {duration((total - done) / rate)} left" if rate and done < total else ""
-    return f"{done:,} of {total:,} questions, {rate:.2g} a second{left}"
+    return f"{done:,} of {total:,} questions, {rounded(rate)} a second{left}"

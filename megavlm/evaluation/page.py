@@ -51,7 +51,7 @@ def _failure(task: Task, failed: Scored) -> str:
     said = (
         f'<span class="warning">{escape(failed.answer.error)}</span>'
         if failed.answer.error
-        else (f"<mark>{escape(failed.answer.text) or '(nothing)'}</mark>")
+        else (f"<mark class=wrong>{escape(failed.answer.text) or '(nothing)'}</mark>")
     )
     images = "".join(_pictures(task, failed)) if question.images or question.videos else ""
     distinct = " · ".join(map(escape, dict.fromkeys(question.references)))

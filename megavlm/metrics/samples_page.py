@@ -58,9 +58,9 @@ def samples_page(
         ("iteration", f"{newest:,} of {train_iters:,}" if train_iters else f"{newest:,}"),
         ("prompts", f"{len(pictures):,}"),
         ("equal to the reference", f"{right:,} of {len(pictures):,}"),
-        ("moments shown", shown),
+        ("times shown", shown),
     )
-    title = f"What {name} says"
+    title = f"Samples of “{name}”"
     head = (
         f'<header><h1>{escape(title)}</h1>{facts(about)}<p class="quiet">Held-out prompts, the same at each time. The '
         "newest answer comes first; the number beside an answer is the iteration after which the model gave it (0: "

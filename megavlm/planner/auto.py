@@ -80,7 +80,7 @@ def duration_line(config: Config, dims: Dims, *, on_gpu: bool) -> str:
     seconds, iterations = predict(config, dims, profile(name)).seconds, config.train.train_iters
     minutes = round(seconds * iterations / 60)
     return (
-        f"about {minutes // 60} h {minutes % 60:02} min: {iterations:,} iterations of {seconds:.2g} s on {name}, as "
+        f"about {minutes // 60} h {minutes % 60:02} min: {iterations:,} iterations of {seconds:.3g} s on {name}, as "
         "the planner estimates them (--hardware)"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from megavlm.config.messages import several
 from megavlm.preview.html import document, facts, section, table
 from megavlm.preview.run_charts import Mark, Part, duration, scaling_chart, share_bar, time_line
 from megavlm.resilience import history
@@ -57,7 +58,7 @@ def page(accounts: Sequence[Account], scaling: Scaling | None) -> str:
         body.append(section("Runs", _overview(accounts)))
     for account in accounts:
         body += _run(account)
-    title = accounts[0].name if len(accounts) == 1 else f"{len(accounts)} runs"
+    title = f"“{accounts[0].name}”" if len(accounts) == 1 else f"{len(accounts)} runs"
     return document(f"Goodput of {title}", [f"<header><h1>Goodput of {escape(title)}</h1></header>", *body])
 
 
@@ -113,7 +114,8 @@ def _time_line(account: Account) -> str:
         Part(
             (attempt.until - attempt.began) / (past.wall * 1e6),
             "var(--image-ink)" if number % 2 else "var(--image)",
-            f"attempt {number}: {duration((attempt.until - attempt.began) / 1e6)}, {len(attempt.steps)} steps kept",
+            f"attempt {number}: {duration((attempt.until - attempt.began) / 1e6)}, "
+            f"{several(len(attempt.steps), 'step')} kept",
         )
         for number, attempt in enumerate(past.attempts)
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
+from megavlm.config.messages import several
 from megavlm.metrics.tags import tag_of
 from megavlm.preview.expert_loads import heat_map
 from megavlm.preview.html import document, section, table
@@ -22,7 +23,7 @@ _UNKNOWN = "–"
 
 def page(runs: Sequence[RunData]) -> str:
     """Return the HTML of the page, in which text from the runs is escaped."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = f"“{runs[0].name}”" if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         f"<header><h1>Report on {escape(title)}</h1></header>",
         section("Runs", _overview(runs)),
@@ -83,7 +84,8 @@ def _figures(run: RunData) -> list[str]:
         _known(run.typical("mfu"), _share),
         _known(max(memory) if memory else None, lambda x: f"{x:.1f} GiB"),
         _known(wait, _share),
-        f"{sum(run.values('skipped_samples')):,.0f} samples, {steps[-1] if steps else 0:,.0f} steps",
+        f"{several(int(sum(run.values('skipped_samples'))), 'sample')}, "
+        f"{several(int(steps[-1]) if steps else 0, 'step')}",
         _UNKNOWN if run.history is None else f"{run.history.restarts:,}",
     ]
 

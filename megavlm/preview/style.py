@@ -110,6 +110,7 @@ article{border-top:1px solid var(--line);padding:16px 0}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.65 ui-monospace,"DejaVu Sans Mono",monospace}
 mark{background:var(--trained);color:var(--trained-ink);border-bottom:2px solid var(--trained-line);border-radius:2px;
   -webkit-box-decoration-break:clone;box-decoration-break:clone}
+mark.wrong{background:none;color:var(--warn);border-color:var(--warn)}
 .image{background:var(--image);color:var(--image-ink);border-radius:8px;padding:0 7px;font-size:12px}
 .asked{display:grid;grid-template-columns:minmax(0,260px) minmax(0,1fr);gap:6px 22px;align-items:start}
 .asked.blind{grid-template-columns:minmax(0,1fr)}

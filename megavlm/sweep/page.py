@@ -34,9 +34,9 @@ def page(title: str, grid: Grid, rows: Sequence[Row]) -> str:
         )
     )
     return document(
-        f"Sweep {title}",
+        f"Sweep “{title}”",
         [
-            f"<header><h1>Sweep {escape(title)}</h1></header>",
+            f"<header><h1>Sweep “{escape(title)}”</h1></header>",
             section("Results", about + table(map(escape, head), cells, numbers=numbers)),
             section(f"{grid.metric} by iteration", curves(rows)),
         ],

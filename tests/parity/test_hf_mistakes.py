@@ -134,7 +134,7 @@ def test_a_layout_that_does_not_work_is_refused_before_converting(
 
 def test_export_needs_to_know_where_a_run_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert "holds no complete checkpoint" in capsys.readouterr().err
+    assert f"RUN_OR_CHECKPOINT {tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
 
 
 def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def test_a_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for expected in ("one", "two & more", "4 × NVIDIA <b>H100</b>", "40.0%", "25.0%", "14.0 GiB", "12.0 GiB", "1 skip"):
         assert expected in text, expected
     # The last 20 losses, 4 / 21 to 4 / 40, have the mean 0.1362; 4 devices share 100 tokens/s.
-    assert "one 4 × NVIDIA <b>H100</b> 40 0.1362 40k 40 s 100 25 40.0% 14.0 GiB 25.0% 40 samples, 1 steps" in text
+    assert "one 4 × NVIDIA <b>H100</b> 40 0.1362 40k 40 s 100 25 40.0% 14.0 GiB 25.0% 40 samples, 1 step" in text
     assert "optimizer.lr 0.001 0.0005" in text
     assert "run.run_dir" not in text
     assert "validation/loss" in text
