@@ -67,9 +67,9 @@ def html(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] 
         for bar in bars
     ]
     marks = [
-        f'<text x="{_LEFT + _WIDTH * tick / 4:.1f}" y="{height - 6}" text-anchor="middle">'
+        f'<text x="{_LEFT + _WIDTH * tick / 4:.1f}" y="{height - 6}" text-anchor="{anchor}">'
         f"{_time(timeline.seconds * tick / 4)}</text>"
-        for tick in range(5)
+        for tick, anchor in enumerate(("start", "middle", "middle", "middle", "end"))
     ]
     svg = "\n".join([*rows, *drawn, *marks])
     there = {part_of_chunk(event.step.chunk) for event in timeline.events}
@@ -106,9 +106,9 @@ def png(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] =
         if bar.number:
             middle = (bar.x + bar.width / 2, top + bar.y + _ROW / 2)
             draw.text(middle, bar.number, fill="white", anchor="mm", font_size=11)
-    for tick in range(5):
+    for tick, anchor in enumerate(("lm", "mm", "mm", "mm", "rm")):
         place = (_LEFT + _WIDTH * tick / 4, top + _height(timeline) - 12)
-        draw.text(place, _time(timeline.seconds * tick / 4), fill="#666a73", anchor="mm", font_size=11)
+        draw.text(place, _time(timeline.seconds * tick / 4), fill="#666a73", anchor=anchor, font_size=11)
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()

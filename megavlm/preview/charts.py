@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from megavlm.config.messages import several
+
 _WIDTH, _HEIGHT = 520, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40, 8, 12, 34
 _MOST_BARS = 32
@@ -22,9 +24,14 @@ def bins_of(values: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def histogram(values: Sequence[int], *, what: str, of: str) -> str:
-    """Return a histogram as SVG; `what` names the values on the axis, `of` the things that are counted."""
+    """Return a histogram as SVG, or a sentence if all values are the same.
+
+    `what` names one of what the axis has (a token), `of` one of the things that are counted (a sample).
+    """
     if not values:
         return '<p class="quiet">No values.</p>'
+    if min(values) == max(values):
+        return f'<p class="quiet">{escape(several(values[0], what))} in each of {escape(several(len(values), of))}.</p>'
     bins = bins_of(values)
     tallest = max(count for _, _, count in bins)
     step = (_WIDTH - _LEFT - _RIGHT) / len(bins)
@@ -38,7 +45,7 @@ def histogram(values: Sequence[int], *, what: str, of: str) -> str:
     for place, (first, last, count) in enumerate(bins):
         x, height = _LEFT + place * step, (floor - _TOP) * count / tallest
         range_ = f"{first}" if first == last else f"{first} to {last}"
-        tip = escape(f"{range_} {what}: {count} {of}")
+        tip = escape(f"{range_} {what}s: {several(count, of)}")
         drawn.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{floor - height:.1f}" width="{max(1.0, step - 2):.1f}" '
             f'height="{height:.1f}" rx="2"><title>{tip}</title></rect>'
@@ -47,8 +54,8 @@ def histogram(values: Sequence[int], *, what: str, of: str) -> str:
             middle = x + step / 2
             drawn.append(f'<text class="tick" x="{middle:.1f}" y="{floor + 14}" text-anchor="middle">{first}</text>')
     drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>')
-    axis = f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(what)}</text>'
-    label = escape(f"{of} by {what}")
+    axis = f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(what)}s</text>'
+    label = escape(f"{of}s by {what}s")
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}{axis}</svg>'
 
 

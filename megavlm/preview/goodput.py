@@ -20,14 +20,14 @@ _COLOURS = {
     history.DATA: "var(--source-8)",
     history.SLOW: "var(--source-9)",
     history.SAVES: "var(--source-4)",
-    history.VALIDATION: "var(--source-5)",
+    history.VALIDATION: "var(--source-6)",
     history.SKIPPED: "var(--source-11)",
     history.REWOUND: "var(--source-3)",
     history.LOST: "var(--source-1)",
     history.HUNG: "var(--source-7)",
     history.DOWNTIME: "var(--source-10)",
     history.START: "var(--source-0)",
-    history.LOAD: "var(--source-6)",
+    history.LOAD: "var(--source-5)",
     history.OTHER: "var(--line)",
 }
 # Events on the time line; saves and starts would cover it.
@@ -218,6 +218,7 @@ def _scaling(scaling: Scaling) -> str:
         )
         for point, share in zip(scaling.points, scaling.shares, strict=True)
     )
+    about = '<p class="quiet">tokens/s: the median of all steps but the first two.</p>'
     head = ("run", "devices", "tokens/s", "per device", "of the smallest")
     drawn = [(point.devices, share) for point, share in zip(scaling.points, scaling.shares, strict=True)]
-    return scaling_chart(drawn, limit=LIMIT) + table(head, rows, numbers=(1, 2, 3, 4))
+    return scaling_chart(drawn, limit=LIMIT) + about + table(head, rows, numbers=(1, 2, 3, 4))

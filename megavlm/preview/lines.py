@@ -51,13 +51,13 @@ def short(number: float) -> str:
 def chart(
     title: str, lines: Sequence[Line], *, across: str, told: Callable[[float], str] = short, from_zero: bool = False
 ) -> str:
-    """Return a chart of lines over a common axis that `across` names, or a sentence if there is nothing to draw.
+    """Return a chart of lines over a common axis that `across` names; "" if there is nothing to draw.
 
     `told` writes a value; `from_zero` lets the vertical axis begin at 0.
     """
     drawn = [Line(line.name, line.colour, thinned(line.points)) for line in lines if line.points]
     if not drawn:
-        return f'<figure><figcaption>{escape(title)}</figcaption><p class="quiet">No values.</p></figure>'
+        return ""
     xs = [x for line in drawn for x, _ in line.points]
     ys = [y for line in drawn for _, y in line.points] + ([0.0] if from_zero else [])
     left, right, bottom, top = min(xs), max(xs), min(ys), max(ys)

@@ -31,8 +31,8 @@ def page(content: PreviewContent) -> str:
         '<div class="columns">',
         section("Sources", _sources(content)),
         section("Skipped", _skipped(content)),
-        section("Lengths", histogram([s.length for s in content.segments], what="tokens", of="samples")),
-        section("Images", histogram([s.images for s in content.segments], what="images", of="samples")),
+        section("Lengths", histogram([s.length for s in content.segments], what="token", of="sample")),
+        section("Images", histogram([s.images for s in content.segments], what="image", of="sample")),
         "</div>",
         section("Sequences", _sequences(content)),
         section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
@@ -101,10 +101,11 @@ def _sequences(content: PreviewContent) -> str:
         "attend to each other. Hatched parts are padding.</p>"
     )
     listed = f'{about}<ol class="sequences">{"".join(rows[:_FIRST_BARS])}</ol>'
-    if (more := len(content.sequences) - _FIRST_BARS) > 0:
-        kept = f"{len(rows) - _FIRST_BARS:,} of " if len(rows) < len(content.sequences) else ""
+    if len(rows) > _FIRST_BARS:
+        left = len(content.sequences) - len(rows)
+        told = f"{len(rows) - _FIRST_BARS:,} more" + (f"; {left:,} others are not drawn" if left else "")
         rest = f'<ol class="sequences">{"".join(rows[_FIRST_BARS:])}</ol>'
-        listed += f"<details><summary>{kept}{more:,} more</summary>{rest}</details>"
+        listed += f"<details><summary>{told}</summary>{rest}</details>"
     return listed
 
 

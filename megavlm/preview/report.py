@@ -18,6 +18,7 @@ from megavlm.preview.style import COLOURS
 
 _ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
 _MOST_EVENTS = 200  # of each run
+_NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
 _UNKNOWN = "–"
 
 
@@ -27,7 +28,7 @@ def page(runs: Sequence[RunData]) -> str:
     body = [
         f"<header><h1>Report on {escape(title)}</h1></header>",
         section("Runs", _overview(runs)),
-        section("Loss", _charts(_over(runs, "loss", each) for each in _ACROSS)),
+        section("Loss", _charts(_over(runs, "loss", each, title=f"{tag_of('loss')} by {each}") for each in _ACROSS)),
         *([section("Held-out data", _validation(runs))] if any(run.validations for run in runs) else []),
         section("Speed and memory", _charts(_speed(runs))),
         section("Optimization", _charts(_optimization(runs))),
@@ -56,7 +57,8 @@ def _overview(runs: Sequence[RunData]) -> str:
             "skipped", "restarts")  # fmt: skip
     rows = [[_name(place, run), *_figures(run)] for place, run in enumerate(runs)]
     about = (
-        '<p class="quiet">Loss: mean of the last 20 steps. Rates: medians. Memory: the most that any rank has used. '
+        '<p class="quiet">Loss: mean of the last 20 steps. Rates: medians of all steps but the first two. '
+        "Memory: the most that any rank has used. "
         "Data wait: share of the steps' time. Skipped: samples that could not be used, and steps left out.</p>"
     )
     return about + table(head, rows, numbers=range(1, len(head)))
@@ -98,7 +100,8 @@ def _over(runs: Sequence[RunData], name: str, across: str = "step", **options: A
 
 
 def _charts(charts: Iterable[str]) -> str:
-    return f'<div class="figures">{"".join(charts)}</div>'
+    drawn = "".join(charts)
+    return f'<div class="figures">{drawn}</div>' if drawn else '<p class="quiet">No values.</p>'
 
 
 def _validation(runs: Sequence[RunData]) -> str:
@@ -108,7 +111,7 @@ def _validation(runs: Sequence[RunData]) -> str:
         for place, run in enumerate(runs)
     ]
     last = table(("last value", *(escape(tag_of(name)) for name in names)), rows, numbers=range(1, len(names) + 1))
-    return _charts(_over(runs, name) for name in names) + last
+    return _charts(_over(runs, name) for name in names if not name.endswith(_NO_CHART)) + last
 
 
 def _speed(runs: Sequence[RunData]) -> list[str]:

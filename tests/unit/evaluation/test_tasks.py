@@ -159,7 +159,7 @@ def test_scores_and_the_page_of_failures(file: Path) -> None:
     assert json.loads(json.dumps(results_json([(task, found)], {})))["tasks"]["task"]["answers"][1]["score"] == 0.0
     page = failures_page("x", [("model", "y")], [(task, found)], most=5)
     assert page.count("<article>") == 2
-    assert "<mark class=wrong>&lt;i&gt;dog" in page  # a plain mark, green, is right or trained
+    assert "<mark class=wrong>B: &lt;i&gt;dog" in page  # a plain mark, green, is right or trained
     assert "<script>" not in page.partition("</style>")[2]
     assert page.count('src="data:image/jpeg;base64,') == 2
     assert 'width="320" height="229"' in page

@@ -143,7 +143,8 @@ def test_bins_hold_every_value_once() -> None:
         for first, last, count in bins:
             assert count == sum(first <= value <= last for value in values)
     assert bins_of([0, 2, 2]) == [(0, 0, 1), (1, 1, 0), (2, 2, 2)]
-    assert "1 images: 2 samples" in Read(histogram([1, 1, 5], what="images", of="samples")).text
+    assert "1 images: 2 samples" in Read(histogram([1, 1, 5], what="image", of="sample")).text
+    assert Read(histogram([1, 1], what="image", of="sample")).text.strip() == "1 image in each of 2 samples."
 
 
 def test_stretches_keep_spaces_and_count_image_tokens() -> None:
