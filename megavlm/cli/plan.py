@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Mixture of experts: tokens of the busiest rank of --ep, as a multiple of the mean; default: "
         f"{EXPERT_IMBALANCE}.",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to list; default: 10.")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to rank; default: 10.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
     parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .png.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ class MlflowTracker(Callback):
         from mlflow.entities import Param
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # that it starts, stops, and finds no GPU
         mlflow.set_tracking_uri(uri)  # the monitor of system metrics knows no other
         self._client = client = mlflow.MlflowClient(uri)
         known = known_id(start.run_dir, _NAME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import netrc
 import os
 import sys
@@ -29,6 +30,7 @@ class WandbTracker(Callback):
     def on_start(self, start: Start) -> None:
         import wandb
 
+        logging.getLogger().addFilter(_is_no_remark_on_sizes)
         identity = known_id(start.run_dir, _NAME) or uuid.uuid4().hex[:16]
         remember_id(start.run_dir, _NAME, identity)
         mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
@@ -76,6 +78,11 @@ class WandbTracker(Callback):
 
     def on_stop(self, stop: Stop) -> None:
         self._run.finish(exit_code=1 if stop.state == "failed" else 0)
+
+
+def _is_no_remark_on_sizes(record: logging.LogRecord) -> bool:
+    """Return False for what W&B says at every sampling of pictures that differ in size."""
+    return "Images sizes do not match" not in record.getMessage()
 
 
 def _has_key() -> bool:

@@ -31,10 +31,12 @@ _HEADER = (
 
 
 def report(outcome: SearchResult) -> str:
-    """Return the whole answer of a search, as text."""
+    """Return the whole answer of a search, as text; all reasons are told where no layout can run."""
     if not outcome.best:
         return "\n".join(["no layout can run", *reasons(outcome.rejected)])
     best = outcome.best[0]
+    listed = _fastest_of_each(outcome.best)
+    alike = len(outcome.best) - len(listed)
     step = best.step
     parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
     shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
@@ -42,8 +44,9 @@ def report(outcome: SearchResult) -> str:
     proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
     return "\n".join(
         [
-            layouts(outcome.best),
-            *ties(outcome.best),
+            layouts(listed),
+            *([f"{alike} more differ from these in micro-batch, recomputation or memory alone"] if alike else []),
+            *ties(listed),
             *_experts(outcome),
             "",
             f"best: {best.candidate.label}",
@@ -51,10 +54,19 @@ def report(outcome: SearchResult) -> str:
             memory_table(step.memory),
             *_offloads(outcome),
             "",
-            f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run:",
-            *reasons(outcome.rejected),
+            f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run"
+            + (f"; most often {reasons(outcome.rejected)[0].strip()}" if outcome.rejected else ""),
         ]
     )
+
+
+def _fastest_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the first of those that have the same degrees and the same placement."""
+    found: dict[tuple[object, ...], Estimate] = {}
+    for each in estimates:
+        layout = each.candidate
+        found.setdefault((layout.dims, layout.placement, layout.vision_tp), each)
+    return list(found.values())
 
 
 def _experts(outcome: SearchResult) -> list[str]:

@@ -50,7 +50,11 @@ def test_the_best_layout_is_a_configuration_that_can_run() -> None:
     plan = make_plan(config, dims_of(config, world=8))
     assert plan.placement == outcome.best[0].candidate.placement
     assert plan.dims == outcome.best[0].candidate.dims
-    assert "best: " in report(outcome)
+    text = report(outcome)
+    assert "best: " in text
+    table = text.splitlines()[1 : text.splitlines().index("")]
+    degrees = [(line.partition(" mbs ")[0], "colocated" in line) for line in table if " mbs " in line]
+    assert len(degrees) == len(set(degrees)) < len(outcome.best), "one line for layouts that differ in their rest alone"
 
 
 def test_schedules_are_candidates_of_a_search() -> None:
