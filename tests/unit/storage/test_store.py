@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from megavlm.errors import UserError
+from megavlm.storage import store as store_module
 from megavlm.storage import transfer
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
@@ -143,3 +146,41 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
         move(["a"], act, patience=0.5)
     waits.set()
     assert time.monotonic() - began < 30
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """Sends to another name of this host, or drips one tag after another."""
+
+    def do_GET(self) -> None:
+        if "elsewhere" in self.path:
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/stolen")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(40 if "drips" in self.path else 1):
+                self.wfile.write(b'<a href="x">')
+                time.sleep(0.1)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_answers_by_http_are_bounded_in_time_and_come_from_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setitem(store_module._HTTP_LIMITS, "total", 1)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    with pytest.raises(StoreError, match="PermissionError: it sends to http://localhost: name") as refused:
+        Store.at(f"{address}/elsewhere").files()
+    assert refused.value.final
+    with pytest.raises(StoreError, match="cannot be listed"):
+        Store.at(f"{address}/drips").files()
+    assert list(Store.at(f"{address}/folder")._entries()) == ["x"]
+    server.shutdown()
