@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,10 +28,13 @@ from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 
+_FEWEST_FILES, _MOST_FILES = 256, 65536
+
 
 def train(argv: Sequence[str]) -> None:
     """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
     began = time.time()
+    allow_open_files()
     config = parse(argv, complete=partial(with_model, weights=False))
     launched = enter_world()
     config = with_model(config, weights=not config.run.dry_run)
@@ -65,6 +69,16 @@ def train(argv: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # full collections leave out what stays: on an H100 steps took up to 6 % less time
     fit(run, stop)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as the system lets it. Raises UserError if it stays too low."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES for limit in limits)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    if most < _FEWEST_FILES:  # rendezvous, data workers and the writer of checkpoints open files
+        raise UserError(f"the limit of open files (ulimit -n {most}) is too low: raise it to 1024")
 
 
 def enter_world() -> int:

@@ -137,3 +137,17 @@ def test_a_program_that_uses_the_package_keeps_its_path(tmp_path: Path) -> None:
         [sys.executable, "-m", "mine"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout == "found\n", done.stderr
+
+
+@pytest.mark.parametrize(("soft", "hard", "words"), [(24, 24, "(ulimit -n 24) is too low: raise it"), (24, 900, "900")])
+def test_few_open_files_are_raised_or_one_line(soft: int, hard: int, words: str) -> None:
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "from megavlm.cli.train import main\n"
+        "status = main(['--no-such-option'])\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], status)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert words in ended.stdout + ended.stderr
+    assert ended.stdout.split()[-1] == "2"
+    assert len(ended.stderr.splitlines()) == 1
