@@ -108,5 +108,5 @@ def test_a_file_of_another_trainer_is_recognised(trainer: str, tmp_path: Path) -
     path.write_text(json.dumps(data))
     with pytest.raises(UserError) as caught:
         parse(["--config", str(path)])
-    assert f"{path} is a file of {trainer}: " in str(caught.value)
+    assert f" is a file of {trainer}: " in str(caught.value)  # a long path is shortened
     assert all(each in str(caught.value) for each in says)
