@@ -220,7 +220,7 @@ def test_shares_are_told_before_a_run(broken: Path) -> None:
     first, *rows, last, skipped = data_table(config, FilesSource(config)).splitlines()
     assert first.split()[:2] == ["data", "records"]
     assert [row.split()[:4] for row in rows] == [["train", "20", "75.0%", "about"], ["book", "1", "25.0%", "about"]]
-    held = float(re.search(r"holds about ([\d.]+) samples", last)[1])  # type: ignore[index]
+    held = float(re.search(r"samples in a sequence: about ([\d.]+)", last)[1])  # type: ignore[index]
     epochs = float(rows[0].split()[4])
     drawn = config.train.train_iters * config.train.global_batch_size * held
     assert epochs == pytest.approx(0.75 * drawn / 20, rel=0.1)

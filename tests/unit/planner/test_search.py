@@ -139,11 +139,10 @@ def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
 
 
 def test_rules_reject_in_their_own_words() -> None:
-    language = replace(SMALL.model.language, num_attention_heads=1, num_query_groups=1)
-    config = replace(SMALL, model=replace(SMALL.model, language=language))
-    outcome = search(config, 2, PROFILES["a100"], space=Space(tp=(2,)))
+    space = Space(tp=(1,), pp=(2,), schedule=("zb-h1",), sharding=("optimizer_gradients",))
+    outcome = search(SMALL, 4, PROFILES["a100"], space=space)
     assert outcome.rejected
-    assert all("--language-num-attention-heads 1" in each.reason for each in outcome.rejected)
+    assert all("--schedule zb-h1" in each.reason for each in outcome.rejected)
 
 
 def test_plan_auto_settles_on_a_layout() -> None:
