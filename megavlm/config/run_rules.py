@@ -121,7 +121,7 @@ def validation_is_apart(config: Config) -> str | None:
     if data.validation and data.validation_split:
         return "--validation and --validation-split both say what is not trained on: leave one of them out"
     for dataset in data.validation:
-        if dataset.weight != 1:
+        if dataset.weight not in (None, 1):
             return f"--validation {shown(dataset.path)} has a weight, but each of its samples counts once: leave it out"
     return _complaint_about("--validation", data.validation)
 
@@ -132,7 +132,7 @@ def _complaint_about(flag: str, datasets: Sequence[DatasetConfig]) -> str | None
             return f"{flag} has an entry without a path: write path: FILE"
         if dataset.path.startswith("~"):
             return f"{flag} {shown(dataset.path)} starts with ~, which only a shell expands: write the full path"
-        if dataset.weight <= 0:
+        if dataset.weight is not None and dataset.weight <= 0:
             return f"{flag} {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
     names = [dataset.name or Path(dataset.path).stem for dataset in datasets]
     for name in names:

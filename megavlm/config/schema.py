@@ -74,7 +74,11 @@ class DatasetConfig:
     kind: Literal["auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "webdataset"] = (
         option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
     )
-    weight: float = option(1.0, "Sampling weight relative to the other data sets.")
+    weight: float | None = option(
+        None,
+        "Sampling weight relative to the other data sets; default: its number of records, so that an epoch has each "
+        "record once, or 1 beside data sets with a weight.",
+    )
     image_root: str | None = option(
         None,
         "Folder, or its URL, of all image files; their paths are relative to it, or absolute and inside it. "

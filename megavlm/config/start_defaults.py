@@ -9,7 +9,7 @@ them in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megavlm.config.fields import Option, options, value_at, with_values
@@ -114,7 +114,15 @@ def with_start_defaults(config: Config) -> Config:
 
 
 def with_values_of(config: Config, earlier: Config) -> Config:
-    """Return the configuration with the values of an earlier one for the table's options that are not set."""
+    """Return the configuration with the values of an earlier one for the table's options that are not set.
+
+    Data sets without a weight have that of the earlier run, whose place in the data means other samples without it.
+    """
+    before, now = earlier.data.datasets, config.data.datasets
+    if [each.path for each in before] == [each.path for each in now]:
+        weights = [new.weight or old.weight for old, new in zip(before, now, strict=True)]
+        datasets = tuple(replace(each, weight=weight) for each, weight in zip(now, weights, strict=True))
+        config = replace(config, data=replace(config.data, datasets=datasets))
     unset = [default for default in START_DEFAULTS if value_at(config, _path(default)) is None]
     if _given(config, "optimizer.lr"):  # parts follow the given rate, not the earlier one
         unset = [default for default in unset if not default.option.endswith("_lr")]

@@ -44,27 +44,28 @@ class RunLength:
         )
 
 
-def prepare_data(config: Config) -> int:
+def prepare_data(config: Config) -> tuple[int, ...]:
     """Open every data set once, before all ranks rely on it, and index tars that have no index. One rank calls it.
 
     Returns:
-        The number of samples of an epoch: of the records of all data sets; 0 for computed data, which have no end.
+        The number of records of each data set, which together are the samples of an epoch; empty for computed data,
+        which have no end.
 
     Raises UserError for a data set that cannot be read.
     """
     if data_kind(config) != "files":
-        return 0
-    run_dir, total = Path(config.run.run_dir), 0
+        return ()
+    run_dir, counts = Path(config.run.run_dir), list[int]()
     for source in config.data.validation:
         if is_stream(source):
             prepare_stream(source, run_dir=run_dir, log=print)
     for source in config.data.datasets:
         if is_stream(source):
             prepare_stream(source, run_dir=run_dir, log=print)
-            total += open_stream(source, run_dir=run_dir, rank=0, world=1, seed=config.train.seed).length
+            counts.append(open_stream(source, run_dir=run_dir, rank=0, world=1, seed=config.train.seed).length)
         else:
-            total += len(open_records(source))
-    return total
+            counts.append(len(open_records(source)))
+    return tuple(counts)
 
 
 def windows_of(config: Config, epoch: int) -> Windows:
@@ -82,7 +83,7 @@ def with_counted_length(config: Config, source: FilesSource) -> Config:
     if any(map(is_stream, config.data.datasets)):
         print(f"--epochs {config.train.epochs:g}: iterations are counted when the run begins, which indexes the tars")
         return config
-    length = run_length(config, source, windows_of(config, prepare_data(config)))
+    length = run_length(config, source, windows_of(config, sum(prepare_data(config))))
     print(length.line(config))
     return with_train_iters(config, length.iterations)
 
@@ -125,8 +126,7 @@ def _windows(config: Config, source: FilesSource, windows: Windows) -> Iterator[
     while True:
         lengths: list[int] = []
         for sample in (numbers := windows.samples(number)):
-            ref = source.order.record(sample)
-            place = ref.source, ref.record
+            place = source.place(sample)
             if place not in known:
                 known[place] = [len(each.tokens) for each in source.encode(sample).samples]
             lengths += known[place]

@@ -16,7 +16,7 @@ from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
 from megavlm.data.members import QUERY, Member
-from megavlm.data.order import Order
+from megavlm.data.order import Order, weights_of
 from megavlm.data.pairs import encode_pairs, text_tokens
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
 from megavlm.data.processors import Layout, Processor
@@ -80,6 +80,8 @@ class FilesSource:
         self._costs = CostModel.of(config.model)
         self.max_pixels = config.data.max_image_pixels
         self._visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
+        self.stream_lengths: Mapping[int, int] = {}
+        """Are the numbers of samples of streams, once they are counted."""
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run. Raises UserError for a data set that cannot be opened."""
@@ -137,15 +139,26 @@ class FilesSource:
         except BadSample:  # it is skipped, and counted, where it is read
             return False
 
+    @property
+    def shares_known(self) -> bool:
+        """Return whether it is known how data sets are mixed: by weights, or by their lengths, which streams have only
+        once they are counted.
+        """
+        datasets = self._config.data.datasets
+        streams = {number for number, source in enumerate(datasets) if is_stream(source)}
+        weighted = any(source.weight is not None for source in datasets)
+        return weighted or len(datasets) == 1 or streams <= set(self.stream_lengths)
+
     @cached_property
     def order(self) -> Order:
         data = self._config.data
+        assert self.shares_known, "streams that have no weight are counted before they are read"
         return Order(
             lengths=tuple(
-                len(self.records[number]) if number in self.records else _ENDLESS
+                len(self.records[number]) if number in self.records else self.stream_lengths.get(number, _ENDLESS)
                 for number in range(len(data.datasets))
             ),
-            weights=tuple(source.weight for source in data.datasets),
+            weights=weights_of([source.weight for source in data.datasets]),
             seed=self._config.train.seed,
             shuffle=data.shuffle,
         )
@@ -158,6 +171,15 @@ class FilesSource:
             return self.validation_records[sample_id.source].read(sample_id.record), sample_id.source
         ref = self.order.record(sample_id)
         return self.records[ref.source].read(ref.record), ref.source
+
+    def place(self, sample_id: SampleId) -> tuple[int, int]:
+        """Return the data set and the record of a numbered sample, alike for all samples of that record; of any other
+        sample its own identity.
+        """
+        if not isinstance(sample_id, int):
+            return -1, id(sample_id)
+        ref = self.order.record(sample_id)
+        return ref.source, ref.record
 
     def encode(self, sample_id: SampleId) -> EncodedRecord:
         """Read a record and the headers of its images, and return its tokens and costs.

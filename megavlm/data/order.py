@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 # Each block of this many samples has the same number of samples of each data set, so shares are exact to 1 / BLOCK.
 BLOCK = 4096
@@ -23,19 +25,26 @@ class RecordRef:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless sequence of samples of several data sets, each of which is reshuffled in every epoch.
+    """The endless sequence of samples of several data sets, which are reshuffled in every epoch.
 
-    Any sample is found in constant time and memory: data sets alternate in blocks of `BLOCK` samples, and the
-    permutation of a data set's records is computed, not stored.
+    Without weights, an epoch has every record of all data sets once. With them, data sets alternate in blocks of
+    `BLOCK` samples, and each has epochs of its own. Any sample is found in constant time and memory: the permutation of
+    records is computed, not stored.
     """
 
     lengths: tuple[int, ...]  # the number of records of each data set
-    weights: tuple[float, ...]  # the relative shares of the data sets among the samples
+    weights: tuple[float, ...] | None  # the relative shares of the data sets among the samples; None: their lengths
     seed: int
     shuffle: bool = True
 
     def record(self, index: int) -> RecordRef:
         """Return the record that is sample `index` of the blend."""
+        if self.weights is None:
+            epoch, place = divmod(index, self._starts[-1])
+            if self.shuffle:
+                place = permuted(place, self._starts[-1], key=f"{self.seed}/0/{epoch}")
+            source = bisect_right(self._starts, place) - 1
+            return RecordRef(source, place - self._starts[source], epoch)
         block, within = divmod(index, BLOCK)
         source, before = self._block[within]
         count = block * self._counts[source] + before
@@ -44,8 +53,21 @@ class Order:
             return RecordRef(source, place, epoch)
         return RecordRef(source, permuted(place, self.lengths[source], key=f"{self.seed}/{source}/{epoch}"), epoch)
 
+    @property
+    def shares(self) -> list[float]:
+        """Return the share of each data set among the samples."""
+        if self.weights is None:
+            return [length / self._starts[-1] for length in self.lengths]
+        return [count / BLOCK for count in self._counts]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Return how many records precede each data set, and all."""
+        return [0, *accumulate(self.lengths)]
+
     @cached_property
     def _counts(self) -> list[int]:
+        assert self.weights is not None
         return apportioned(self.weights, BLOCK)
 
     @cached_property
@@ -60,6 +82,13 @@ class Order:
             for number in range(count)
         ]
         return [(source, number) for _, source, number in sorted(spread)]
+
+
+def weights_of(given: Sequence[float | None]) -> tuple[float, ...] | None:
+    """Return the weights of data sets, 1 where none is given beside others; None if none is given at all."""
+    if all(weight is None for weight in given):
+        return None
+    return tuple(1.0 if weight is None else weight for weight in given)
 
 
 def apportioned(weights: Sequence[float], total: int) -> list[int]:

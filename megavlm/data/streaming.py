@@ -51,6 +51,7 @@ class StreamSource(FilesSource):
             for index, given in enumerate(data.datasets)
             if is_stream(given)
         }
+        self.stream_lengths = {index: stream.length for index, stream in streams.items()}
         return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or Reads(0))
 
 

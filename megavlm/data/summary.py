@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
-from megavlm.data.order import BLOCK, apportioned
 from megavlm.data.packing import pack
 from megavlm.data.records import is_stream, name_of
 from megavlm.data.skips import SkipSummary
@@ -24,7 +23,7 @@ def data_table(config: Config, source: FilesSource) -> str:
     The last are estimated from the lengths of the first samples. Raises UserError for a data set that cannot be read.
     """
     data, train = config.data, config.train
-    shares = [count / BLOCK for count in apportioned([each.weight for each in data.datasets], BLOCK)]
+    shares = source.order.shares if source.shares_known else [None] * len(data.datasets)
     sequences = (train.train_iters or 0) * train.global_batch_size
     looked = _looked(config, source)
     held = _per_sequence(config, [record for _, record in looked])
@@ -32,9 +31,10 @@ def data_table(config: Config, source: FilesSource) -> str:
     for number, (each, share) in enumerate(zip(data.datasets, shares, strict=True)):
         count = None if is_stream(each) else len(source.records[number])
         epochs = ""
-        if count and held and sequences:
+        if count and held and sequences and share:
             epochs = f"about {rounded(sequences * held * share / count)}"
-        rows.append((name_of(each), "tars" if count is None else f"{count:,}", f"{share:.1%}", epochs))
+        part = "by its size, counted when the run begins" if share is None else f"{share:.1%}"
+        rows.append((name_of(each), "tars" if count is None else f"{count:,}", part, epochs))
     wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
@@ -45,6 +45,11 @@ def data_table(config: Config, source: FilesSource) -> str:
         f"{steps} of {several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
         + ("" if held is None else f"; samples in a sequence: about {rounded(held)}")
     )
+    if train.epochs is not None and len(shares) > 1 and any(each.weight is not None for each in data.datasets):
+        lines.append(
+            "warning: with weights an epoch does not have each record once, as the last column says: leave weight= out "
+            "for that"
+        )
     records = dict(looked)  # a small data set comes several times
     skipped = SkipSummary().add(skip for record in records.values() for skip in record.skipped)
     if lost := skipped.counts.total():

@@ -75,10 +75,10 @@ def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare
         SourceShare(
             name=source.names[number],
             records=len(source.records[number]) if number in source.records else None,
-            weight=given.weight,
+            share=share,
             drawn=drawn.count(number),
         )
-        for number, given in enumerate(config.data.datasets)
+        for number, share in enumerate(source.order.shares)
     )
 
 

@@ -52,7 +52,7 @@ class SourceShare:
 
     name: str
     records: int | None  # None for a stream
-    weight: float
+    share: float  # of the samples of a run
     drawn: int  # number of the previewed samples
 
 

@@ -55,18 +55,17 @@ def _colour(source: int) -> str:
 
 def _sources(content: PreviewContent) -> str:
     total = sum(source.drawn for source in content.sources) or 1
-    weights = sum(source.weight for source in content.sources) or 1
     rows = []
     for number, source in enumerate(content.sources):
         share = source.drawn / total
         records = "stream" if source.records is None else f"{source.records:,}"
         rows.append(
             f'<tr><td><i class="dot" style="background:{_colour(number)}"></i>{escape(source.name)}</td>'
-            f'<td class="number">{records}</td><td class="number">{source.weight / weights:.1%}</td>'
+            f'<td class="number">{records}</td><td class="number">{source.share:.1%}</td>'
             f'<td class="number">{share:.1%}</td><td class="wide"><div class="share">'
             f'<i style="width:{share:.2%};background:{_colour(number)}"></i></div></td></tr>'
         )
-    head = '<tr><th>source</th><th class="number">records</th><th class="number">weight</th>'
+    head = '<tr><th>source</th><th class="number">records</th><th class="number">share</th>'
     return f'<table>{head}<th class="number">drawn</th><th></th></tr>{"".join(rows)}</table>'
 
 

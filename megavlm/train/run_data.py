@@ -44,7 +44,10 @@ def prepare(
     Rank 0 prepares them and says what there is; the others wait for it.
     """
     rank = dist.get_rank()
-    epoch = from_rank_0(partial(prepare_data, config), 0)
+    counts = from_rank_0(partial(prepare_data, config), tuple[int, ...]())
+    epoch = sum(counts)
+    if isinstance(source, FilesSource):
+        source.stream_lengths = dict(enumerate(counts))
     config = with_length(config, source, epoch, told=rank == 0)
     if isinstance(source, FilesSource):
         on_rank_0(partial(_tell_data, config, source))

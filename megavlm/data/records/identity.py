@@ -15,6 +15,7 @@ from megavlm.config.messages import plain, shown
 from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config, DatasetConfig
+from megavlm.data.order import weights_of
 from megavlm.data.records.opening import files_of, is_stream, name_of
 from megavlm.paths import open_regular
 
@@ -41,7 +42,11 @@ def data_identity(config: Config) -> dict[str, Any]:
         identity |= {"--video-fps": data.video_fps, "--video-max-frames": data.video_max_frames}
         identity["--video-max-tokens"] = data.video_max_tokens
         identity["--validation-split"] = data.validation_split
-        identity["--datasets"] = [_of_dataset(each) for each in data.datasets]
+        unweighted = None if len(data.datasets) > 1 else 1.0  # which one data set always had
+        weights = weights_of([each.weight for each in data.datasets]) or [unweighted] * len(data.datasets)
+        identity["--datasets"] = [
+            _of_dataset(each, weight=weight) for each, weight in zip(data.datasets, weights, strict=True)
+        ]
     elif kind == "synthetic":
         values = {name: getattr(data, name) for name in _COMPUTED}
         identity |= {
@@ -99,8 +104,8 @@ def _plain(value: Any) -> str:
     )
 
 
-def _of_dataset(source: DatasetConfig) -> dict[str, Any]:
-    identity: dict[str, Any] = {"name": name_of(source), "weight": source.weight, "files": []}
+def _of_dataset(source: DatasetConfig, *, weight: float | None) -> dict[str, Any]:
+    identity: dict[str, Any] = {"name": name_of(source), "weight": weight, "files": []}
     if source.columns:
         identity["columns"] = dict(source.columns)
     if is_stream(source):

@@ -102,6 +102,18 @@ def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert values(resolve(parse(command)))[2] == 1e-5, "the test can fail"
 
 
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight: float | None) -> None:
+    """An earlier version gave all data sets the weight 1; now they are mixed by size."""
+    (tmp_path / "checkpoints/iter_0000005").mkdir(parents=True)
+    config = parse(["--datasets", "a.json", "b.json", "--run-dir", str(tmp_path)])
+    begun = tuple(replace(each, weight=weight) for each in config.data.datasets)
+    (tmp_path / "config.yaml").write_text(to_yaml(replace(config, data=replace(config.data, datasets=begun))))
+    assert as_begun(config).data.datasets == begun
+    other = parse(["--datasets", "a.json,weight=3", "c.json", "--run-dir", str(tmp_path)])
+    assert as_begun(other).data == other.data
+
+
 def test_a_longer_run_does_not_warm_up_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/iter_0000100").mkdir(parents=True)
     command = ["--init-from", "F", "--run-dir", str(tmp_path), "--train-iters"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.cli import parse
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data import epochs
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
-from megavlm.data.epochs import prepare_data, run_length, windows_of
+from megavlm.data.epochs import prepare_data, run_length, windows_of, with_counted_length
 from megavlm.data.files import FilesSource
 from megavlm.data.loaders import build_batch_sampler
+from megavlm.data.summary import data_table
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
@@ -55,7 +58,7 @@ def config_of(folder: Path, flags: str) -> Config:
 def test_the_run_ends_where_its_epochs_do(folder: Path, flags: str) -> None:
     config = config_of(folder, flags)
     source = FilesSource(config)
-    epoch = prepare_data(config)
+    epoch = sum(prepare_data(config))
     assert epoch == 50
     length = run_length(config, source, windows_of(config, epoch))
     assert length.measured is None
@@ -70,6 +73,26 @@ def test_the_run_ends_where_its_epochs_do(folder: Path, flags: str) -> None:
     assert before < config.train.epochs <= done < config.train.epochs + (done - before)
     times = Counter(source.order.record(sample).record for sample in seen if sample < 100)
     assert set(times.values()) == {2}, "each record of the first two epochs comes twice"
+
+
+def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> None:
+    one = config_of(folder, "--epochs 1")
+    small = folder / "small.jsonl"
+    small.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:3]))
+    two = (*one.data.datasets, DatasetConfig(path=str(small), image_root=str(folder / "images")))
+    for weights in ((None, None), (1.0, 1.0)):
+        datasets = tuple(replace(each, weight=weight) for each, weight in zip(two, weights, strict=True))
+        config = replace(one, data=replace(one.data, datasets=datasets))
+        source = FilesSource(config)
+        windows = windows_of(config, sum(prepare_data(config)))
+        read = [source.order.record(number) for w in range(windows.per_epoch) for number in windows.samples(w)]
+        told = data_table(with_counted_length(config, source), source)
+        if weights == (None, None):
+            assert len({(ref.source, ref.record) for ref in read}) == 53
+            assert re.search(r"train +50 +94.3% +about 1.1\nsmall +3 +5.7% +about 1.1\n", told), "in whole steps"
+            assert "warning" not in told
+        else:
+            assert "with weights an epoch does not have each record once" in told
 
 
 def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

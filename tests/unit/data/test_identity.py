@@ -69,7 +69,8 @@ def test_the_option_of_computed_samples_that_changed_is_named() -> None:
 def test_other_weights_number_and_files_of_data_sets_are_other_data(file: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "b.jsonl", ["x"])
     before = identity("--datasets", str(file), str(other))
-    assert "weight 1.0, not 2.0" in str(difference(before, identity("--datasets", f"{file},weight=2", str(other))))
+    assert "weight null, not 2.0" in str(difference(before, identity("--datasets", f"{file},weight=2", str(other))))
+    assert difference(identity("--datasets", f"{file},weight=1"), identity("--datasets", str(file))) is None
     mapped = identity("--datasets", f"{file},columns=text:words", str(other))
     assert "columns null, not {'text': 'words'}" in str(difference(before, mapped))
     assert "2, not 1" in str(difference(before, identity("--datasets", str(file))))

@@ -52,6 +52,23 @@ def test_each_epoch_of_a_source_has_every_record_in_another_order() -> None:
     assert shares[1] == pytest.approx(300, abs=2), "sources are spread evenly, not one after the other"
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
+def test_without_weights_an_epoch_has_every_record_of_all_sets_once(lengths: list[int], shuffle: bool) -> None:
+    order, total = Order(lengths=tuple(lengths), weights=None, seed=5, shuffle=shuffle), sum(lengths)
+    every = [(source, record) for source, length in enumerate(lengths) for record in range(length)]
+    for epoch in range(2):
+        places = [order.record(index) for index in range(epoch * total, (epoch + 1) * total)]
+        assert {place.epoch for place in places} == {epoch}
+        assert sorted((place.source, place.record) for place in places) == every
+    assert order.shares == [length / total for length in lengths]
+
+
+def test_one_data_set_is_read_alike_with_a_weight_and_without() -> None:
+    """So that runs on one data set go on as they began."""
+    given, none = (Order(lengths=(30,), weights=weights, seed=5) for weights in ((2.0,), None))
+    assert [given.record(index) for index in range(100)] == [none.record(index) for index in range(100)]
+
+
 def test_the_seed_and_the_index_decide() -> None:
     first, again, other = (Order(lengths=(1000,), weights=(1.0,), seed=seed) for seed in (1, 1, 2))
     assert [first.record(index) for index in (5, 3, 5)] == [again.record(index) for index in (5, 3, 5)]
