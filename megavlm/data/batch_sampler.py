@@ -20,7 +20,7 @@ from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment,
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 
-# Consecutive windows without a usable sample after which a run ends.
+# Consecutive windows without a usable sample after which a run ends, if they do not hold every record before.
 _EMPTY_WINDOWS = 4
 _CLOSE = 10.0  # seconds that a window has to be done
 
@@ -116,14 +116,25 @@ class PackedBatchSampler:
             sequences += more
             taken += len(more)
             empty = 0 if window.sequences else empty + 1
-            if empty == _EMPTY_WINDOWS:
-                raise UserError(f"--datasets: none of {read} samples can be used: {SkipSummary().add(skipped).told()}")
+            if empty:
+                self._stop_if_none(skipped, windows=empty)
             done = taken / max(len(window.sequences), 1)
             epochs = self._divided.epochs(number, done)
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
         after = {**self.start, "window": number, "taken": taken}
         return GlobalBatch(tuple(sequences), after, read, tuple(skipped), epochs)
+
+    def _stop_if_none(self, skipped: Sequence[Skipped], *, windows: int) -> None:
+        """Raise UserError after so many windows without a usable sample, or once every record was skipped."""
+        lost = {skip.label: skip for skip in skipped if not skip.partly}
+        every = bool(self._divided.epoch) and len(lost) >= (self._divided.epoch or 0)
+        if every or windows == _EMPTY_WINDOWS:
+            which = f"{len(lost):,} record{'s' if len(lost) > 1 else ''}"
+            raise UserError(
+                f"--datasets: none of the {'' if every else 'first '}{which} can be used: "
+                f"{SkipSummary().add(lost.values()).told()}"
+            )
 
     def forget(self) -> None:
         """Drop all buffered windows."""

@@ -97,10 +97,14 @@ class FileCollator:
         return self._map(self._collate, micro_batches)
 
     def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
-        """Return the encoded records of samples, in order."""
-        tasks = [samples[i : i + _SAMPLES_PER_TASK] for i in range(0, len(samples), _SAMPLES_PER_TASK)]
+        """Return the encoded records of samples, in order. A record that comes several times is encoded once."""
+        places = [self._source.place(sample) for sample in samples]
+        distinct = dict(zip(places, samples, strict=True))
+        once = list(distinct.values())
+        tasks = [once[i : i + _SAMPLES_PER_TASK] for i in range(0, len(once), _SAMPLES_PER_TASK)]
         encoded = [record for records in self._map(_encode_samples, tasks) for record in records]
-        return [replace(record, sample_id=sample_id) for record, sample_id in zip(encoded, samples, strict=True)]
+        found = dict(zip(distinct, encoded, strict=True))
+        return [replace(found[place], sample_id=sample) for place, sample in zip(places, samples, strict=True)]
 
     def close(self) -> None:
         """End the workers; what they do is dropped."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -197,6 +198,21 @@ def test_a_sample_is_tokenised_and_its_headers_are_read_once(tmp_path: Path, mon
     assert not any(made.skipped for made in collator.collate([[row] for row in rows]))
     assert images > 12
     assert calls == {"encode": 24, "size_of": images, "decode": images}
+
+
+def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) -> None:
+    """A record that comes 16 times in a window is encoded once."""
+    config = config_for(write_all(tmp_path, samples=4))
+    long = replace(config.train, seq_length=4)
+    data = replace(config.data, datasets=config.data.datasets[:1], packing_window=64)
+    source = FilesSource(replace(config, data=data, train=long))
+    with patch.object(source, "encode", wraps=source.encode) as encode:
+        collator = FileCollator(source, CollateSpec.of(config, source))
+        sampler = build_batch_sampler(source._config, collator, epoch=4)
+        with pytest.raises(UserError, match="none of the 4 records can be used: 4 × too_long"):
+            sampler.batch_at(sampler.start)
+        sampler.close()
+    assert encode.call_count <= 8, "two windows are encoded, one ahead"
 
 
 def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
