@@ -30,7 +30,8 @@ SUFFIXES = (
     *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),  # data sets
 )
 DATASETS = "--datasets"  # the option whose repositories are data sets
-_POINTER, _LOOKED_AT = b"version https://git-lfs", 1000  # how a pointer begins; files of a folder that are looked at
+# How a pointer of git-lfs begins, which files that are read may be one, and how many of a folder are looked at.
+_POINTER, _READ, _LOOKED_AT = b"version https://git-lfs", {".safetensors", ".json", ".model"}, 1000
 _LIMIT = 500.0  # GB, unless MEGAVLM_CACHE_GB says otherwise
 _held: list[int] = []  # locks of the copies that this process uses
 
@@ -88,7 +89,7 @@ def _pulled(path: Path, option: str) -> Path:
     """Return a model's file or folder. Raises UserError if it has a pointer of git-lfs in place of a file."""
     with contextlib.suppress(OSError):
         files = itertools.islice(path.iterdir(), _LOOKED_AT) if path.is_dir() else (path,)
-        for file in files:
+        for file in (each for each in files if each.suffix in _READ):
             if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_POINTER):
                 raise UserError(
                     f"{option} {path}: {file.name} is a pointer of git-lfs and not the file: run `git lfs pull` in "
