@@ -52,13 +52,16 @@ def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str
     if not bare:
         return []
     # First the same name with underscores (`--train_iters`), then names that end (`--num-layers`) or start
-    # (`--pipeline`) with the word, and similar spelling last.
+    # (`--pipeline`) with the word, the only one whose spelling begins with it, and similar spelling last.
     near = [name for name, known in names.items() if known == bare]
     near = near or [name for name, known in names.items() if known.endswith(f"-{bare}")]
     near = near or [name for name, known in names.items() if known.startswith(f"{bare}-")]
     near = [name for name in near if name not in aside] or near
     if near:
         return sorted(near, key=lambda name: (name.count("-"), len(name)))
+    begun = [name for name, known in names.items() if known.startswith(bare)]
+    if len(begun) == 1 and len(bare) > 4:
+        return begun
     alike = difflib.get_close_matches(bare, names.values(), n=1, cutoff=_LIKE)
     return [name for name, known in names.items() if known in alike]
 

@@ -40,7 +40,8 @@ RICH = replace(
         ),
     ),
 )
-ADAPTED = replace(base(rotary_interleaved=True), lora=LoraConfig(rank=2))
+_BASE = base(rotary_interleaved=True)
+ADAPTED = replace(_BASE, model=replace(_BASE.model, freeze=()), lora=LoraConfig(rank=2))  # and the tower whole
 MLPS = {"swiglu": 2, "dswiglu": 2}
 # Calls of its kernels in a pass through two vision layers and two language layers.
 KERNELS = {

@@ -87,7 +87,7 @@ def test_a_container_that_is_started_again_after_the_decision_ends_at_once(
 def test_a_mistake_in_the_flags_ends_with_2_in_one_line(capsys: pytest.CaptureFixture[str]):
     assert node.main(["--gpus-per-node", "2", "--", "--tp", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--tensor-model-parallel-size 3 leaves ranks without any" in line
+    assert "--seq-length 64 is not divisible by --tensor-model-parallel-size 3" in line
 
 
 def save(place: Path, iteration: int) -> None:

@@ -184,7 +184,9 @@ def test_adapters_train_the_layers_that_have_them():
     names = layer_names(config.model)
     below = [name for place, name in enumerate(names) if trained_below(name, names[:place], trained_layers(config))]
     assert below == list(names[names.index("language.layers.3") + 1 :])
-    both = resolved([*WORDS, "--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"])
+    adapters = ["--lora-rank", "2", "--lora-targets", "vision.layers.1", "language.layers.0.down_proj"]
+    assert trained_layers(resolved([*WORDS, *adapters])) == {"vision.layers.1", "language.layers.0"}
+    both = resolved([*WORDS, *adapters, "--freeze", "none"])
     assert trained_layers(both) == {"vision.layers.1", "projector", "language.layers.0"}
     assert not any(map(trains_weights, names, [config] * len(names)))
     assert [name for name in names if trains_weights(name, both)] == ["projector"]
