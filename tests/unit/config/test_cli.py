@@ -133,7 +133,7 @@ def test_the_last_of_a_repeated_flag_counts() -> None:
 def test_data_sets_of_a_repeated_flag_add_up(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {datasets: [{path: c.json}]}\n")
     config = parse(["--config", str(tmp_path / "run.yaml"), "--datasets", "a.json", "--datasets", "b.json,weight=2"])
-    assert [(each.path, each.weight) for each in config.data.datasets] == [("a.json", 1.0), ("b.json", 2.0)]
+    assert [(each.path, each.weight) for each in config.data.datasets] == [("a.json", None), ("b.json", 2.0)]
 
 
 @pytest.mark.parametrize(
