@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -64,9 +65,14 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
 
         print(to_yaml(complete(config) if complete else config), end="")
         raise SystemExit(0)
+    # A flag that comes again, with its default, takes back what an earlier one asked for: scripts end with "$@".
+    words = Counter(word.partition("=")[0] for word in argv)
+    typed = {
+        option.path for option in options() if sum(words[flag] for flag in (*option.flags, *option.negations)) == 1
+    }
     # A model may give an option its effect; it is read only if there is something to ask.
-    asks = any(True for _ in idle(config, typed=values))
-    if complete and asks and (complaint := options_have_an_effect(complete(config), typed=values)):
+    asks = any(True for _ in idle(config, typed=typed))
+    if complete and asks and (complaint := options_have_an_effect(complete(config), typed=typed)):
         raise UserError(complaint)
     return config
 

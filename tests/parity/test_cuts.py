@@ -39,6 +39,7 @@ MODEL = resolve_model(
             num_layers=3,
             hidden_size=32,
             ffn_hidden_size=48,
+            num_attention_heads=4,
             vocab_size=VOCABULARY,
             mrope_section=(2, 1, 1),
             mrope_interleaved=True,

@@ -52,5 +52,5 @@ def test_a_user_may_name_a_checkpoint_a_run_or_its_checkpoints(tmp_path: Path):
     expected = folders.folder_for(tmp_path / "checkpoints", 3)
     for named in (tmp_path, tmp_path / "checkpoints", expected):
         assert folders.resolve(named) == expected
-    with pytest.raises(UserError, match="--load"):
+    with pytest.raises(UserError, match="name a run folder"):
         folders.resolve(tmp_path / "nothing")

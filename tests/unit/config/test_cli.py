@@ -264,6 +264,8 @@ def test_a_reader_that_stops_early_ends_the_program_quietly(argv: str) -> None:
         ("--muon-momentum 0.95", "--optimizer muon"),
         ("--ep 1 --vpp 1 --lora-rank 0", None),
         ("--lora-rank 8 --lora-alpha 16", None),
+        ("--lora-alpha 8 --lora-alpha 16", None),
+        ("--lora-alpha 16 --lora-alpha 8", "--lora-rank 16"),
     ],
 )
 def test_a_flag_that_says_a_default_has_to_have_an_effect_too(flags: str, remedy: str | None) -> None:

@@ -50,7 +50,7 @@ def test_records_and_images_of_a_store_are_those_of_the_disk(tmp_path: Path, ima
             assert size_of(theirs.source) == size_of(mine.source)
             assert np.array_equal(decode(theirs.source).pixels, decode(mine.source).pixels)
     assert images > 3
-    identity = [_of_dataset(DatasetConfig(path=f"{start}{path}")) for start in ("", "file://")]
+    identity = [_of_dataset(DatasetConfig(path=f"{start}{path}"), weight=None) for start in ("", "file://")]
     assert identity[0] == identity[1]  # a run may go on where the data were moved to a store
 
 
