@@ -1,19 +1,25 @@
-"""Documents name only files, `make` targets and flags that exist; the programs' own parsers say which flags do."""
+"""Documents and messages name only what exists: files, `make` targets, commands, extras and flags, of which the
+programs' own parsers say which there are.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megavlm.cli.main import COMMANDS
 from megavlm.config import cli
 from megavlm.config.extensions import load_extensions
+from megavlm.config.fields import options
 from megavlm.launch import __main__ as launch
 from tests.support import extensions
 
@@ -47,8 +53,22 @@ FOREIGN_FLAGS = {
     *("--age", "--to", "--failed"),  # of `make cards` and `make test-all`
     *"--time --partition --exclude --batch --ntasks-per-node --gpus-per-task --kill-on-bad-exit".split(),
 }
+# Flags in messages alone: torchrun's, SLURM's, those of pip and of Hugging Face's hub, and examples.
+FOREIGN_IN_MESSAGES = {
+    *"--shutdown --jobs --force-reinstall --no-deps --no-cache-dir --index-url --repo-type --revision".split(),
+    "--flag",
+}
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+
+@cache
+def commands_of(name: str) -> set[str]:
+    """Return the words that the arguments of a command may begin with, if it has commands of its own."""
+    if name == "train":
+        return set()
+    parser = importlib.import_module(COMMANDS[name][0])._parser()
+    return set().union(*(each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)))
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -171,3 +191,93 @@ def test_what_does_not_exist_is_found() -> None:
     }
     assert list(missing_targets(text)) == ["tset"]
     assert list(missing_headings(text, ROOT / "README.md")) == ["docs/gpu.md#fp9"]
+
+
+def messages_of(path: Path) -> Iterator[str]:
+    """Yield the sentences among the strings of a module, without docstrings: an f-string with … for each value, but
+    with the name of a command that `program` returns.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    inside = {id(part) for node in strings if isinstance(node, ast.JoinedStr) for part in node.values}
+    inside |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in strings:
+        text = said(node)
+        if id(node) not in inside and " " in text and not re.search(r"--[\w-]+[:)]", text):  # styles have such names
+            yield text
+
+
+def said(node: ast.expr) -> str:
+    match node:
+        case ast.JoinedStr():
+            return "".join(map(said, node.values))
+        case ast.Constant(value=str()):
+            return str(node.value)
+        case ast.FormattedValue(value=ast.Call(func=ast.Name(id="program"), args=[ast.Constant(value=command)])):
+            return f"megavlm {command}"
+    return "…"
+
+
+@cache
+def known_flags() -> set[str]:
+    return set().union(*programs().values(), FOREIGN_FLAGS, FOREIGN_IN_MESSAGES)
+
+
+@cache
+def choices_of() -> dict[str, tuple[str, ...]]:
+    return {flag: option.kind.choices for option in options() for flag in option.flags if option.kind.choices}
+
+
+@cache
+def extras() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return set(project["optional-dependencies"])
+
+
+def wrong_in_message(text: str) -> Iterator[str]:
+    """Yield what a message names and what does not exist: flags, their values, commands, extras, files."""
+    known, choices = known_flags(), choices_of()
+    for flag in FLAG.findall(text):
+        # `--no-…` and `--vision-…` stand for flags that begin so.
+        if flag not in known and not (flag.endswith("-") and any(each.startswith(flag) for each in known)):
+            yield flag
+    for flag, value in re.findall(r"\b(?:use|add|write|with|or|is) (--[a-z-]+) ([a-z][\w-]*)", text):
+        if flag in choices and value not in (*choices[flag], "or", "and", "to", "out"):
+            yield f"{flag} {value}"
+    for command, rest in re.findall(r"\b(?:`|python -m )?megavlm (?=[a-z]+\b)([a-z]+)((?: [a-z-]+)?)", text):
+        if command not in COMMANDS:
+            if f"`megavlm {command}" in text or f"run megavlm {command}" in text:
+                yield f"megavlm {command}"
+        elif rest and commands_of(command) and rest.strip() not in commands_of(command):
+            yield f"megavlm {command}{rest}"
+    for command, arguments in re.findall(r"\bmegavlm ([a-z]+)\b([^`;:,\n]*)", text):
+        for flag in FLAG.findall(arguments):
+            if flag not in programs().get(f"megavlm {command}", known) | FOREIGN_FLAGS:
+                yield f"{flag} of megavlm {command}"
+    for named in re.findall(r"megavlm\[([a-z,-]+)\]", text):
+        yield from (f"megavlm[{extra}]" for extra in named.split(",") if extra not in extras())
+    for file in re.findall(r"(?<![\w./-])(?:docs|tools|benchmarks|examples|launch|recipes)/[\w./-]*\w", text):
+        if not exists(file):
+            yield file
+
+
+def test_messages_name_what_exists() -> None:
+    paths = ROOT.glob("megavlm/**/*.py")
+    wrong = [(path.name, each) for path in paths for text in messages_of(path) for each in wrong_in_message(text)]
+    assert wrong == []
+
+
+def test_what_a_message_invents_is_found() -> None:
+    text = (
+        "give --nope, add --precision fp61 or --lr-decay-style WSD, run `megavlm exprot`, megavlm convert exprot RUN,"
+        " megavlm plan --lora-rank 4, pip install 'megavlm[vido]', see docs/nothing.md and docs/data.md"
+    )
+    assert set(wrong_in_message(text)) == {
+        "--nope",
+        "--precision fp61",
+        "megavlm exprot",
+        "megavlm convert exprot",
+        "--lora-rank of megavlm plan",
+        "megavlm[vido]",
+        "docs/nothing.md",
+    }
