@@ -1,9 +1,9 @@
 """Read the turns of a record and put its images and videos in their places (`shapes.py` says which field holds what).
 
-A turn has `from` and `value`, or `role` and `content`, or is an exchange: `user` (`human`) and `assistant`. An
-`<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also hold
-their images themselves. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a record
-of videos without images (LLaVA-Video).
+A turn has `from` and `value`, or `role` and `content` (or `text`), or is an exchange: `user` (`human`) and `assistant`.
+An `<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also
+hold their images themselves. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a
+record of videos without images (LLaVA-Video).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _ROLES: dict[str, Role] = {
     "developer": "system",
 }
 _OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_response")
+_SPEAKERS, _CONTENTS = ("role", "from"), ("content", "value", "text")
 _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -92,7 +93,7 @@ def turns_in(content: Any, reader: Reader) -> Turns:
     for turn in objects(content, "turns"):
         if not isinstance(turn, Mapping):
             raise BadSample(Reason.NOT_A_RECORD, f"a turn is an object with fields, not {shown(turn)}")
-        name = turn.get("role", turn.get("from"))
+        name = _first(turn, _SPEAKERS)
         if name is None and (said := [(role, turn[key]) for key, role in _EXCHANGE.items() if key in turn]):
             turns += [(role, parts_of(text, reader)) for role, text in said]
             continue
@@ -100,10 +101,21 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         if role is None:
             tools = ": calls of tools are not trained, leave the record out" if name in _OF_TOOLS else ""
             raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}{tools}")
-        turns.append((role, parts_of(turn.get("content", turn.get("value")), reader)))
+        if not any(field in turn for field in _CONTENTS):
+            fields = shown(sorted(map(str, turn)))
+            raise BadSample(Reason.NOT_A_RECORD, f"a turn has no field `content` or `value`, but {fields}: rename it")
+        turns.append((role, parts_of(_first(turn, _CONTENTS), reader)))
     if not turns:
         raise BadSample(Reason.EMPTY, "it has no turns")
+    speakers = [role for role, _ in turns if role != "system"]
+    if speakers[:1] == ["assistant"] and speakers[-1:] == ["user"]:
+        raise BadSample(Reason.ROLE, "the assistant speaks first and the user last: exchange the roles")
     return turns
+
+
+def _first(turn: Mapping[str, Any], fields: Iterable[str]) -> Any:
+    """Return the first of these fields that is not null: a table has null for each that only other rows have."""
+    return next((turn[field] for field in fields if turn.get(field) is not None), None)
 
 
 def objects(content: Any, what: str) -> list[Any]:

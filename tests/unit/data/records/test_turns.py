@@ -55,6 +55,11 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
         (llava(said("user", "<image>\nWhat is this?"), said("assistant", "A cat."), image="a.jpg"), "llava"),
         (llava(human("What is this?"), ANSWER, image="a.jpg"), "llava"),  # no tag: images come first
         (
+            llava({"from": "user", "text": "What is this?"}, {"from": "gpt", "text": "A cat."}, image="a.jpg"),
+            "llava",
+        ),
+        (llava({**QUESTION, "role": None, "content": None}, ANSWER, image="a.jpg"), "llava"),  # columns of other rows
+        (
             {
                 "conversations": '[{"from":"human","value":"<image>\\nWhat is this?"},{"from":"gpt","value":"A cat."}]',
                 "image": "a.jpg",
@@ -178,6 +183,9 @@ def test_text_is_one_turn() -> None:
         (llava(human("Hi"), human(None, "gpt")), "llava", Reason.EMPTY),
         (llava(human("Hi"), human("x", "narrator")), "llava", Reason.ROLE),
         (llava(human("Hi"), {"value": "x"}), "llava", Reason.ROLE),
+        (llava(human("Hi"), {"role": "assistant", "message": "x"}), "llava", Reason.NOT_A_RECORD),
+        (llava(ANSWER, human("Hi")), "llava", Reason.ROLE),  # would train the answer before its question
+        (llava(said("system", "x"), ANSWER, human("Hi"), ANSWER, human("Hi")), "llava", Reason.ROLE),
         (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
         (llava(human("What?"), ANSWER, image=""), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         ({"question": "?", "answer": 3, "choices": ["a", "b"]}, "vqa", Reason.UNSUPPORTED),
