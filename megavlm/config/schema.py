@@ -183,9 +183,10 @@ class DataConfig:
         "process.",
     )
     worker_timeout: float = option(
-        300.0,
-        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced; where the "
-        "training process reads by itself (--num-workers 0, and tars), the run saves and ends. 0: no limit.",
+        150.0,  # three times that are less than a default --distributed-timeout-minutes
+        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced, and the "
+        "sample is skipped after three; where the training process reads by itself (--num-workers 0, and tars), the "
+        "run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
     )
     max_bad_sample_rate: float = option(

@@ -13,7 +13,7 @@ from megavlm.data.files import FilesSource
 from megavlm.data.reads import Reads
 from megavlm.data.source import ComputedSource
 from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
-from megavlm.data.workers import TellingSource, WorkerPool, name_of_told
+from megavlm.data.workers import TellingSource, Told, WorkerPool
 
 Result = TypeVar("Result")
 
@@ -119,8 +119,8 @@ class FileCollator:
         with self._reads.reading(lambda: "data"):
             return [function(telling, task) for task in tasks]
 
-    def _tell(self, sample: int | str) -> None:
-        self._reads.begin(lambda: f"sample {name_of_told(self._source, sample)}")
+    def _tell(self, told: Told) -> None:
+        self._reads.begin(lambda: f"sample {told[2]}")
 
 
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:

@@ -284,9 +284,13 @@ class FilesSource:
         return self.tokenizer.decode(token_ids, special=False).strip()
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
+        source, label = self.name(sample_id)
+        return Skipped(label, source, error.reason, error.detail)
+
+    def name(self, sample_id: SampleId) -> tuple[str, str]:
+        """Return the names of a sample's data set and of the sample in messages."""
         source, label = self.label(sample_id)
-        names = self.validation_names if isinstance(sample_id, HeldOut) else self.names
-        return Skipped(label, names[source], error.reason, error.detail)
+        return (self.validation_names if isinstance(sample_id, HeldOut) else self.names)[source], label
 
     def label(self, sample_id: SampleId) -> tuple[int, str]:
         """Return the index of a sample's data set, and the sample's name in messages."""

@@ -32,9 +32,9 @@ from megavlm.data.source import ComputedSource
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamBatchSampler, StreamSource
 from megavlm.data.validation import ValidationBatchSampler, ValidationSamples
 from megavlm.data.windows import Windows
-from megavlm.data.workers import WorkerPool
+from megavlm.data.workers import Told, WorkerPool
 from megavlm.parallel.groups import Groups
-from megavlm.resilience.events import record
+from megavlm.resilience.events import events, record
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,21 @@ def _of(validation: ValidationSamples, spec: CollateSpec) -> CollateSpec:
 
 
 def _worker_pool(config: Config, source: FilesSource) -> WorkerPool | None:
-    """Return the processes of `--num-workers`, whose replacements are printed and recorded; None for 0."""
-    data = config.data
+    """Return the processes of `--num-workers`, whose replacements are printed and recorded; None for 0.
+
+    What the run gave up before it was started again stays given up, so that its sequences are the same.
+    """
+    data, run_dir = config.data, Path(config.run.run_dir)
     if not data.num_workers:
         return None
 
-    def report(line: str) -> None:
+    def report(line: str, given_up: Told | None) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-        record(Path(config.run.run_dir), "worker", reason=line)
+        record(run_dir, "worker", reason=line, given_up=given_up)
 
-    return WorkerPool(source, data.num_workers, timeout=data.worker_timeout, report=report)
+    before = [] if config.checkpoint.accept_changed_data else events(run_dir)
+    given_up = [(str(a), str(b), str(c)) for a, b, c in (each["given_up"] for each in before if "given_up" in each)]
+    return WorkerPool(source, data.num_workers, timeout=data.worker_timeout, given_up=given_up, report=report)
 
 
 def build_batch_sampler(config: Config, collator: FileCollator, *, epoch: int = 0) -> PackedBatchSampler:

@@ -16,6 +16,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.MISSING: _ROOT,
     Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
     Reason.TOO_LONG: "raise --seq-length; with Qwen's models, --max-pixels makes images shorter",
+    Reason.TOO_SLOW: "leave the records out; if storage is only slow, raise --data-worker-timeout",
     Reason.TOO_LARGE: "raise --max-image-pixels; with Qwen's models, --max-pixels then shrinks large images",
     Reason.NOT_AN_IMAGE: _COPY,
     Reason.TRUNCATED: _COPY,

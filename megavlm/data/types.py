@@ -40,6 +40,7 @@ class Reason(StrEnum):
     UNSUPPORTED = "unsupported"  # an image on the network, a video where the model reads none
     IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
     TOO_LONG = "too_long"  # no turn fits --seq-length
+    TOO_SLOW = "too_slow"  # data workers hung at it
     # its images
     MISSING = "missing_file"
     OUTSIDE = "path_outside_root"

@@ -2,7 +2,8 @@
 
 Tasks have no side effects, so they can be repeated. Each worker has a pipe of its own, and a thread of this process
 that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. A worker sends
-the number of each sample before it begins it, so that a message can name the sample at which a worker died.
+the name of each sample before it begins it, so that a message can name the sample at which a worker died, and a sample
+at which several hung can be left out.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -24,35 +27,56 @@ import torch
 import torch.multiprocessing  # tensors travel in shared memory
 
 from megavlm.data.files import FilesSource
-from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
+from megavlm.data.types import BadSample, EncodedRecord, Reason, Sample, SampleId, Segment
 from megavlm.errors import UserError
 from megavlm.resilience.ended import how_it_ended
 from megavlm.resilience.signals import SIGNALS
 
 Result = TypeVar("Result")
 
-ATTEMPTS = 3  # workers that may die or hang at one task before the run fails
+Told = tuple[str, str, str]  # what is done with a sample (ENCODE or LOAD), its data set and its name
+ENCODE, LOAD = "encode", "load"  # a sample that is too slow to load is encoded still: sequences do not change
+
+ATTEMPTS = 3  # workers that may die at one task before the run fails, or hang at a sample before it is left out
 _START = 300.0  # seconds that a worker may take for its imports, at least
 _LOOK = 1.0  # seconds between checks for workers that hang
 _STARTING = threading.Lock()
+_SCRIPT = {"__file__", "__spec__"}  # by these, a process that Python starts finds the script of its parent
 
 
 class WorkerPool:
     """Calls `function(source, task)` in worker processes, each of which has a copy of the source."""
 
     def __init__(
-        self, source: FilesSource, workers: int, *, timeout: float, report: Callable[[str], None] = lambda line: None
+        self,
+        source: FilesSource,
+        workers: int,
+        *,
+        timeout: float,
+        given_up: Collection[Told] = (),
+        report: Callable[[str, Told | None], None] = lambda line, given_up: None,
     ) -> None:
         """Start the workers.
 
         A worker that sends nothing for `timeout` seconds is replaced (0: never). `report` is called with a line about
-        each replacement.
+        each replacement, and with the sample that is given up, if one is: it is skipped from now on, as `given_up` are.
+        Raises UserError if processes cannot be started.
         """
         self._source = source
         self._timeout = timeout
+        self._given_up = set(given_up)
+        self._in_a_row = 0  # samples that were given up since a task was done
         self._report = report
         self._closed = threading.Event()
-        self._workers = [_Worker(source) for _ in range(workers)]  # start now, while the model is built
+        self._answered = False  # whether a task was ever done
+        self._stillborn = 0  # workers that were lost before they were ready
+        try:
+            self._workers = [_Worker(source) for _ in range(workers)]  # start now, while the model is built
+        except OSError as error:
+            raise UserError(
+                f"--num-workers {workers}: a process cannot be started ({error.strerror}): lower it, or raise the "
+                "limit of processes (ulimit -u)"
+            ) from error
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -62,7 +86,8 @@ class WorkerPool:
     def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` of each task, in order.
 
-        Raises UserError, naming the sample, if several workers die or hang at one task.
+        A sample at which several workers hang is skipped. Raises UserError, with its name, if several die at one task,
+        and if none can begin.
         """
         return list(self._threads.map(self._call, [function] * len(tasks), tasks))
 
@@ -75,32 +100,51 @@ class WorkerPool:
 
     def _call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
         worker = self._idle.get()
+        deaths, hangs = 0, Counter[Told | None]()
         try:
-            for attempt in range(1, ATTEMPTS + 1):
+            while True:
+                self._refuse_stillborn("ended before")
                 if worker.lost:
                     worker.start()
                 try:
-                    result: Result = worker.call(function, task)
+                    result: Result = worker.call(function, task, frozenset(self._given_up))
+                    self._answered, self._in_a_row = True, 0
                     return result
                 except _WorkerLost as lost:
                     if self._closed.is_set():
                         raise
-                    line = f"a data worker {lost} {self._place(worker.sample)}"
-                    if attempt == ATTEMPTS:
-                        raise UserError(
-                            f"{line}, as {ATTEMPTS - 1} before it: repair or remove that sample; if memory ran out, "
-                            "lower --num-workers or --max-image-pixels; if it is only slow, raise "
-                            "--data-worker-timeout"
-                        ) from lost
-                    self._report(f"{line}: another takes its place")
-            raise AssertionError("an attempt returns or raises")
+                    self._stillborn += not worker.ready
+                    self._refuse_stillborn(lost)
+                    deaths += not worker.hangs
+                    hangs[worker.sample] += worker.hangs
+                    self._judge(worker, lost, deaths=deaths, hangs=hangs[worker.sample])
         finally:
             self._idle.put(worker)
 
-    def _place(self, sample: int | str | None) -> str:
-        if sample is None:
-            return "before it began a sample"
-        return f"at sample {name_of_told(self._source, sample)}"
+    def _refuse_stillborn(self, how: object) -> None:
+        """Raise UserError, in every task, if no worker has done anything yet and several were lost at their start."""
+        if self._stillborn >= ATTEMPTS and not self._answered:
+            raise UserError(
+                f"--num-workers: no data worker can start: {self._stillborn} were lost before their first sample, one "
+                f"{how}. What they printed above says why; --num-workers 0 reads without them"
+            )
+
+    def _judge(self, worker: _Worker, lost: _WorkerLost, *, deaths: int, hangs: int) -> None:
+        """Report a worker that was lost; raise UserError if that must not go on, or give its sample up."""
+        place = "before it began a sample" if worker.sample is None else f"at sample {worker.sample[2]}"
+        line, last = f"a data worker {lost} {place}", deaths >= ATTEMPTS or hangs >= ATTEMPTS
+        if not last:
+            return self._report(f"{line}: another takes its place", None)
+        line += f", as {ATTEMPTS - 1} before it"
+        self._in_a_row += 1
+        if hangs < ATTEMPTS or worker.sample is None or self._in_a_row == ATTEMPTS:
+            mended = "" if worker.sample is None else "repair or remove that sample; "
+            raise UserError(
+                f"{line}: {mended}if memory ran out, lower --num-workers or --max-image-pixels; if storage does not "
+                "answer, look at it; if it is only slow, raise --data-worker-timeout"
+            ) from lost
+        self._given_up.add(worker.sample)
+        self._report(f"{line}: the sample is skipped, by this run and those that continue it", worker.sample)
 
     def _end_hanging(self) -> None:
         """Kill workers that sent nothing for too long; the thread that waits for one then finds its pipe closed."""
@@ -128,20 +172,22 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
-        with _safe_path():
+        with _alone():
             self._process.start()
         theirs.close()  # so that the pipe ends with the process
-        self.sample: int | str | None = None  # the last one that it began: its number, or its name in a stream
+        self.sample: Told | None = None  # the last one that it began
         self.ready = self.lost = False
         self.hangs = False
         self._heard: float | None = None  # time of its last message; None while it has no task
 
-    def call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
-        """Return `function(source, task)`. Raises _WorkerLost if the process ends, and what the function raises."""
+    def call(self, function: Callable[[Any, Any], Result], task: Any, given_up: Collection[Told]) -> Result:
+        """Return `function(source, task)`, without samples that were given up. Raises _WorkerLost if the process ends,
+        and what the function raises.
+        """
         self.sample = None
         self._heard = time.monotonic()
         try:
-            self._pipe.send((function, task))
+            self._pipe.send((function, task, given_up))
             while True:
                 kind, value = self._pipe.recv()
                 self._heard = time.monotonic()
@@ -176,16 +222,21 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """Let processes that Python starts meanwhile look for modules where this one does, and never in the working
-    directory, which may have a `pickle.py` beside the data.
+    directory, which may have a `pickle.py` beside the data; and not run the script that was started once more, as they
+    otherwise do: one without `if __name__ == "__main__"` would start a run in each.
     """
+    main = sys.modules["__main__"]
     with _STARTING:
         before = os.environ.get("PYTHONSAFEPATH")
+        named = {name: vars(main)[name] for name in _SCRIPT & vars(main).keys()}
         os.environ["PYTHONSAFEPATH"] = "1"
+        vars(main).update(dict.fromkeys(named))
         try:
             yield
         finally:
+            vars(main).update(named)
             if before is None:
                 del os.environ["PYTHONSAFEPATH"]
             else:
@@ -193,30 +244,32 @@ def _safe_path() -> Iterator[None]:
 
 
 class TellingSource:
-    """Wraps a source: calls `tell` with the number or the name of each sample before it is read."""
+    """Wraps a source: calls `tell` with each sample before it is read, and skips those of `given_up`."""
 
-    def __init__(self, source: FilesSource, tell: Callable[[int | str], None]) -> None:
+    def __init__(self, source: FilesSource, tell: Callable[[Told], None]) -> None:
         self._source = source
         self._tell = tell
+        self.given_up: Collection[Told] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
     def encode(self, sample_id: SampleId) -> EncodedRecord:
-        self._say(sample_id)
+        try:
+            self._begin(ENCODE, sample_id)
+        except BadSample as error:
+            return EncodedRecord((), (self._source.skipped(sample_id, error),))
         return self._source.encode(sample_id)
 
     def load(self, segment: Segment) -> Sample:
-        self._say(segment.sample_id)
+        self._begin(LOAD, segment.sample_id)
         return self._source.load(segment)
 
-    def _say(self, sample_id: SampleId) -> None:
-        self._tell(sample_id if isinstance(sample_id, int) else self._source.label(sample_id)[1])
-
-
-def name_of_told(source: FilesSource, sample: int | str) -> str:
-    """Return the name in messages of what a `TellingSource` told."""
-    return source.label(sample)[1] if isinstance(sample, int) else sample
+    def _begin(self, part: str, sample_id: SampleId) -> None:
+        told = (part, *self._source.name(sample_id))
+        if told in self.given_up:
+            raise BadSample(Reason.TOO_SLOW, f"data workers hung at it {ATTEMPTS} times (--data-worker-timeout)")
+        self._tell(told)
 
 
 def _work(source: FilesSource, pipe: Connection) -> None:
@@ -224,11 +277,11 @@ def _work(source: FilesSource, pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    telling = TellingSource(source, lambda sample: pipe.send(("sample", sample)))
+    telling = TellingSource(source, lambda told: pipe.send(("sample", told)))
     pipe.send(("ready", None))
     while True:
         try:
-            function, task = pipe.recv()
+            function, task, telling.given_up = pipe.recv()
         except EOFError:
             return
         try:

@@ -84,8 +84,8 @@ def _limits(config: Config) -> Limits:
     files = data_kind(config) == "files"
     return Limits(
         hang=config.run.hang_timeout,
-        # A worker is replaced, or the sample is named: the run need not end meanwhile.
-        data=ATTEMPTS * config.data.worker_timeout + 60 if files else 0.0,
+        # Workers are replaced and samples are skipped until the data themselves end the run: it need not end meanwhile.
+        data=ATTEMPTS**2 * config.data.worker_timeout + 60 if files else 0.0,
         collective=60 * config.parallel.distributed_timeout_minutes,
     )
 
