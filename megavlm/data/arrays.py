@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import Source, as_bad_sample, content_of, open_image
+from megavlm.data.decode import Source, as_bad_sample, content_of, open_image, open_pixels
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 
@@ -160,7 +160,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
 
 
 def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: bool) -> NDArray[Any]:
-    with as_bad_sample(), open_image(content, max_pixels) as image:
+    with as_bad_sample(), (open_pixels if pixels else open_image)(content, max_pixels) as image:
         if image.mode == "P":
             raise BadSample(Reason.UNSUPPORTED, "it has a palette, so its values are no intensities: save it without")
         bands = len(image.getbands())

@@ -7,7 +7,6 @@ byte, where Pillow's conversion would turn every value above 255 white.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
+_PIECES, _PIECE = 2**16, 64  # reads of an image file, and one more for so many bytes: PNGs have some for each 8 KiB
+_SLOW_PIXELS = 2**23  # of formats that Pillow decodes in Python: run-length BMPs, some PPMs
 _HEADER = 4096  # bytes in which the header of a PPM ends
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -168,21 +170,12 @@ def content_of(source: Source) -> bytes | Path:
 def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
     content = content_of(source)
-    with as_bad_sample(), open_image(content, max_pixels) as image:
-        if image.format in ("JPEG", "MPO"):
-            _check_scans(content)
+    with as_bad_sample(), open_pixels(content, max_pixels) as image:
         animated = bool(getattr(image, "is_animated", False))  # without counting its frames
         orientation = _orientation(image)
         image.load()
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
         return Decoded(np.array(_to_rgb(upright)), animated)
-
-
-def _check_scans(content: bytes | Path) -> None:
-    """Raise BadSample for a JPEG of very many scans: each is a pass over all pixels, and may take a few bytes."""
-    scans = (content if isinstance(content, bytes) else content.read_bytes()).count(_SCAN)
-    if scans > _MOST_SCANS:
-        raise BadSample(Reason.CORRUPT, f"the image has {scans} scans, more than {_MOST_SCANS}")
 
 
 @contextmanager
@@ -198,7 +191,7 @@ def as_bad_sample() -> Iterator[None]:
 def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
     """Open an image file, of `length` bytes if `source` is only its beginning, within this context."""
     _check_header(source)
-    content = BytesIO(source) if isinstance(source, bytes) else _Clipped(FileIO(source))
+    content = _Clipped(BytesIO(source) if isinstance(source, bytes) else FileIO(source), _length(source))
     with content, Image.open(content, formats=FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
@@ -209,20 +202,43 @@ def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = No
             raise BadSample(
                 Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer"
             )
+        if width * height > _SLOW_PIXELS and any(tile[0] in Image.DECODERS for tile in image.tile[:1]):
+            raise BadSample(
+                Reason.TOO_LARGE, f"the image has {height}×{width} pixels that are slow to read: save a PNG"
+            )
         if width < 1 or height < 1:
             raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
         yield image
 
 
-class _Clipped(BufferedReader):
-    """Reads a file, and asks for no more than it has: Pillow passes on what headers claim, up to 4 GiB at once."""
+@contextmanager
+def open_pixels(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
+    """Open an image file whose pixels will be read within this context. Raises BadSample also for a JPEG of very many
+    scans: each is a pass over all pixels, and may take a few bytes.
+    """
+    with open_image(source, max_pixels) as image:
+        if image.format in ("JPEG", "MPO"):
+            scans = (source if isinstance(source, bytes) else source.read_bytes()).count(_SCAN)
+            if scans > _MOST_SCANS:
+                raise BadSample(Reason.CORRUPT, f"the image has {scans} scans, more than {_MOST_SCANS}")
+        yield image
 
-    def __init__(self, raw: FileIO) -> None:
+
+class _Clipped(BufferedReader):
+    """Reads a file of `size` bytes, and asks for no more than it has: Pillow passes on what headers claim, up to 4 GiB
+    at once. It also reads chunks, comments, strips and segments one by one, of which a file may have millions.
+    """
+
+    def __init__(self, raw: Any, size: int) -> None:
         super().__init__(raw)
-        self._size = os.fstat(raw.fileno()).st_size
+        self._size = size
+        self._left = _PIECES + size // _PIECE
 
     def read(self, size: int | None = -1) -> bytes:
-        """Return up to `size` bytes, or all that are left."""
+        """Return up to `size` bytes, or all that are left. Raises BadSample after very many reads."""
+        self._left -= 1
+        if self._left < 0:
+            raise BadSample(Reason.CORRUPT, "the image is in too many pieces: save it again")
         if size is None or size < 0:
             return super().read()
         return super().read(min(size, max(0, self._size - self.tell())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin, TiffImagePlugin
 
+from megavlm.data.arrays import array_size, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
 from megavlm.data.types import BadSample, Reason
 
@@ -38,12 +40,13 @@ def reason_of(source: bytes | Path, **options: Any) -> Reason:
     return caught.value.reason
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """One of a PNG."""
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
 def png_header(width: int, height: int) -> bytes:
     """A PNG that announces a size and holds next to nothing."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
@@ -253,5 +256,37 @@ def test_a_jpeg_of_very_many_scans_is_a_bad_sample():
     whole = buffer.getvalue()
     assert decode(whole).pixels.shape == (64, 64, 3)
     last = whole[whole.rindex(b"\xff\xda") : -2]
-    with pytest.raises(BadSample, match="111 scans"):
-        decode(whole[:-2] + last * (111 - whole.count(b"\xff\xda")) + whole[-2:])
+    many = whole[:-2] + last * (111 - whole.count(b"\xff\xda")) + whole[-2:]
+    assert array_size(many, channels=3, max_pixels=MAX_PIXELS) == size_of(many) == (64, 64)
+    for read in (decode, partial(read_array, channels=3, max_pixels=MAX_PIXELS)):
+        with pytest.raises(BadSample, match="111 scans"):
+            read(many)
+
+
+def in_pieces(count: int) -> dict[str, bytes]:
+    """Pictures whose parts Pillow reads one by one."""
+    png, gif = encoded(noise()), encoded(noise("P"), "GIF")
+    start, frame = gif.index(b","), png.index(b"IDAT") - 4
+    return {
+        "chunks": png[:frame] + chunk(b"teXt", b"") * count + png[frame:],
+        "comments": gif[:start] + b"!\xfe\x01a\0" * count + gif[start:],
+    }
+
+
+@pytest.mark.parametrize("name", in_pieces(1))
+def test_a_picture_in_very_many_pieces_is_a_bad_sample(name: str, tmp_path: Path) -> None:
+    """A chunk of 12 bytes costs 12 µs: 50 MB of them are ten minutes."""
+    assert decode(in_pieces(1_000)[name]).pixels.shape == (30, 40, 3)
+    file = tmp_path / name
+    file.write_bytes(in_pieces(100_000)[name])
+    for source in (file, file.read_bytes()):
+        with pytest.raises(BadSample, match="in too many pieces: save it again"):
+            size_of(source)
+
+
+@pytest.mark.parametrize(("width", "slow"), [(4096, False), (4097, True)])
+def test_a_large_picture_that_is_decoded_in_python_is_a_bad_sample(width: int, slow: bool) -> None:
+    pixels = b"P5 %d 2048 3 " % width
+    with pytest.raises(BadSample, match="slow to read: save a PNG" if slow else "truncated|not enough|bytes"):
+        decode(pixels)
+    assert not slow or size_of(b"P5 %d 2048 255 " % width) == (2048, width), "PPMs of 255 are read by C"
