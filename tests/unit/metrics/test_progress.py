@@ -52,7 +52,7 @@ def test_a_terminal_gets_one_line_that_rewrites_itself() -> None:
 
 
 def test_a_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((20, 10)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((20, 10)))
     stream = Terminal()
     ProgressLine(3, stream).on_step_end(StepEnd(record(1)))
     assert stream.getvalue() == "\r\x1b[Kiteration 1/3 | loss"[:23]
