@@ -104,21 +104,19 @@ def rows_of_experts_are_aligned(config: Config) -> str | None:
     step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
     model, etp = resolve_model(config.model), expert_tensor_parallel(config)
     width, hidden = model.experts.ffn_hidden_size, model.language.hidden_size
-    needs = f"--num-experts with --{'fp8' if step == 16 else f'precision {config.precision.dtype}'} needs"
-    shared = model.experts.shared_ffn_hidden_size
+    asks = "--fp8" if step == 16 else f"--precision {config.precision.dtype}"
+    shared = model.experts.shared_ffn_hidden_size if step == 16 else None
     tp = config.parallel.tensor_model_parallel_size
-    if hidden % step:
-        return f"{needs} a multiple of {step} as --language-hidden-size, not {hidden}: {nearest(hidden, step)}"
-    if width // etp % step:
-        return (
-            f"{needs} a multiple of {step} × ETP as --moe-ffn-hidden-size, not {width} with --etp {etp}: "
-            f"{nearest(width, step * etp)}"
-        )
-    if step == 16 and shared is not None and shared // tp % step:
-        return (
-            f"{needs} a multiple of {step} × TP as --moe-shared-expert-intermediate-size, not {shared} with --tp {tp}: "
-            f"{nearest(shared, step * tp)}"
-        )
+    for flag, size, multiple, split in (
+        ("--language-hidden-size", hidden, step, ""),
+        ("--moe-ffn-hidden-size", width, step * etp, f" on --etp {etp}"),
+        ("--moe-shared-expert-intermediate-size", shared or 0, step * tp, f" on --tp {tp}"),
+    ):
+        if size % multiple:
+            return (
+                f"{flag} {size} is not a multiple of {multiple}, which experts with {asks} need{split}: "
+                f"{nearest(size, multiple)}"
+            )
     return None
 
 

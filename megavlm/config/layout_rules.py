@@ -268,8 +268,8 @@ def interleaving_has_microbatches(config: Config, world: int) -> str | None:
     count = train.global_batch_size // step
     if config.parallel.virtual_pipeline_model_parallel_size > 1 and count % pp:
         return (
-            f"--virtual-pipeline-model-parallel-size > 1 needs a number of micro-batches divisible by "
-            f"--pipeline-model-parallel-size {pp}, but --global-batch-size {train.global_batch_size} gives {count}: "
+            f"--global-batch-size {train.global_batch_size} gives {count} micro-batches, and "
+            f"--virtual-pipeline-model-parallel-size > 1 needs a multiple of --pipeline-model-parallel-size {pp}: "
             f"{nearest(train.global_batch_size, step * pp)}"
         )
     return None

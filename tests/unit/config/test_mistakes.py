@@ -5,20 +5,28 @@ Rule mistakes also carry the flags that follow the remedy, and these must satisf
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from megavlm.config import cli
 from megavlm.config.cli import RUN_FLAGS, parse
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.layout_rules import WORLD_RULES
+from megavlm.config.load import from_dict
 from megavlm.config.rules import RULES, check
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
+from megavlm.sweep.grid import check_variants, read_grid, variants_of
+from tests.support.remedies import answer, dead_end, followed, followed_in_file
 
 MUON, LION = "--optimizer muon", "--optimizer lion"
 
@@ -631,10 +639,10 @@ EXPERTS = (
     Mistake(
         f"{MIXTURE} --etp 3 --gbs 6 --moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 64", "63 or 66", "--etp 1", 3
     ),
-    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 36", "not 36 with --etp 2", "use 32 or 40", "--etp 1", 2),
+    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 36", "36 is not a multiple of 8", "use 32 or 40", "--etp 1", 2),
     Mistake(
         f"{MIXTURE} --precision bf16 --language-num-attention-heads 2 --language-hidden-size 132",
-        "a multiple of 8 as --language-hidden-size",
+        "--language-hidden-size 132 is not a multiple of 8",
         "use 128 or 136",
         "--language-hidden-size 128",
     ),
@@ -682,13 +690,13 @@ EXPERTS = (
     ),
     Mistake(
         f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-ffn-hidden-size 24",
-        "a multiple of 16 × ETP",
+        "--moe-ffn-hidden-size 24 is not a multiple of 16",
         "use 16 or 32",
         "--moe-ffn-hidden-size 32",
     ),
     Mistake(
         f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-shared-expert-intermediate-size 24",
-        "a multiple of 16 × TP",
+        "--moe-shared-expert-intermediate-size 24 is not",
         "use 16 or 32",
         "--moe-shared-expert-intermediate-size 32",
     ),
@@ -1081,6 +1089,25 @@ def complaint(argv: list[str], *, world: int) -> str:
     return message
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_parser() -> Iterator[None]:
+    """Build the parser of all options once: the tests here ask it a thousand times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "_parser", functools.cache(cli._parser))
+        yield
+
+
+def accept(argv: list[str], *, world: int) -> None:
+    """Check a command line, which may begin torchrun's way: with as many processes as advice says."""
+    words = list(argv)
+    if "--nproc-per-node" in words:
+        place = words.index("--nproc-per-node")
+        world = int(words[place + 1])
+        del words[place : place + 2]
+    with suppress(SystemExit):  # --print-config
+        check(parse(words), world=world)
+
+
 def test_there_are_many() -> None:
     argvs = [mistake.argv for mistake in (*SPELLING, *TYPES, *RULE_MISTAKES)]
     assert len(set(argvs)) == len(argvs) >= 100
@@ -1094,6 +1121,18 @@ def test_a_mistake_is_named_with_its_remedy(mistake: Mistake) -> None:
     assert mistake.remedy in message
     unknown = {word.partition("=")[0] for word in argv} if mistake in SPELLING else set()
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", message)) <= KNOWN | unknown
+
+
+def test_what_is_proposed_leads_on() -> None:
+    """Each remedy that a message of a mistake proposes is followed as it is written, however many it has."""
+    ends, understood = [], 0
+    for mistake in (*SPELLING, *TYPES, *RULE_MISTAKES):
+        argv, ask = shlex.split(mistake.argv), functools.partial(accept, world=mistake.world)
+        understood += bool(followed(str(answer(argv, ask)), argv))
+        if (end := dead_end(argv, ask, followed)) is not None:
+            ends.append((mistake.argv, shlex.join(end), answer(end, ask)))
+    assert ends == []
+    assert understood >= 250
 
 
 @pytest.mark.parametrize("mistake", RULE_MISTAKES, ids=lambda mistake: mistake.argv[:60])
@@ -1177,6 +1216,42 @@ def test_a_mistake_in_a_file_is_named_with_its_remedy(tmp_path: Path, text: str,
     assert f"--config {path}" in message or path.name in message
     assert names in message
     assert remedy in message
+
+
+def test_what_is_proposed_for_a_file_leads_on() -> None:
+    files = [yaml.safe_load(text) for text, names, _ in YAML_MISTAKES if "not valid" not in names]
+    files = [data for data in files if isinstance(data, dict)]
+    tried = [data for data in files if (message := answer(data, from_dict)) and followed_in_file(message, data)]
+    assert len(tried) >= 25
+    assert [(data, end) for data in tried if (end := dead_end(data, from_dict, followed_in_file)) is not None] == []
+
+
+GRIDS = (
+    "product: {learning_rte: [1e-4]}",
+    "product: {learning_rate: [1e-4]}",
+    "product: {train_itres: [5]}",
+    "product: {tp: [two]}",
+    "product: {precision: [bf61]}",
+    "product: {num_train_epochs: [3]}\nflags: --datasets d",
+    "list: [{freeze: [vison]}]",
+    "list: [{packing: 'off'}]\nflags: --datasets d",
+    "seeds: [1, 2]\nflags: --warmup-ratio 0.1",
+    "product: {lora_alpha: [8]}",
+    "product: {use_distributed_optimizer: [true]}",
+)
+
+
+@pytest.mark.parametrize("text", GRIDS)
+def test_what_is_proposed_for_a_sweep_leads_on(tmp_path: Path, text: str) -> None:
+    (tmp_path / "grid.yaml").write_text(f"run_dir: sweeps/a\n{text}\n")
+    grid = read_grid(tmp_path / "grid.yaml")
+    first = variants_of(grid)[0]
+    with pytest.raises(UserError, match=re.escape(f"variant {first.name}: ")) as caught:
+        check_variants(grid, [first], further=lambda config: None)
+    ask = functools.partial(accept, world=1)
+    assert answer(list(first.flags), ask) == str(caught.value).partition(": ")[2]
+    assert followed(str(answer(list(first.flags), ask)), first.flags)
+    assert dead_end(list(first.flags), ask, followed) is None
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
