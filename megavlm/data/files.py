@@ -91,6 +91,13 @@ class FilesSource:
             for records in self.records.values()
             if records.unread
         ]
+        trained = {Path(each.path).absolute() for each in self._config.data.datasets}
+        found += [
+            f"--validation {name_of(each)} is also in --datasets: its loss is of samples that are trained on. To hold "
+            "some of them out, give --validation-split 0.05 in its place"
+            for each in self._config.data.validation
+            if Path(each.path).absolute() in trained
+        ]
         if self.chat.template is not None and not self.chat.end_of_turn.strip():
             found.append(
                 "the chat template writes no end-of-turn token after an answer, so the model will not learn to stop: "

@@ -28,14 +28,18 @@ class ProgressLine(Callback):
         self._live = stream.isatty()
         self._drawn = False  # whether the cursor is on a live line
         self._step_times: deque[float] = deque(maxlen=_WINDOW)
+        self._skipped = 0.0
 
     def on_step_end(self, step: StepEnd) -> None:
-        """Show an iteration; reads `iteration` and, if present, `epoch`, `loss`, `grad_norm`, `learning_rate`,
-        `tokens_per_second`, `step_time_s` and `slow` (words on a slow rank)."""
+        """Show an iteration, and how many samples were skipped since the start; reads `iteration` and, if present,
+        `epoch`, `loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, `step_time_s`, `skipped_samples` and `slow`
+        (words on a slow rank)."""
         record, iteration = step.record, step.iteration
         step_time = record.get("step_time_s")
         if isinstance(step_time, float):
             self._step_times.append(step_time)
+        if isinstance(skipped := record.get("skipped_samples"), int):
+            self._skipped += skipped
         line = self._format(iteration, record)
         if self._live:
             # A line that wraps could not be rewritten, so it ends before the last column.
@@ -69,6 +73,7 @@ class ProgressLine(Callback):
             _part("lr {:.2e}", record.get("learning_rate")),
             _part("{:,.0f} tokens/s", record.get("tokens_per_second")),
             _part("step {:.3f} s", record.get("step_time_s")),
+            _part("{:,.0f} skipped", self._skipped or None),
         ]
         if isinstance(slow := record.get("slow"), str):
             parts.append(slow)

@@ -158,8 +158,9 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
             saves.save(_position(run, iteration, tally, guard), record)
             saved, overdue = iteration, False
             asked = asked or _anywhere(stop.requested, run)  # during the save
+        end = step.error if iteration < last else None
+        end = end or tally.too_many_skipped(config, keeps=_keeps(run, saved, iteration))
         if iteration < last:
-            end = step.error or tally.too_many_skipped(config, keeps=_keeps(run, saved, iteration))
             end = end or (_stopped(run, stop) if asked else None)
     if saved != iteration and (not isinstance(end, TooManySkipped) or _keeps(run, saved, iteration)):
         saves.save(_position(run, iteration, tally, guard), record)

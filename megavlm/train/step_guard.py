@@ -82,6 +82,11 @@ class StepGuard:
                 f"iteration {iteration}: {complaint}; this is bad step {in_a_row} in a row (--max-consecutive-skips): "
                 "no checkpoint was saved after the first of them; lower --lr, or look at the data"
             )
+        if iteration == self._run.config.train.train_iters:
+            raise BadNumbers(
+                f"iteration {iteration}: {complaint}; this is the last step, and no checkpoint was saved after it or "
+                f"bad ones before it; lower --lr, or leave its batch out with --iterations-to-skip {iteration}"
+            )
         if self._options.on_spike == "rewind":
             self._rewind(iteration)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,10 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_its_checkpoint(pools: Pools, tm
     assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert folders.newest(tmp_path / "checkpoints").name == "iter_0000003"
 
+    # The last step ends the run alone.
+    ends = pools(2).run(train_with, [*argv, "--train-iters", "4"], str(tmp_path), replace(bad, iterations=(1,)))
+    assert all("this is the last step" in end and "--iterations-to-skip 4" in end for end in ends)
+    assert folders.newest(tmp_path / "checkpoints").name == "iter_0000003"
     pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path))
     assert metrics(tmp_path)[-1]["skipped_steps"] == 1
 

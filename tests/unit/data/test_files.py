@@ -243,6 +243,14 @@ def test_shares_are_told_before_a_run(broken: Path) -> None:
     assert re.match(r"1[0-9] of the first 2[01] records are skipped: \d × \w+, as ", skipped)
 
 
+def test_validation_on_what_is_trained_on_is_a_warning(broken: Path) -> None:
+    for name, told in (("train.jsonl", ["--validation train is also in --datasets"]), ("book.txt", [])):
+        config = config_for(broken)
+        data = replace(config.data, datasets=config.data.datasets[:1], validation=(DatasetConfig(str(broken / name)),))
+        warnings = FilesSource(replace(config, data=data)).warnings()
+        assert [warning.split(":")[0] for warning in warnings] == told
+
+
 def test_a_picture_that_is_not_read_is_a_warning(tmp_path: Path) -> None:
     """A model would learn to answer blind."""
     config = config_for(write_all(tmp_path, samples=1))

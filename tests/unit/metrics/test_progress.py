@@ -16,6 +16,7 @@ class Terminal(io.StringIO):
 def record(iteration: int, step_time: float = 2.0) -> dict[str, float | int | None]:
     return {
         "iteration": iteration,
+        "skipped_samples": int(iteration in (4, 5)),
         "loss": 2.34567,
         "grad_norm": 0.5,
         "learning_rate": 1e-3,
@@ -36,6 +37,7 @@ def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
     assert lines[0] == (
         "iteration 3/7 | loss 2.3457 | grad norm 0.500 | lr 1.00e-03 | 12,346 tokens/s | step 2.000 s | ETA 0:08"
     )
+    assert lines[1].endswith("step 2.000 s | 2 skipped | ETA 0:02")
     assert "\r" not in stream.getvalue()
 
 
