@@ -21,7 +21,7 @@ from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table
 from megavlm.errors import RankError, Stopped, UserError
 from megavlm.launch.configuration import with_model, with_plan
-from megavlm.launch.exit_file import note_exit
+from megavlm.launch.exit_file import note_cause, note_exit
 from megavlm.parallel.world import World, world_of
 from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry
@@ -141,17 +141,23 @@ def main(argv: Sequence[str]) -> int:
     """
     try:
         train(argv)
-    except Stopped:
+    except Stopped as stopped:
         note_exit(STOPPED, os.environ)
+        note_cause(f"stopped ({stopped}): the same command continues", os.environ)
         return STOPPED
     except UserError as error:
         note_exit(error.status, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, RankError) or _speaks():
-            print(complaint("train", error, argv), file=sys.stderr, flush=True)
+            line = complaint("train", error, argv)
+            print(line, file=sys.stderr, flush=True)
+            note_cause(line, os.environ)
         if _world_or_alone().world_size > 1:
             time.sleep(error.wait)
         return error.status
+    except Exception as error:
+        note_cause(f"{type(error).__name__}: {error}", os.environ)
+        raise
     note_exit(0, os.environ)
     return 0
 

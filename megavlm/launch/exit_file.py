@@ -1,7 +1,11 @@
-"""Tell the script of a job how the run ended: torchrun itself ends with 1 whenever a rank does not return 0."""
+"""Tell the script of a job how the run ended, since torchrun itself ends with 1 whenever a rank does not return 0; and
+torchrun why.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +18,16 @@ def note_exit(status: int, environment: Mapping[str, str]) -> None:
     if path := environment.get(VARIABLE):
         with suppress(OSError), open(path, "x") as file:
             file.write(str(status))
+
+
+def note_cause(line: str, environment: Mapping[str, str]) -> None:
+    """Write why this rank fails to the file from which torchrun takes the last lines that it prints, if it started this
+    process. The rank that failed first gives the cause.
+    """
+    if path := environment.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": told}, file)
 
 
 def read_exit(path: Path) -> int | None:

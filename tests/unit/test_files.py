@@ -37,7 +37,7 @@ OWN = {
     ("checkpoint/upload_shares.py", "touch"): "sets the time of a file of this process",
     ("checkpoint/retention.py", "rename"): "a checkpoint that is deleted",
     ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
-    ("launch/exit_file.py", "open"): "creates, or fails",
+    ("launch/exit_file.py", "open"): "creates, or fails; the file that torchrun names",
 }
 _WRITES = {"write_text", "write_bytes", "rename", "renames", "touch", "save_file", "savez", "copyfile", "copy2"}
 _MAY_WRITE = re.compile(rf"\b({'|'.join(_WRITES)})\(|\.replace\(|\bopen\(")
