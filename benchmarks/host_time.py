@@ -159,7 +159,11 @@ def followed(side: str, shape: Any, device: str, enter: Callable[[str], None]) -
 
     step: Callable[[], Any]
     watch = Watch(device == "cuda")
-    task = {**gpu_sides.Side(side, SIDES[side] if device == "cuda" else "fp32").task, "weights": None}
+    task = {
+        **gpu_sides.Side(side, SIDES[side] if device == "cuda" else "fp32").task,
+        "micro_batches": 1,
+        "weights": None,
+    }
     if side == "megavlm":
         from gpu_megavlm import Ours
 
