@@ -7,6 +7,7 @@ a UserError of one line, which the entry point prints once. (tyro prints boxed m
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from megavlm.config.commands import Parser
 from megavlm.config.effects import idle, options_have_an_effect, without_idle
 from megavlm.config.extensions import load_extensions, words_after
 from megavlm.config.fields import Kind, Option, options, with_values
-from megavlm.config.messages import did_you_mean, plain, renamed
+from megavlm.config.messages import DASHES, did_you_mean, plain, renamed
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -264,16 +265,29 @@ def _described(error: argparse.ArgumentError) -> str:
 
 def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     """Return the message for words that belong to no flag."""
-    flags = [word for word in rest if word.lstrip("-")[:1].isalpha() and word.startswith("-")]
+    flags = [word for word in rest if word[:1] in DASHES and word.lstrip(DASHES)[:1].isalpha()]
     if not flags:
         before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
         for option in options():
-            if before and option.kind.scalar is bool and before[-1] in option.flags:
-                hint = renamed(before[-1]) or f": write {before[-1]} or --no-{before[-1][2:]}"
+            if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
+                hint = renamed(before[-1]) or f": write {option.flags[0]} or {option.negations[0]}"
                 return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
-    word = flags[0].partition("=")[0]
+    word, equals, value = flags[0].partition("=")
+    if re.search(r"\s", word):
+        return f"{plain(word)} is one word: write the flag and its value as two, without quotes around both"
+    value = value if equals else (*rest[rest.index(word) + 1 :], "")[0]
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
     aside = [flag for option in options() if option.registers for flag in option.flags]
-    hint = renamed(word) or did_you_mean(word, known, aside=aside) or elsewhere.hint(word, written=str)
+    hint = _switched_off(word) if value.lower() in ("false", "no") else ""
+    hint = hint or renamed(word) or did_you_mean(word, known, aside=aside) or elsewhere.hint(word, written=str)
     return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"
+
+
+def _switched_off(word: str) -> str:
+    """Return the end of a message for an option of another trainer that is given as false; empty for other words."""
+    meaning = elsewhere.meaning_of(word).partition(",")[0]
+    for option in options():
+        if meaning == option.flag and option.kind.scalar is bool:
+            return f": here it is {option.negations[0]}"
+    return f": where that is false, leave it out (true is {meaning} here)" if meaning.startswith("--") else ""

@@ -16,6 +16,7 @@ _MADE = "samples are made while training: there is no tokenized or cached copy t
 _TORCHRUN = "torchrun takes it: torchrun --nproc-per-node N --nnodes M …"
 _LORA = "adapters are plain LoRA: --lora-rank, --lora-alpha, --lora-dropout and --lora-targets"
 _HUB = "nothing is uploaded: write the weights with `megavlm convert export` and upload that folder"
+_CACHE = "Hugging Face's variables say it (HF_TOKEN, HF_HOME), and NAME@REVISION names a revision of a model"
 _KERNELS = "kernels follow from the device and --transformer-impl"
 _TRACKER = "it has an environment variable of its tracker (--tracker), such as WANDB_ENTITY"
 
@@ -23,7 +24,7 @@ _TRACKER = "it has an environment variable of its tracker (--tracker), such as W
 _MEANINGS = {
     # the model
     "--init-from": "model model-name-or-path pretrained-model-name-or-path model-name model-id model-id-or-path "
-    "model-path model-dir base-model hf-model pretrained-checkpoint",
+    "model-path model-dir base-model hf-model pretrained-checkpoint pretrained weights",
     "--init-from, which reads the weights alone": "finetune no-load-optim no-load-rng",
     "--vision-from": "vision-tower vision-model vision-model-type vision-encoder",
     "--language-from": "language-model language-model-type",
@@ -37,6 +38,8 @@ _MEANINGS = {
     "--language-activation swiglu": "swiglu",
     "--language-qk-norm": "qk-layernorm",
     "--language-num-query-groups": "group-query-attention",
+    "--language-num-layers": "encoder-num-layers",
+    "--projector-anyres-max-tiles": "max-num-tiles use-tiling",
     "--no-language-tie-embeddings": "untie-embeddings-and-output-weights",
     "--language-rotary-base": "rope-theta use-rotary-position-embeddings position-embedding-type",
     "--language-rope-scaling": "rope-scaling-type use-rope-scaling",
@@ -47,8 +50,10 @@ _MEANINGS = {
     "merge-file",
     "--chat-template, where the folder's own is not meant": "template use-chat-template tokenizer-prompt-format "
     "version",
+    _CACHE: "token use-auth-token cache-dir model-revision revision",
     # what is trained
-    "--freeze": "trainable-parameters tune-mm-llm tune-mm-mlp tune-mm-vision freeze-parameters",
+    "--freeze, the parts that are not trained": "trainable-parameters tune-mm-llm tune-mm-mlp tune-mm-vision "
+    "freeze-parameters",
     "--freeze vision": "freeze-vit freeze-vision-tower freeze-vision-model freeze-vision",
     "--freeze projector": "freeze-aligner freeze-multi-modal-projector freeze-mm-mlp-adapter freeze-merger",
     "--freeze language": "freeze-llm freeze-lm freeze-language-model freeze-backbone",
@@ -65,19 +70,20 @@ _MEANINGS = {
     "pref-beta pref-loss beta ref-model reward-model",
     "a run trains, and validates where it has validation data": "do-train do-eval prediction-loss-only",
     "`megavlm evaluate` asks a model and scores its answers": "do-predict predict-with-generate "
-    "include-for-metrics eval-accumulation-steps batch-eval-metrics eval-num-beams",
+    "include-for-metrics eval-accumulation-steps batch-eval-metrics eval-num-beams infer-backend",
     # data
     "--datasets": "dataset dataset-name dataset-path train-dataset train-file train-data data-path train-data-path "
-    "data-files dataset-config",
+    "data-files dataset-config data-dir train-dir",
+    "--data synthetic": "mock-data",
     "--datasets, as PATH,image_root=DIR": "image-folder image-dir image-root images-dir media-dir dataset-dir "
     "video-folder",
     "--datasets, as PATH,weight=2": "interleave-probs dataset-weights mix-strategy",
     "--validation": "eval-dataset val-dataset validation-dataset validation-file valid-data-path eval-file",
-    "--validation-split, a share": "val-size split-dataset-ratio eval-split-ratio split",
+    "--validation-split, a share": "val-size split-dataset-ratio eval-split-ratio split validation-split-percentage",
     "--seq-length": "max-length max-seq-length max-seq-len model-max-length cutoff-len sequence-length block-size "
     "decoder-seq-length max-model-len",
     "--packing, which is on and fills sequences": "neat-packing sequence-packing padding-free group-by-length "
-    "length-column-name train-sampling-strategy",
+    "length-column-name train-sampling-strategy group-by-modality-length",
     "--train-on all": "train-on-prompt train-on-inputs",
     "--train-on last": "mask-history",
     "--train-on assistant": "assistant-only-loss completion-only-loss train-on-responses-only",
@@ -86,7 +92,7 @@ _MEANINGS = {
     "--min-pixels": "image-min-pixels",
     "--video-fps": "fps",
     "--video-max-frames": "video-maxlen nframes fps-max-frames num-frames",
-    "--video-max-tokens": "video-max-pixels video-min-pixels video-total-pixels",
+    "--video-max-tokens, in tokens": "video-max-pixels video-min-pixels video-total-pixels",
     "--num-workers": "dataloader-num-workers num-data-workers workers",
     "data workers are set up by --num-workers alone": "dataloader-pin-memory dataloader-prefetch-factor "
     "dataloader-persistent-workers dataloader-drop-last dataloader-multiprocessing-context dataloader-in-order "
@@ -101,7 +107,7 @@ _MEANINGS = {
     # length and batch
     "--epochs": "num-train-epochs num-epochs max-epochs epoch train-epochs",
     "--train-iters": "max-steps num-train-steps max-train-steps total-steps total-num-steps train-steps num-steps "
-    "max-iters iters steps",
+    "max-iters iters steps exit-interval",
     "--train-iters, steps of --global-batch-size samples": "train-samples",
     "--micro-batch-size": "per-device-train-batch-size per-gpu-train-batch-size train-micro-batch-size-per-gpu "
     "batch-size-per-gpu train-batch-size-per-device",
@@ -115,7 +121,7 @@ _MEANINGS = {
     "--vision-lr": "vit-lr vision-tower-lr mm-vision-tower-lr",
     "--projector-lr": "aligner-lr mm-projector-lr merger-lr",
     "--language-lr": "llm-lr",
-    "--lr-decay-style": "lr-scheduler-type lr-scheduler scheduler",
+    "--lr-decay-style": "lr-scheduler-type lr-scheduler scheduler lr-schedule",
     "--lr-decay-style, with --min-lr and --lr-wsd-decay-iters": "lr-scheduler-kwargs",
     "--lr-warmup-iters, or --lr-warmup-fraction for a share": "warmup-steps num-warmup-steps lr-warmup-steps "
     "warmup-num-steps warmup",
@@ -125,13 +131,14 @@ _MEANINGS = {
     "--lr-wsd-decay-iters, in steps": "lr-wsd-decay-samples",
     "--weight-decay": "wd start-weight-decay end-weight-decay weight-decay-incr-style",
     "--optimizer": "optim optimizer-name optimizer-type",
-    "--optimizer, whose options are --weight-decay, --adam-beta1 and the like": "optim-args optim-target-modules",
+    "--optimizer, whose options are --weight-decay, --adam-beta1 and the like": "optim-args optim-target-modules "
+    "galore-rank use-galore use-badam",
     "--adam-eps": "adam-epsilon",
     "--clip-grad": "max-grad-norm gradient-clipping gradient-clip-val grad-clip max-norm",
     "no option of training does it: labels are not smoothed, embeddings get no noise": "label-smoothing-factor "
     "neftune-noise-alpha neftune-alpha",
     # precision and memory
-    "--precision": "torch-dtype dtype mixed-precision compute-dtype params-dtype",
+    "--precision": "torch-dtype dtype mixed-precision compute-dtype params-dtype amp",
     "--precision bf16": "bf16 pure-bf16 use-bf16",
     "--precision fp16": "fp16",
     "--precision fp32": "fp32",
@@ -151,7 +158,7 @@ _MEANINGS = {
     "moe-grouped-gemm moe-permute-fusion",
     # processes and layout
     _SHARDING: "deepspeed deepspeed-config zero-stage zero-optimization fsdp fsdp-config use-fsdp use-torch-fsdp2 "
-    "use-megatron-fsdp data-parallel-sharding-strategy",
+    "use-megatron-fsdp data-parallel-sharding-strategy strategy",
     "--tensor-model-parallel-size": "tensor-parallel-size tp-size",
     "--pipeline-model-parallel-size": "pipeline-parallel-size pp-size",
     "--virtual-pipeline-model-parallel-size, the chunks of a stage": "num-layers-per-virtual-pipeline-stage "
@@ -159,6 +166,7 @@ _MEANINGS = {
     "--pipeline-cuts, without which the stages are balanced": "pipeline-model-parallel-layout "
     "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split "
     "account-for-loss-in-pipeline-split",
+    "--vision-tensor-model-parallel-size": "encoder-tensor-model-parallel-size",
     "--context-parallel-size": "cp-size sequence-parallel-size ulysses-parallel-size ulysses-sequence-parallel-size",
     "--expert-model-parallel-size": "expert-parallel-size ep-size",
     "--moe-aux-loss-coeff, which is 0 without a balancing loss": "moe-router-load-balancing-type "
@@ -168,36 +176,41 @@ _MEANINGS = {
     "--ddp-bucket-size, in parameters": "ddp-bucket-cap-mb reduce-bucket-size allgather-bucket-size",
     "--overlap-grad-reduce": "overlap-comm",
     "the backend follows from the device: NCCL on GPUs, gloo on CPUs": "ddp-backend distributed-backend use-cpu "
-    "no-cuda",
+    "no-cuda cpu device device-map accelerator cuda",
     _TORCHRUN: "nproc-per-node nnodes node-rank master-addr master-port local-rank num-processes num-gpus num-nodes "
-    "gpus rdzv-endpoint",
+    "gpus rdzv-endpoint devices gpu-ids",
     # checkpoints and logging
-    "--run-dir": "output-dir save-dir save exp-dir",
-    "--run-dir, which has a tensorboard folder": "logging-dir tensorboard-dir tensorboard-log-dir",
+    "--run-dir": "output-dir save-dir save exp-dir exp output",
+    "--run-dir, which has a tensorboard folder": "logging-dir tensorboard-dir tensorboard-log-dir log-dir",
     "another --run-dir starts anew": "overwrite-output-dir",
-    "--save-interval": "save-steps save-strategy save-freq save-every checkpointing-steps",
+    "--save-interval": "save-steps save-freq save-every checkpointing-steps",
+    "--save-interval, in steps": "save-strategy",
     "--keep-checkpoints": "save-total-limit checkpoints-total-limit max-checkpoints",
     "--keep-best, the metric": "load-best-model-at-end metric-for-best-model",
-    "--keep-best-mode max": "greater-is-better",
-    "--load, or the same --run-dir": "resume-from-checkpoint resume load-dir resume-from",
+    "--keep-best-mode, which is min or max": "greater-is-better",
+    "--load, or the same --run-dir": "resume-from-checkpoint resume load-dir resume-from checkpoint ckpt "
+    "checkpoint-path ckpt-path resume-training restore-file",
     "checkpoints are whole: `megavlm convert export` writes the weights alone": "save-only-model no-save-optim "
-    "no-save-rng save-safetensors save-on-each-node enable-jit-checkpoint",
+    "no-save-rng save-safetensors save-on-each-node enable-jit-checkpoint export-dir",
     "checkpoints have one format, which every layout reads": "ckpt-format dist-ckpt-format use-dist-ckpt "
     "ckpt-convert-format ckpt-fully-parallel-save auto-detect-ckpt-format",
-    "a signal always saves and ends the run": "exit-signal-handler",
+    "a signal always saves and ends the run": "exit-signal-handler exit-duration-in-mins",
     "a resumed run goes on with the next sample: no option skips that": "ignore-data-skip "
     "restore-callback-states-from-checkpoint",
     _HUB: "push-to-hub hub-token hub-model-id hub-strategy hub-private-repo hub-always-push hub-revision use-hf",
-    "--log-interval": "logging-steps logging-strategy logging-first-step log-every-n-steps steps-per-print print-freq",
+    "--log-interval, in steps": "logging-strategy logging-first-step",
+    "--log-interval": "logging-steps log-every-n-steps steps-per-print print-freq",
     "metrics.jsonl always has it": "log-throughput include-num-input-tokens-seen log-params-norm "
     "wall-clock-breakdown plot-loss timing-log-level skip-memory-metrics",
-    "--tracker": "report-to use-wandb with-tracking log-with",
+    "--tracker, beside TensorBoard, which is on": "report-to with-tracking log-with",
+    "--tracker wandb": "use-wandb",
     "--tracker-project": "project project-name",
     "--tracker-run-name": "run-name exp-name experiment-name wandb-name wandb-run-name",
     _TRACKER: "wandb-entity wandb-save-dir trackio-space-id trackio-bucket-id trackio-static-space-id",
-    "--eval-interval": "eval-steps evaluation-steps eval-strategy evaluation-strategy val-check-interval eval-every",
+    "--eval-interval, in steps": "eval-strategy evaluation-strategy",
+    "--eval-interval": "eval-steps evaluation-steps val-check-interval eval-every",
     "validation runs every --eval-interval iterations": "eval-delay eval-on-start",
-    "--eval-iters": "limit-val-batches eval-batches",
+    "--eval-iters": "limit-val-batches eval-batches max-eval-samples",
     "--callback": "callbacks",
     "--extension": "external-plugins custom-register-path",
 }  # fmt: skip

@@ -160,10 +160,11 @@ def _of_another_trainer(data: object) -> str | None:
     if not isinstance(data, Mapping):
         return None
     foreign = [str(key) for key in data if meaning_of(str(key))]
+    unset = [key for key in foreign if data.get(key) in (None, False)]
     ours = [key for key in data if hasattr(Config(), str(key)) and isinstance(data[key], Mapping)]
     if len(foreign) < 2 or len(ours) > len(foreign):
         return None
-    meant = {key: in_yaml(meaning_of(key)) for key in foreign if meaning_of(key).startswith("--")}
+    meant = {key: in_yaml(meaning_of(key)) for key in foreign if key not in unset and meaning_of(key)[0] == "-"}
     said = "; ".join(f"{key} is {meaning.partition(',')[0]}" for key, meaning in [*meant.items()][:_MOST_KEYS])
     return (
         f"is a file of {trainer_of([str(key) for key in data])}: write its options as here or give them as flags "

@@ -17,6 +17,9 @@ _LARGEST = 256
 # How similar two spellings of one word are (`difflib`). With less, --deepspeed is taken for --seed.
 _LIKE = 0.75
 
+# What begins a flag, and what word processors and chats make of it.
+DASHES = "-–—−"
+
 # Renamed options: the old name and what replaces it.
 _RENAMED = {
     "sources": "--datasets",
@@ -47,8 +50,8 @@ def did_you_mean(word: str, candidates: Iterable[str], *, aside: Collection[str]
 
 def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> list[str]:
     """Return the candidates similar to a word, best first; empty if none is similar."""
-    names = {name: name.lstrip("-").replace("_", "-") for name in sorted(set(candidates))}
-    bare = word.lstrip("-").replace("_", "-")
+    names = {name: _bare(name) for name in sorted(set(candidates))}
+    bare = _bare(word)
     if not bare:
         return []
     # First the same name with underscores (`--train_iters`), then names that end (`--num-layers`) or start
@@ -64,6 +67,10 @@ def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str
         return begun
     alike = difflib.get_close_matches(bare, names.values(), n=1, cutoff=_LIKE)
     return [name for name, known in names.items() if known in alike]
+
+
+def _bare(word: str) -> str:
+    return word.lstrip(DASHES).replace("_", "-").lower()
 
 
 def shown(value: object) -> str:

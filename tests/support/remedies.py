@@ -23,7 +23,9 @@ WORDS = {"DIR": "d", "PATH": "d", "NAME": "d", "FILE": "d", "N": "1"}
 def followed(message: str, argv: Sequence[str]) -> list[list[str]]:
     """Return a command line for each remedy of a message; none for words that this does not understand."""
     if unknown := re.match(rf"unknown option ({FLAG}): (.*)", message):
-        return [_renamed(argv, unknown[1], words) for words in _names(unknown[2])]
+        names = _names(unknown[2])
+        elsewhere = not names and "--help-all" not in unknown[2]  # why nothing has to be given here
+        return [_without(argv, unknown[1])] if elsewhere else [_renamed(argv, unknown[1], words) for words in names]
     if unknown := re.match(r"unknown \w+ (\S+): (?:choose one of|did you mean) ([\w, -]+)", message):
         return [[each if word == unknown[1] else word for word in argv] for each in _listed(unknown[2])]
     if switch := re.match(rf"({FLAG}) takes no value.*: (?:write (.*)|here it is .*)", message):

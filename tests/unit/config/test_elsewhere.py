@@ -15,13 +15,15 @@ from megavlm.config.cli import parse
 from megavlm.config.elsewhere import ELSEWHERE
 from megavlm.config.fields import options
 from megavlm.config.load import from_dict, in_yaml
+from megavlm.config.messages import _RENAMED
 from megavlm.errors import UserError
+from tests.support.remedies import answer, followed
 
 FLAGS = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
 VALUES = {int: "1", float: "0.5", str: "x"}
 
 
-@pytest.mark.parametrize("meaning", dict.fromkeys(ELSEWHERE.values()))
+@pytest.mark.parametrize("meaning", dict.fromkeys([*ELSEWHERE.values(), *_RENAMED.values()]))
 def test_what_is_named_exists_and_parses(meaning: str) -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]*", meaning)) - {"--nproc-per-node", "--nnodes"}
     assert named <= set(FLAGS)
@@ -63,12 +65,78 @@ def test_no_field_of_transformers_is_taken_for_an_option_of_another_meaning() ->
         ("--zzz 1", "--help-all lists all options"),
         ("--save runs/a", "--save takes no value, got runs/a: here it is --run-dir"),
         ("--packing True", "--packing takes no value, got True: write --packing or --no-packing"),
+        ("--no-packing true", "--no-packing takes no value, got true: write --packing or --no-packing"),
+        ("--bf16 false", "where that is false, leave it out (true is --precision bf16 here)"),
+        ("--freeze_vit=False", "where that is false, leave it out"),
+        ("--dataset_shuffle false", "here it is --no-shuffle"),
+        ("—lr 1e-5", "did you mean --lr?"),
+        ("--precision BF16", "did you mean bf16?"),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered(argv: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(argv.split())
     assert says in str(caught.value)
+
+
+# What users of another trainer type first, and what it is once each message was followed.
+COMMANDS = {
+    "ms-swift": (
+        "--model m --train_type 8 --dataset a.jsonl --torch_dtype bf16 --num_train_epochs 1 --learning_rate 1e-4 "
+        "--per_device_train_batch_size 1 --lora_alpha 32 --target_modules language --freeze_vit true --freeze_llm "
+        "false --gradient_accumulation_steps 16 --eval_steps 50 --save_steps 50 --save_total_limit 2 "
+        "--logging_steps 5 --max_length 2048 --output_dir out --warmup_ratio 0.05 --dataloader_num_workers 4",
+        "--init-from m --datasets a.jsonl --precision bf16 --epochs 1 --lr 1e-4 --mbs 1 --lora-rank 8 --lora-alpha "
+        "32 --lora-targets language --freeze vision --gbs 16 --eval-interval 50 --save-interval 50 "
+        "--keep-checkpoints 2 --log-interval 5 --seq-length 2048 --run-dir out --lr-warmup-fraction 0.05 "
+        "--num-workers 4",
+    ),
+    "LLaMA-Factory": (
+        "--stage sft --do_train true --model_name_or_path m --dataset a.json --finetuning_type 4 --lora_target "
+        "language --cutoff_len 1024 --overwrite_cache true --preprocessing_num_workers 16 --output_dir out "
+        "--logging_steps 10 --save_steps 500 --plot_loss true --overwrite_output_dir true "
+        "--gradient_accumulation_steps 8 --bf16 true --learning_rate 1.0e-4 --num_train_epochs 3.0 "
+        "--lr_scheduler_type cosine --warmup_ratio 0.1 --ddp_timeout 30 --val_size 0.1 --eval_steps 500 "
+        "--trust_remote_code true --freeze_vision_tower true --max_grad_norm 1.0",
+        "--init-from m --datasets a.json --lora-rank 4 --lora-targets language --seq-length 1024 --run-dir out "
+        "--log-interval 10 --save-interval 500 --gbs 8 --precision bf16 --lr 1e-4 --epochs 3 --lr-decay-style "
+        "cosine --lr-warmup-fraction 0.1 --distributed-timeout-minutes 30 --validation-split 0.1 --eval-interval "
+        "500 --freeze vision --clip-grad 1",
+    ),
+    "Transformers": (
+        "--model_name_or_path m --train_file a.jsonl --validation_file b.jsonl --output_dir out --max_steps 100 "
+        "--learning_rate 2e-5 --weight_decay 0.1 --adam_epsilon 1e-6 --max_grad_norm 0.5 --seed 3 --fp16 false "
+        "--gradient_checkpointing --report_to wandb --run_name r --warmup_steps 10 --adam_beta2 0.95 --tf32 true "
+        "--dataloader_pin_memory false --per_device_eval_batch_size 2 --remove_unused_columns false",
+        "--init-from m --datasets a.jsonl --validation b.jsonl --run-dir out --train-iters 100 --lr 2e-5 "
+        "--weight-decay 0.1 --adam-eps 1e-6 --clip-grad 0.5 --seed 3 --recompute-granularity full --tracker wandb "
+        "--tracker-run-name r --lr-warmup-iters 10 --adam-beta2 0.95 --mbs 2",
+    ),
+    "Megatron-LM": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16 --swiglu "
+        "--qk-layernorm --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 "
+        "--train-iters 10 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 "
+        "--data-path a.jsonl --save out --split 0.01 --attention-dropout 0 --hidden-dropout 0 --use-mcore-models "
+        "--ckpt-format torch_dist --attention-backend flash --recompute-activations --tokenizer-model t "
+        "--eval-iters 5 --decoder-seq-length 512 --log-throughput --distributed-timeout-minutes 60",
+        "--tp 2 --sp --data-parallel-sharding optimizer --precision bf16 --language-activation swiglu "
+        "--language-qk-norm --no-language-tie-embeddings --mbs 1 --gbs 8 --train-iters 10 --lr 1e-4 --min-lr 1e-5 "
+        "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 1 --datasets a.jsonl --run-dir out "
+        "--validation-split 0.01 --attention-dropout 0 --hidden-dropout 0 --recompute-granularity selective "
+        "--tokenizer t --eval-iters 5 --seq-length 512 --distributed-timeout-minutes 60",
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", COMMANDS)
+def test_a_command_of_another_trainer_becomes_ours(trainer: str) -> None:
+    theirs, ours = (shlex.split(words) for words in COMMANDS[trainer])
+    seen = []
+    while (message := answer(theirs, parse)) is not None:
+        assert message not in seen
+        seen.append(message)
+        theirs = followed(message, theirs)[0]
+    assert parse(theirs) == parse(ours)
 
 
 FILES = {
