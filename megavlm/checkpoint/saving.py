@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -59,6 +60,7 @@ class Saver:
         self._again = False  # whether another writer may do the job
         self._reports: list[SaveReport] = []
         self._new = True  # whether the writer knows nothing of the memory, nor of the tensors
+        self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
         self._start()
 
     def begin(self, share: Share, summary: dict[str, Any]) -> None:
@@ -107,6 +109,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the end of the save that is under way; `poll` returns its report."""
         while self._job is not None:
+            self.waits()  # not for ever: a writer that does not go on is ended
             self._receive(_LOOK)
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from dataclasses import astuple, dataclass, field, replace
 from megavlm.resilience import phases
 
 # Seconds without progress that are no hang in phases that may take long, whatever --hang-timeout says.
-PATIENCE = {phases.START: 3600.0, phases.VALIDATION: 1800.0, phases.SAVE: 1800.0, phases.END: 600.0}
+# A save copies; while it waits for the writer of the one before, it makes progress.
+PATIENCE = {phases.START: 3600.0, phases.VALIDATION: 1800.0, phases.SAVE: 300.0, phases.END: 600.0}
 DOOMED = 0.9  # fraction of --distributed-timeout-minutes: soon torch will end a rank that waits, and name nobody
 FIRST_STEP = 1800.0  # kernels are compiled and chosen, and buffers are made
 LEAST = 60.0  # seconds: the default of --hang-timeout is never below
@@ -81,8 +82,9 @@ def _up_to_date(table: Sequence[Report]) -> list[Report]:
 def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval: float) -> Report | None:
     """Return the report of the rank that stopped first if the run hangs; None while it does not.
 
-    A run hangs when one rank has made no progress for longer than any rank may take where it is, or has waited for
-    others for nearly as long as torch lets it. The others then wait for one of them. In this order, it is:
+    A run hangs when one rank has made no progress for longer than any rank may take where it is, has waited for others
+    for nearly as long as torch lets it, or has sent no report for longer than a step may take. The others then wait for
+    one of them. In this order, it is:
 
     1. a rank whose reports have stopped, while others report: its process is stopped or cut off;
     2. a rank that does something else than wait for other ranks;
@@ -92,7 +94,8 @@ def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval
         return None
     idle = max(report.idle + report.silent for report in table)
     doomed = max(report.waited for report in table) > DOOMED * limits.collective
-    if not doomed and idle <= max(patience(report, timeout, limits) for report in _up_to_date(table)):
+    stopped = any(report.silent > timeout and report.steps and report.phase != phases.END for report in table)
+    if not doomed and not stopped and idle <= max(patience(report, timeout, limits) for report in _up_to_date(table)):
         return None
     return min(
         table,

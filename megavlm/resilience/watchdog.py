@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Member:
     rank: int
     world: int
     run_dir: Path
+    keeps_store: bool = False  # whether rank 0 does, and not torchrun
 
     @property
     def reads(self) -> bool:
@@ -114,7 +115,8 @@ class Watchdog:
                 if not hurry or now - before > self._interval:
                     # A process that was suspended and goes on has not been idle for that long, nor have the others.
                     passed, before = min(now - before, 2 * self._interval), now
-                    self._round(passed)
+                    with self._answering():
+                        self._round(passed)
                 hurry = self._look is not None and self._look(self._store)
             except Exception as error:  # the store is gone with torchrun: others notice that
                 if not self._closed.is_set():
@@ -122,6 +124,31 @@ class Watchdog:
                 return
         with contextlib.suppress(Exception):  # others may have ended, and the store with them
             self._store.set(_key(self._member.rank), self._report(0.0).dumps())
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """End this process, the last rank's, if rank 0 keeps the store and does not answer what is asked meanwhile."""
+        rank, world = self._member.rank, self._member.world
+        if not self._member.keeps_store or rank == 0 or rank < world - 1 or self._limits.hang == 0:
+            yield
+            return
+        limit, answered = self._limits.timeout(list(self._steps)), threading.Event()
+
+        def end() -> None:
+            if answered.wait(self._interval):  # this process was stopped, too, and goes on
+                return
+            line = f"the run hangs: rank 0, which keeps the run's store, has not answered for {limit:.0f} s"
+            print(f"{line}: it is stopped, or its host cannot be reached", file=sys.stderr, flush=True)
+            self._end(HUNG)
+
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            answered.set()
+            timer.cancel()
 
     def _round(self, passed: float) -> None:
         report = self._report(passed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ class Saves:
         """Prepare for saves; `took` will be called with the seconds of each."""
         self._run, self._say, self._took = run, say, took
         self._saver = run.saver
+        if self._saver is not None:
+            self._saver.waits = partial(run.engine.schedule.phases.enter, SAVE, "waits for the writer")
         self._asynchronous = run.config.checkpoint.async_save
         self._news: dict[str, Value] = {}
         self._last: SaveReport | None = None

@@ -16,6 +16,7 @@ from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, START, Phases
 from megavlm.resilience.progress import Limits
+from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.slow import SlowEvents, Spread, spread
 from megavlm.resilience.store import Store
 from megavlm.resilience.watchdog import Member, Watchdog
@@ -27,7 +28,8 @@ class Watch:
     def __init__(self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int]) -> None:
         """`memory` returns the most bytes that this rank has used so far."""
         self.phases = phases
-        member = Member(rank=meeting.rank, world=meeting.world, run_dir=Path(config.run.run_dir))
+        run_dir, alone = Path(config.run.run_dir), not under_torchrun()
+        member = Member(rank=meeting.rank, world=meeting.world, run_dir=run_dir, keeps_store=alone)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval

@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,6 +41,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     from megavlm.config.cli import parse
     from megavlm.errors import UserError
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.resilience.phases import Phases
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 
@@ -70,9 +72,12 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     patience = saving.PATIENCE
     saving.PATIENCE = 3.0 if how == "hangs once" else patience
     writer.write_share = write_share
+    enter = mock.patch.object(Phases, "enter", autospec=True, side_effect=Phases.enter)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), enter as entered:
             fit(build(parse([*argv, "--run-dir", run_dir]), backend.activate()))
+        if how == "hangs once" and "waits for the writer" not in str(entered.mock_calls):
+            return "the watchdog would take the wait for a writer for a hang"
     except UserError as error:
         return str(error)
     finally:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.resilience.phases import COMPUTE, DATA, SAVE, START, VALIDATION
+from megavlm.resilience.phases import COMPUTE, DATA, END, SAVE, START, VALIDATION
 from megavlm.resilience.progress import DOOMED, FIRST_STEP, Limits, Report, culprit, sentence
 
 
@@ -62,7 +62,11 @@ def test_where_all_wait_the_rank_that_is_behind_is_named_and_then_the_one_that_b
         ({"idle": 61.0, "phase": VALIDATION}, False),
         ({"idle": 61.0, "steps": 0}, False),
         ({"idle": FIRST_STEP + 1, "steps": 0}, True),
-        ({"idle": 1801.0, "phase": SAVE}, True),
+        ({"idle": 301.0, "phase": SAVE}, True),
+        ({"silent": 59.0, "phase": SAVE}, False),
+        ({"silent": 61.0, "phase": SAVE}, True),  # a process that does not answer is not busy
+        ({"silent": 61.0, "phase": START, "steps": 0}, False),
+        ({"silent": 500.0, "phase": END}, False),  # a rank that is done sends no reports
         ({"idle": 890.0, "phase": DATA}, False),  # a data worker that hangs is replaced meanwhile
         ({"idle": 910.0, "phase": DATA}, True),
         ({"idle": 61.0, "phase": DATA, "waits": True}, True),  # for another rank, not for data

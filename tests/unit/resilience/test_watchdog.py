@@ -97,6 +97,23 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
     assert (event["kind"], event["stopped_rank"], event["phase"]) == ("hang", 1, COMPUTE)
 
 
+def test_a_store_that_rank_0_keeps_and_does_not_answer_ends_the_last_rank(capfd: pytest.CaptureFixture[str]):
+    ended, stopped = [], threading.Event()
+
+    class Mute(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            return stopped.wait(60)
+
+    member = Member(rank=1, world=2, run_dir=Path("none"), keeps_store=True)
+    dog = Watchdog(Phases(), member, Mute(), limits=Limits(0.2), end=ended.append)
+    dog.start()
+    assert wait(lambda: bool(ended))
+    stopped.set()
+    dog.close()
+    assert ended == [HUNG]
+    assert "rank 0, which keeps the run's store, has not answered" in capfd.readouterr().err
+
+
 def test_the_status_of_another_run_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """A run that hangs before it has locked the folder."""
     ranks = Ranks(2, tmp_path, timeout=0.5)
