@@ -216,6 +216,27 @@ _MEANINGS = {
 }  # fmt: skip
 ELSEWHERE = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
 
+# Values of options by the words that are used for them elsewhere.
+_VALUES = {
+    "fp32": "float32 float 32 f32 32-true",
+    "bf16": "bfloat16 bf16-mixed bf16-true",
+    "fp16": "float16 half 16 f16 16-mixed fp16-mixed",
+    "hybrid": "fp8 e5m2",
+    "optimizer": "zero-1 zero1 stage-1",
+    "optimizer_gradients": "zero-2 zero2 stage-2 shard-grad-op optim-grads",
+    "full": "zero-3 zero3 stage-3 fsdp full-shard optim-grads-params",
+    "adamw": "adam adamw-torch adamw-torch-fused adamw-hf",
+    "WSD": "warmup-stable-decay",
+    "constant": "constant-with-warmup",
+    "interleaved": "interleaved-1f1b",
+    "zb-h1": "zerobubble zero-bubble",
+    "vision": "vit vision-tower vision-model visual",
+    "projector": "aligner merger mm-projector multi-modal-projector",
+    "language": "llm lm language-model",
+    "te": "transformer-engine transformer-engine-fp8",
+    "torch": "local",
+}
+
 # A key that tells whose file of options it is in.
 _SIGNS = {
     "DeepSpeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "steps_per_print"),
@@ -247,6 +268,15 @@ def hint(word: str, *, written: Callable[[str], str]) -> str:
     meaning = re.sub("megavlm ([a-z]+)", lambda found: program(found[1]), ELSEWHERE[near[0]])
     said = f": here it is {written(meaning)}" if meaning.startswith("--") else f": {meaning}"
     return said if near[0] == bare else f": did you mean {near[0]}?{said[1:]}"
+
+
+def value_hint(word: str, choices: Collection[str]) -> str:
+    """Return `": did you mean X?"` for a value that another trainer has for one of the choices; "" for other words."""
+    bare = _bare(word).removeprefix("torch.")
+    if bare == "fp8" and "fp16" in choices:
+        return ": FP8 is an option of its own, --fp8 hybrid, beside bf16"
+    same = (choice for choice in choices if bare == choice.lower() or bare in _VALUES.get(choice, "").split())
+    return f": did you mean {found}?" if (found := next(same, None)) else ""
 
 
 def trainer_of(keys: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megavlm.config.elsewhere import value_hint
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.option import Valid
 from megavlm.config.registry import OPEN_POINTS, Sections, State, from_code, registered, registry
@@ -98,7 +99,9 @@ class Kind:
             if value in self.choices:
                 return value
             # `vision,projector` is a list in the wrong syntax: a suggestion for one misspelt choice would mislead.
-            raise UserError(wrong if "," in str(value) else wrong + did_you_mean(str(value), self.choices))
+            word = str(value)
+            near = value_hint(word, self.choices) or did_you_mean(word, self.choices)
+            raise UserError(wrong if "," in word else wrong + near)
         # bool is an int to Python, but `micro_batch_size: true` is a mistake.
         if isinstance(value, bool) and self.scalar is not bool:
             raise UserError(wrong)
