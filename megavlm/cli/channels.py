@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.commands import Parser, reported
+from megavlm.config.fields import Kind
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
@@ -55,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace) -> None:
     """Write the statistics of a data set's channels. Raises UserError if no image of it can be read."""
-    source = DatasetConfig(path=options.source, image_root=options.image_root)
+    (source,) = Kind(DatasetConfig, many=True).from_words([options.source], name="SOURCE")
+    source = replace(source, image_root=options.image_root or source.image_root)
     if options.samples < 1:
         raise UserError(f"--samples {options.samples} is less than 1: use some hundred")
     records = _tars(source) if is_stream(source) else open_records(source)

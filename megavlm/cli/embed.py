@@ -1,7 +1,8 @@
 """Write the vectors of texts and images: `python tools/embed.py RUN_DIR records.jsonl --out vectors`.
 
-Each line of the file is a JSON object with `text`, `image` or `images` (`video`, `videos`), and maybe an `id`. The
-folder `vectors` then has vectors.npy, [records, channels] float32 of length 1, and ids.jsonl, an id for each row.
+Each record of the file (JSON Lines, CSV, parquet, …) has `text`, `image` or `images` (`video`, `videos`), and maybe an
+`id`. The folder `vectors` then has vectors.npy, [records, channels] float32 of length 1, and ids.jsonl, an id for each
+row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ import torch
 
 from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
+from megavlm.config.fields import Kind
 from megavlm.config.messages import shown
-from megavlm.data.records.pictures import file_below
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records.container import Container
+from megavlm.data.records.opening import open_rows
+from megavlm.data.records.pictures import FindFile
 from megavlm.data.records.turns import text_turn
-from megavlm.data.records.videos import video_below
+from megavlm.data.records.videos import FindVideo
 from megavlm.data.types import BadSample, Reason, Role, Sample
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
@@ -52,12 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR|HF_DIR",
         help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or such an export.",
     )
-    parser.add_argument("records", type=Path, metavar="FILE", help="JSON Lines of text, images and maybe an id.")
+    parser.add_argument(
+        "records", metavar="FILE", help="Records of text, images and maybe an id, as FILE[,image_root=DIR][,columns=…]."
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Folder of vectors.npy and ids.jsonl.")
     parser.add_argument(
         "--as", dest="role", choices=("query", "document"), default="document", help="Instruction; default: document's."
     )
-    parser.add_argument("--image-root", type=Path, metavar="DIR", help="Folder of images; default: the file's.")
+    parser.add_argument("--image-root", metavar="DIR", help="Folder of images; default: the file's.")
     parser.add_argument("--width", type=int, metavar="N", help="First channels to keep; default: all.")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="Records together; default: 8.")
     parser.add_argument(
@@ -71,6 +77,7 @@ def _embed(given: argparse.Namespace) -> None:
     check_folder("--out", given.out)
     if given.batch_size < 1:
         raise UserError(f"--batch-size {given.batch_size} must be at least 1")
+    records = _records(given)
     found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=DTYPES[given.dtype])
     channels = embedder.config.model.language.hidden_size
@@ -86,14 +93,12 @@ def _embed(given: argparse.Namespace) -> None:
             batch.clear()
 
     role: Role = "query" if given.role == "query" else "positive"
-    for known, sample in _samples(given, embedder, role):
+    for known, sample in _samples(*records, embedder, role):
         ids.append(known)
         batch.append(sample)
         if len(batch) == given.batch_size:
             flush()
     flush()
-    if not parts:
-        raise UserError(f"{given.records} has no records")
     given.out.mkdir(parents=True, exist_ok=True)
     with open_new(given.out / "vectors.npy") as file:
         np.save(file, np.concatenate(parts))
@@ -101,25 +106,24 @@ def _embed(given: argparse.Namespace) -> None:
     print(f"{len(ids):,} vectors of {parts[0].shape[1]:,} channels: {given.out / 'vectors.npy'}")
 
 
-def _samples(given: argparse.Namespace, embedder: Embedder, role: Role) -> Iterator[tuple[Any, Sample]]:
-    """Yield the id and the tokens of each record; raises UserError that names the line of a wrong one."""
-    root = given.image_root or given.records.parent
-    find, find_video = partial(file_below, root), partial(video_below, root)
-    try:
-        lines = given.records.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{given.records} cannot be read ({error}): name a JSON Lines file") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+def _records(given: argparse.Namespace) -> tuple[Container, FindFile, FindVideo]:
+    (source,) = Kind(DatasetConfig, many=True).from_words([given.records], name="FILE")
+    return open_rows(replace(source, image_root=given.image_root or source.image_root), "FILE")
+
+
+def _samples(
+    records: Container, find: FindFile, find_video: FindVideo, embedder: Embedder, role: Role
+) -> Iterator[tuple[Any, Sample]]:
+    """Yield the id and the tokens of each record; raises UserError that names a wrong one."""
+    for number in range(len(records)):
         try:
-            record = json.loads(line)
+            record = records.read(number)
             if not isinstance(record, dict):
                 raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
             turn = text_turn(record, find, find_video)
-            yield record.get("id", number), embedder.sample(replace(turn, role=role))
-        except (BadSample, ValueError, RecursionError) as error:
-            told = error.detail if isinstance(error, BadSample) else str(error)
+            yield record.get("id", number + 1), embedder.sample(replace(turn, role=role))
+        except (BadSample, RecursionError) as error:
+            told = error.detail if isinstance(error, BadSample) else "it is nested too deeply"
             if isinstance(error, BadSample) and error.reason in (Reason.MISSING, Reason.OUTSIDE):
-                told += ": name the folder that its images and videos are in with --image-root"
-            raise UserError(f"{given.records}:{number}: {told}") from error
+                told += ": name the folder that its images and videos are in, as FILE,image_root=DIR"
+            raise UserError(f"{records.label(number)}: {told}") from error

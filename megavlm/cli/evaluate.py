@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="Files of questions (JSON Lines, see docs/after-training.md), as FILE[,image_root=DIR][,metric=METRIC]"
-        f"[,name=NAME]. Metrics: {', '.join(METRICS)}; default: what each record says.",
+        help="Files of questions (JSON Lines, CSV, parquet, …, see docs/after-training.md), as FILE[,image_root=DIR]"
+        f"[,columns=…][,metric=METRIC][,name=NAME]. Metrics: {', '.join(METRICS)}; default: what each record says.",
     )
     parser.add_argument(
         "--out",
@@ -137,7 +137,7 @@ def _tasks(given: argparse.Namespace) -> list[Task]:
     options = [task_option(text) for text in given.task]
     check_names(options)
     tasks = [read_task(option) for option in options]
-    return [Task(task.name, task.image_root, task.questions[: given.limit]) for task in tasks]
+    return [replace(task, questions=task.questions[: given.limit]) for task in tasks]
 
 
 def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFolder, settings: dict[str, Any]) -> None:

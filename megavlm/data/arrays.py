@@ -11,7 +11,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,7 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
 }
 _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
 _MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
+_MOST_PIECES = 2**16  # strips or tiles of a TIFF
 _ITEM = 8  # bytes of the largest number
 
 
@@ -156,6 +157,9 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
     with tifffile.TiffFile(file) as tiff:
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))
+        pieces = series.keyframe.databytecounts  # each is unpacked, also where many are the same bytes
+        if len(pieces) > _MOST_PIECES or sum(pieces) > 2 * file.seek(0, SEEK_END):
+            raise BadSample(Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again")
         return np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
 
 

@@ -53,7 +53,7 @@ def _failure(task: Task, failed: Scored) -> str:
         if failed.answer.error
         else (f"<mark class=wrong>{escape(failed.answer.text) or '(nothing)'}</mark>")
     )
-    images = "".join(_pictures(task, failed)) if question.images or question.videos else ""
+    images = "".join(_pictures(task, failed)) if question.pictures else ""
     distinct = " · ".join(map(escape, dict.fromkeys(question.references)))
     return (
         f"<article><h3>{escape(question.label)} <span>{question.metric} · score {failed.score:.2f}</span></h3>"

@@ -74,13 +74,9 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records
     used. For a single bad record, `read` raises BadSample.
     """
     assert not is_stream(source)
-    path = _local(source)
     check_columns(source)
-    containers = [_open_file(source, file) for file in files_of(source)]
-    container = containers[0] if len(containers) == 1 else Joined(containers)
-    if not len(container):
-        raise wrong(source, "has no records: name a file that has some")
-    find, find_video = _finders(source, path)
+    container = _container(source, partial(columns_read, source))
+    find, find_video = _finders(source)
     kind, unread = kind_of(source, container, files_of(source)[0])
     if pairs is not None and (kind == "pairs") != pairs:
         raise wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
@@ -89,14 +85,35 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records
     return FileRecords(name_of(source), container, convert, unread=unread)
 
 
+def open_rows(source: DatasetConfig, option: str) -> tuple[Container, FindFile, FindVideo]:
+    """Return the raw records of files that are no training data, with all their fields, and what finds the images and
+    the videos that they name. `option` named them. Raises UserError.
+    """
+    try:
+        if is_stream(source):
+            raise wrong(source, "has tars, which training alone reads: give a file of records")
+        container = _container(source, list)
+        return (Renamed(container, source.columns) if source.columns else container), *_finders(source)
+    except UserError as error:
+        raise UserError(str(error).replace("--datasets", option, 1)) from error
+
+
+def _container(source: DatasetConfig, choose: Choose) -> Container:
+    containers = [_open_file(source, file, choose) for file in files_of(source)]
+    container = containers[0] if len(containers) == 1 else Joined(containers)
+    if not len(container):
+        raise wrong(source, "has no records: name a file that has some")
+    return container
+
+
 def _local(source: DatasetConfig) -> Path:
     """Return the file or folder of a data set; of a URL, its copy on this machine."""
     return local_path(source.path, "--datasets")
 
 
-def _finders(source: DatasetConfig, path: Path) -> tuple[FindFile, FindVideo]:
+def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
     """Return the functions that find the images and the videos that records name: on a disk, or in a store."""
-    root = source.image_root
+    root, path = source.image_root, _local(source)
     if root is None:
         place = source.path.rstrip("/")
         if is_url(place):
@@ -140,7 +157,7 @@ def _saved_files(source: DatasetConfig, path: Path) -> list[Path]:
     return files
 
 
-def _open_file(source: DatasetConfig, file: Path) -> Container:
+def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
     try:
         with open_regular(file) as opened:
             head = opened.read(4096)
@@ -155,7 +172,7 @@ def _open_file(source: DatasetConfig, file: Path) -> Container:
             raise wrong(source, f"{form}: {remedy}", file)
     if suffix in _TABLES or suffix in DELIMITERS:
         try:
-            return CsvFile(file) if suffix in DELIMITERS else _TABLES[suffix](file, partial(columns_read, source))
+            return CsvFile(file) if suffix in DELIMITERS else _TABLES[suffix](file, choose)
         except UserError:
             raise
         except (OSError, ValueError) as error:

@@ -117,6 +117,19 @@ def bomb() -> bytes:
     return out.getvalue()
 
 
+def overlapping() -> bytes:
+    """A TIFF whose strips are said to reach over all of it, so that it is unpacked again and again."""
+    out = io.BytesIO()
+    tifffile.imwrite(out, np.zeros((300, 9, 5), "uint8"), planarconfig="contig", compression="zlib", rowsperstrip=1)
+    out.seek(0)
+    with tifffile.TiffFile(out) as file:
+        sizes = file.pages[0].tags["StripByteCounts"]
+    whole = out.getvalue()
+    width = 2 * sizes.count if sizes.dtype == 3 else 4 * sizes.count
+    lying = len(whole).to_bytes(width // sizes.count, "little") * sizes.count
+    return whole[: sizes.valueoffset] + lying + whole[sizes.valueoffset + width :]
+
+
 def palette() -> bytes:
     out = io.BytesIO()
     Image.fromarray(image(1, "uint8")[..., 0]).convert("P").save(out, "PNG")
@@ -126,6 +139,7 @@ def palette() -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason", "words"),
     [
+        (overlapping(), Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again"),
         (npy(image(4, "uint8")), Reason.NOT_AN_IMAGE, "shape 6×9×4, not height × width × 5 channels"),
         (npy(np.zeros((2, 6, 9, 5))), Reason.NOT_AN_IMAGE, "shape 2×6×9×5"),
         (npy(np.zeros((0, 9, 5))), Reason.NOT_AN_IMAGE, "shape 0×9×5"),

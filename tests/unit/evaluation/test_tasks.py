@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megavlm.evaluation.answers import Answer, AnswerFolder
 from megavlm.evaluation.asking import progress, refuse_unasked, remaining
 from megavlm.evaluation.page import failures_page
 from megavlm.evaluation.scores import results_json, scored, scores_of
-from megavlm.evaluation.task import Task, check_names, read_task, task_option
+from megavlm.evaluation.task import check_names, read_task, task_option
 
 RECORDS: list[dict[str, Any]] = [
     {"image": "cat.png", "question": "What is it?", "answers": ["cat", "a cat"]},
@@ -54,6 +55,21 @@ def test_records_become_questions_with_a_metric_each(file: Path) -> None:
     assert read_task(task_option(str(changed))).digest != task.digest
 
 
+def test_questions_of_a_table_are_those_of_json_lines(file: Path) -> None:
+    """A cell may be a list, and what `--datasets` takes behind a path, `--task` takes."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow (the extra `hf`)")
+    from pyarrow import parquet
+
+    picture = (file.parent / "cat.png").read_bytes()
+    rows = [{"scan": {"bytes": picture, "path": None}, "question": "What?", "answers": ["cat", "a cat"]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file.parent / "table.parquet")
+    (file.parent / "table.csv").write_text('scan,question,answers,metric\ncat.png,What?,"[""cat"", ""a cat""]",anls\n')
+    for name, source in (("table.csv", (file.parent / "cat.png").resolve()), ("table.parquet", picture)):
+        task = read_task(task_option(f"{file.parent / name},columns=image:scan,name=it"))
+        assert (task.name, task.questions[0].references) == ("it", ("cat", "a cat"))
+        assert task.pictures(task.questions[0]) == [ImageRef(source)]
+
+
 def test_a_question_about_videos(file: Path) -> None:
     pytest.importorskip("av", reason="pip install av (the extra `video`)")
     from tests.support.clips import clip
@@ -73,7 +89,7 @@ def test_a_question_about_videos(file: Path) -> None:
     )
     assert frames.source == (ImageRef((file.parent / "frames/1.png").resolve()),)
     assert task.conversation(task.questions[0], None).turns[0].parts == (image, clip_of, frames, "What?")
-    assert Task("a", file.parent, task.questions[:1]).digest != Task("a", file.parent, task.questions[1:]).digest
+    assert replace(task, questions=task.questions[:1]).digest != replace(task, questions=task.questions[1:]).digest
     found = scored(task, {(task.name, number): Answer(task.name, number, "dog") for number in range(2)})
     page = failures_page("x", [], [(task, found)], most=1)
     assert [page.count(alt) for alt in ('alt="500×700 pixels"', 'alt="48×80 pixels"', 'alt="50×70 pixels"')] == [1] * 3
@@ -112,9 +128,9 @@ def test_a_bad_record_is_named_in_one_line(tmp_path: Path, record: Any, says: st
     ("given", "says"),
     [
         ("{file},metric=bleu", "bleu"),
-        ("{file},images=x", "is not one of image_root=DIR"),
-        ("{file},image_root=nowhere", "nowhere is not a folder"),
-        ("{file}x", "cannot be read: No such file"),
+        ("{file},images=x", "has no images: path, image_root, columns, metric, name"),
+        ("{file},image_root=nowhere", "image_root=nowhere, which is not a folder"),
+        ("{file}x", "is not a file or folder: check the path"),
     ],
 )
 def test_a_mistake_in_an_option_is_named(file: Path, given: str, says: str) -> None:
