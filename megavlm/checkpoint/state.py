@@ -121,19 +121,24 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
         loaded = reading.load(state, folder)
+    common = folder / "common.pt"
     if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
-        raise UserError(f"{folder / 'common.pt'} has no {' and no '.join(missing)} of a run: use another checkpoint")
+        raise UserError(f"{common} has no {' and no '.join(missing)} of a run: use another checkpoint")
     for index, chunk in enumerate(trained.chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"])
         if resumes_history:
             restore(chunk, loaded["fp8"])
-    load_optimizer_state(trained.optimizer, loaded["optimizer"])
-    if begins_averages:
-        average(trained.optimizer, decay=0.0)
-    load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
-    position = Position(**loaded["position"])
-    if same_layout:
-        set_random_states(loaded["random"])
+    try:
+        load_optimizer_state(trained.optimizer, loaded["optimizer"])
+        if begins_averages:
+            average(trained.optimizer, decay=0.0)
+        load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
+        position = Position(**loaded["position"])
+        if same_layout:
+            set_random_states(loaded["random"])
+    except (LookupError, TypeError, AttributeError) as error:  # values of a file that somebody else has written
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{common} is not as a run writes it ({what:.200}): use another checkpoint") from error
     return position
 
 

@@ -215,6 +215,23 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_says_that_nothing_verifies
     assert "Traceback" not in printed
 
 
+def test_a_foreign_common_pt_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
+    """Without a manifest nothing is compared, and the file may hold any values."""
+    import torch
+
+    shutil.copytree(three / "checkpoints/iter_0000003", newest := tmp_path / "run/checkpoints/iter_0000003")
+    (newest / "manifest.json").unlink()
+    summary = json.loads((newest / "megavlm.json").read_text())
+    (newest / "megavlm.json").write_text(json.dumps({key: summary[key] for key in summary if key != "manifest"}))
+    whole = torch.load(newest / "common.pt", weights_only=True)
+    for changed in ({}, {**whole, "position": {"x": 1}}, {**whole, "optimizer": {}}):
+        torch.save(changed, newest / "common.pt")
+        ((_, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
+        assert "common.pt" in error
+        assert "use another checkpoint" in error
+        assert "\n" not in error
+
+
 def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
     """Save where no file may be larger than 20,000 bytes; return the user's error."""
     import resource
