@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipImageProcessor, SiglipVisionConfig
+from transformers import LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
 NAMES = {
     "vision_tower.": "encoder.",
@@ -58,6 +58,8 @@ def main(folder: Path) -> None:
         LlavaForConditionalGeneration(config).save_pretrained(llava)
         as_acme(Path(llava), folder)
     (folder / "processor_config.json").unlink()
+    from transformers import SiglipImageProcessor  # now that it says nothing of torchvision
+
     SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    CLIPImageProcessor,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -20,6 +19,7 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 SIDE, PATCH = 56, 14
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
@@ -67,6 +67,10 @@ def model(vocabulary: int) -> LlavaForConditionalGeneration:
 
 
 def main(folder: Path) -> None:
+    logging.set_verbosity_error()  # else the next import says that torchvision is missing
+    logging.disable_progress_bar()
+    from transformers import CLIPImageProcessor
+
     words = tokenizer()
     size = {"height": SIDE, "width": SIDE}
     images = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=size)
