@@ -41,7 +41,9 @@ class RunLock:
         self._on_loss: Callable[[str], object] = _say
 
     def when_lost(self, act: Callable[[str], object]) -> None:
-        """Call `act` with a line once the lock is no longer in the folder, which was removed or renamed."""
+        """Call `act` with a line once the lock is no longer in the folder, which was removed. One that was renamed gets
+        a link in its old place, and the run goes on.
+        """
         self._on_loss = act
 
     def acquire(self) -> None:
@@ -87,16 +89,32 @@ class RunLock:
         while not self._released.wait(_BEAT):
             if (file := self._file) is None:
                 return
-            owner = _owner(file)
+            is_there = _is_at(file, self._run_dir / FILE)
+            owner = _owner(file) if is_there else _owner_at(self._run_dir / FILE) or me
             if owner and owner != me:
-                # This process was suspended for so long that a run on another machine took the folder over.
+                # This process was suspended for so long that a run on another machine took the folder over, or the
+                # folder was renamed and another run has begun in its place.
                 _say(f"{self._run_dir} now belongs to process {owner.get('pid')} on {owner.get('host')}: this run ends")
                 os._exit(1)
-            if not told and not _is_at(file, self._run_dir / FILE):
+            if not told and not is_there and not self._follow(file):
                 told = True
                 self._on_loss(f"{self._run_dir / FILE} is gone: the folder was removed or renamed")
             with suppress(OSError):  # a file system that is read-only or away may come back
                 os.utime(file)
+
+    def _follow(self, file: int) -> bool:
+        """Put a link where the run folder was before it was renamed; return False if it was not, or if the place is
+        taken. All that the ranks write then goes where metrics go.
+        """
+        try:
+            now = Path(os.readlink(f"/proc/self/fd/{file}"))
+            if now.name != FILE or not _is_at(file, now):
+                return False
+            os.symlink(now.parent, self._run_dir)
+        except OSError:
+            return False
+        _say(f"{self._run_dir} was renamed to {now.parent}: a link in its old place leads there, and the run goes on")
+        return True
 
 
 def _open_lock(path: Path) -> int:
@@ -191,6 +209,18 @@ def _owner(file: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
+
+
+def _owner_at(path: Path) -> dict[str, Any]:
+    """Return the owner that another file of this name has now; empty if there is none."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        return _owner(file)
+    finally:
+        os.close(file)
 
 
 def _write(file: int, owner: dict[str, Any]) -> None:

@@ -160,12 +160,32 @@ def remove(run_dir: Path) -> None:
 
 def rename(run_dir: Path) -> None:
     run_dir.rename(run_dir.with_name("moved"))
-    run_dir.mkdir()
+
+
+def rename_late(run_dir: Path) -> None:
+    """A save was faster than the watch."""
+    run_dir.rename(run_dir.with_name("moved"))
+    (run_dir / "checkpoints").mkdir(parents=True)
+
+
+def replace(run_dir: Path) -> None:
+    """By another run."""
+    (run_dir.with_name("new")).mkdir()
+    (run_dir.with_name("new") / "lock").write_text(json.dumps({"host": "other", "pid": 77}))
+    run_dir.rename(run_dir.with_name("moved"))
+    run_dir.with_name("new").rename(run_dir)
 
 
 @pytest.mark.parametrize(
     ("damage", "status", "said"),
-    [(of_another_machine, 1, None), (remove, 0, "lock is gone"), (rename, 0, "lock is gone"), (Path.iterdir, 0, "")],
+    [
+        (of_another_machine, 1, None),
+        (remove, 0, "lock is gone"),
+        (rename, 0, ""),
+        (rename_late, 0, "lock is gone"),
+        (replace, 1, None),
+        (Path.iterdir, 0, ""),
+    ],
 )
 def test_an_owner_notices_that_it_no_longer_owns_its_folder(
     tmp_path: Path, damage: Callable[[Path], object], status: int, said: str | None
@@ -179,4 +199,8 @@ def test_an_owner_notices_that_it_no_longer_owns_its_folder(
     process.join(60)
     assert process.exitcode == status
     if said is not None:
-        assert said in told.recv()
+        heard_of = told.recv()
+        assert said in heard_of if said else not heard_of
+    assert (tmp_path / "run").is_symlink() is (damage is rename)
+    if damage is rename:
+        assert (tmp_path / "run").samefile(tmp_path / "moved")
