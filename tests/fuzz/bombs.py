@@ -109,11 +109,18 @@ def _places(bomb: bytes) -> Iterator[bytes]:
         yield named("torch._utils", "_rebuild_tensor_v2") + b"(" + arguments + b"tR"
 
 
-def pickles() -> list[bytes]:
-    """Return each bomb in each place, as one pickle; those that are long themselves in three places."""
-    short = [each for bomb in BOMBS.values() for each in _places(bomb)]
-    long = [each for bomb in WIDE.values() for each in (bomb, b"}" + bomb + b"Ns", bomb + b")R")]
-    return [b"\x80\x02" + each + b"." for each in (*short, *long)]
+def pickles(*, whole: bool) -> list[bytes]:
+    """Return pickles with a bomb in each place; as a `whole`, each bomb in each place, but those that are long
+    themselves in three.
+    """
+    placed = [list(_places(bomb)) for bomb in BOMBS.values()]
+    short = [each for number, place in enumerate(zip(*placed, strict=True)) for each in _of(place, number, whole)]
+    long = [(bomb, b"}" + bomb + b"Ns", bomb + b")R") for bomb in WIDE.values()]
+    return [b"\x80\x02" + each + b"." for each in (*short, *(each for place in long for each in _of(place, 0, whole)))]
+
+
+def _of(place: tuple[bytes, ...], number: int, whole: bool) -> tuple[bytes, ...]:
+    return place if whole else place[number % len(place) :][:1]
 
 
 def archived(pickled: bytes) -> bytes:

@@ -41,8 +41,10 @@ def test_a_damaged_file_is_answered(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata", "common.pt"])
-def test_a_pickle_takes_time_and_memory_by_its_length(name: str, tmp_path: Path) -> None:
-    inputs = bombs.pickles() if name == "metadata" else [bombs.archived(each) for each in bombs.pickles()]
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_pickle_takes_time_and_memory_by_its_length(name: str, whole: bool, tmp_path: Path) -> None:
+    pickles = bombs.pickles(whole=whole)
+    inputs = pickles if name == "metadata" else [bombs.archived(each) for each in pickles]
     check(name, inputs, tmp_path / "attempts")
 
 
