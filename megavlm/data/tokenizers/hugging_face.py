@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.tokenizers.text import Tokens, tokens_of
+from megavlm.data.tokenizers.text import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
@@ -19,7 +20,6 @@ from megavlm.paths import inside
 
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
-_MOST_GROWTH = 16  # texts may be so many times as long before they are split; "▁" for a space leaves them as long
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
@@ -63,7 +63,7 @@ class HuggingFaceTokenizer:
         with _refusing(folder):
             described = loaded.backend_tokenizer.to_str()
             for part in ("normalizer", "pre_tokenizer", "decoder"):
-                if (times := _growth(json.loads(described)[part])) > _MOST_GROWTH:
+                if (times := _growth(json.loads(described)[part])) > MOST_GROWTH:
                     raise ValueError(f"its {part} makes texts {times:.0f} times as long")
             backend = Tokenizer.from_str(described)  # a copy: it is changed here
             backend.no_padding()
@@ -129,6 +129,8 @@ def _growth(step: Any) -> float:
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):
         return 1
+    if charsmap := step.get("precompiled_charsmap"):
+        return max(1, growth_of_charsmap(base64.b64decode(charsmap)))
     pattern, inner = step.get("pattern"), [value for value in step.values() if isinstance(value, list)]
     old = pattern.get("String", "") if isinstance(pattern, dict) else ""  # a pattern may match nothing at all
     new = (step.get("content", ""), step.get("prepend", ""))  # of Replace and Prepend

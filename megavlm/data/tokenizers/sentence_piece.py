@@ -9,11 +9,13 @@ from typing import Any
 
 import sentencepiece
 
-from megavlm.data.tokenizers.text import Tokens, tokens_of
+from megavlm.data.tokenizers.text import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
 from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
 from megavlm.json_files import LARGEST
 from megavlm.paths import read_bytes
+
+_NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of sentencepiece's ModelProto (before, and after decoding), NormalizerSpec
 
 
 class SentencePieceTokenizer:
@@ -27,12 +29,16 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, *, image: int | None = None, image_text: str = IMAGE) -> None:
         """Raises UserError where `path` is no model, or has neither end mark nor image token."""
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=read_bytes(path, at_most=LARGEST))
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            proto = read_bytes(path, at_most=LARGEST)
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+            times = max(map(_growth, (b"".join(_fields(proto, number)) for number in _NORMALIZERS)))
+        except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
             raise UserError(
                 f"--tokenizer {path} is not a readable SentencePiece model: give a .model file, or the folder of "
                 "a Hugging Face tokenizer"
             ) from error
+        if times > MOST_GROWTH:
+            raise UserError(f"--tokenizer {path}: its normalizer makes texts {times:.0f} times as long: name another")
         model = self._model
         self.vocab_size: int = model.get_piece_size()
         self.eos: int = model.eos_id()
@@ -94,6 +100,35 @@ class SentencePieceTokenizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._model = sentencepiece.SentencePieceProcessor(model_proto=state["_model"])
+
+
+def _growth(normalizer: bytes) -> float:
+    return max([0.0, *map(growth_of_charsmap, _fields(normalizer, _CHARSMAP))])
+
+
+def _fields(proto: bytes, wanted: int) -> list[bytes]:
+    """Return the values of a field of bytes in a message of Protocol Buffers, which has been read without an error."""
+    found, at = [], 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            value |= (proto[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if proto[at - 1] < 128:
+                return value
+
+    while at < len(proto):
+        key = number()
+        if key & 7 == 0:
+            number()
+            continue
+        size = {1: 8, 2: 0, 5: 4}[key & 7] or number()
+        if key == wanted << 3 | 2:
+            found.append(proto[at : at + size])
+        at += size
+    return found
 
 
 def _any_of(words: Mapping[str, int]) -> re.Pattern[str]:
