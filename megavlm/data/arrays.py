@@ -18,14 +18,13 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import Source, as_bad_sample, content_of, open_image, open_pixels
+from megavlm.data.decode import TIFF, Source, as_bad_sample, content_of, open_image, open_pixels
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 
 Array = NDArray[np.float32]  # [height, width, channels]
 
 _NPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: BigTIFF
 _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -99,7 +98,7 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
                 found = _npy(file, fitting, pixels)
             elif head.startswith(_ZIP):
                 found = _npz(file, fitting, pixels)
-            elif head.startswith(_TIFF):
+            elif head.startswith(TIFF):
                 found = _tiff(file, fitting, pixels)
             else:
                 found = _photo(content, fitting, max_pixels, pixels)

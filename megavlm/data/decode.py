@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 _PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
+TIFF, _OFFSETS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), (273, 324)  # the last two are BigTIFF; tags of offsets
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
 _PIECES, _PIECE = 2**16, 64  # reads of an image file, and one more for so many bytes: PNGs have some for each 8 KiB
@@ -249,16 +250,32 @@ def _length(source: bytes | Path) -> int:
 
 
 def _check_header(source: bytes | Path) -> None:
-    """Raise BadSample for a PPM whose header is no short text: Pillow reads it byte by byte, comments as well."""
-    if isinstance(source, bytes):
-        head = source[:_HEADER]
-    else:
-        with source.open("rb") as file:
-            head = file.read(_HEADER)
+    """Raise BadSample for a PPM whose header is no short text, which Pillow reads byte by byte, comments as well, and
+    for a TIFF of very many strips or tiles, of which it makes a list.
+    """
+    with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        head = file.read(_HEADER)
+        if head.startswith(TIFF) and (count := _most_values(file, head)) > _PIECES:
+            raise BadSample(Reason.CORRUPT, f"the image is in {count} pieces: save it again")
     if head[:1] == b"P" and head[1:2].isdigit():
         words = [word for line in head.split(b"\n") for word in line.partition(b"#")[0].split()]
         if len(head) == _HEADER and len(words) < 4:
             raise BadSample(Reason.CORRUPT, f"its header has more than {_HEADER} bytes")
+
+
+def _most_values(file: IO[bytes], head: bytes) -> int:
+    """Return how many offsets of strips or tiles the first directory of a TIFF or BigTIFF has."""
+    order, large = "<" if head[:1] == b"I" else ">", 43 in head[2:4]
+    place, number, entry = ("8xQ", "Q", "HHQ8x") if large else ("4xI", "H", "HHI4x")
+    try:
+        file.seek(struct.unpack_from(order + place, head)[0])
+        (count,) = struct.unpack(order + number, file.read(struct.calcsize(order + number)))
+        listed = file.read(struct.calcsize(order + entry) * min(count, _PIECES))
+        return max(
+            (values for tag, _, values in struct.iter_unpack(order + entry, listed) if tag in _OFFSETS), default=0
+        )
+    except (struct.error, ValueError, OverflowError):
+        return 0  # Pillow says what is wrong with it
 
 
 def _orientation(image: Image.Image) -> int:

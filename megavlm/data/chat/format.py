@@ -21,6 +21,7 @@ from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 
 TrainOn = Literal["assistant", "last", "all"]
+_LETTERS = 2**22  # most of a conversation: to split a million into tokens takes seconds and 300 MB
 _SHAPES = 1024  # most conversation shapes that are cached
 
 
@@ -80,8 +81,8 @@ class ChatFormat:
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
         """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
 
-        Raises BadSample if the assistant says nothing, if the template refuses the conversation, or if a text contains
-        the image token; UserError if there is no template.
+        Raises BadSample if the assistant says nothing, if it has more than 4 million letters, if the template refuses
+        the conversation, or if a text contains the image token; UserError if there is no template.
         """
         assert len(prompts) == len(conversation.images)
         _check_texts(conversation, (self.placeholder, self.tokenizer.image_text, *self.reserved))
@@ -211,6 +212,9 @@ def _with_opening(found: Skeleton, shape: Sequence[Kind], openings: Sequence[tup
 
 
 def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
+    letters = sum(len(part) for turn in conversation.turns for part in turn.parts if isinstance(part, str))
+    if letters > _LETTERS:
+        raise BadSample(Reason.TOO_LONG, f"its texts have {letters} letters, more than {_LETTERS}: divide it")
     for turn in conversation.turns:
         for part in turn.parts:
             if isinstance(part, str) and (found := [word for word in reserved if word in part]):

@@ -12,7 +12,7 @@ from megavlm.data.records.spans import SpanFile, line_spans
 from megavlm.data.types import BadSample, Reason
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LARGEST = 2**28  # bytes of a row; a stray quotation mark may make one of the rest of the file
+_LARGEST = 2**26  # bytes of a row; a stray quotation mark may make one of the rest of the file
 csv.field_size_limit(_LARGEST)  # a cell may hold an image as base64
 
 

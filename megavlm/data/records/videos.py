@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ FindVideo = Callable[[str], VideoRef]
 
 VIDEO_PLACES = ("bytes", "video", "video_url", "frames", "url", "path", "source")
 _FRAMES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
-_MOST_FRAMES = 2**16  # files of a folder
+_MOST_FRAMES = 2**16  # of a folder, or of a list
 _FPS = (1e-3, 1e3)
 
 
@@ -33,6 +34,8 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
         named = next((value[place] for place in VIDEO_PLACES if value.get(place) is not None), None)
         found = video_of(named, find, value.get("fps", fps))
     elif isinstance(value, list | tuple) and value:
+        if len(value) > _MOST_FRAMES:
+            raise BadSample(Reason.NO_FRAMES, f"its video has {len(value)} frames, 1 to {_MOST_FRAMES} are read")
         found = VideoRef(tuple(image_of(frame, _image_by(find)) for frame in value))
     else:
         content = image_of(value, _image_by(find)) if not isinstance(value, str) else None
@@ -87,12 +90,20 @@ def video_below(root: Path, name: str) -> VideoRef:
         is_folder = False
     if not is_folder:
         return VideoRef(file_below(root, name).source)
-    names = sorted((path.name for path in folder.iterdir() if path.suffix.lower() in _FRAMES), key=natural)
-    if not 0 < len(names) <= _MOST_FRAMES:
+    with os.scandir(folder) as entries:
+        files = {entry.name: entry for entry in entries if Path(entry.name).suffix.lower() in _FRAMES}
+    if not 0 < len(files) <= _MOST_FRAMES:
         raise BadSample(
-            Reason.NO_FRAMES, f"the folder {shown(name)} holds {len(names)} images, 1 to {_MOST_FRAMES} are read"
+            Reason.NO_FRAMES, f"the folder {shown(name)} holds {len(files)} images, 1 to {_MOST_FRAMES} are read"
         )
-    return VideoRef(tuple(ImageRef(resolve_inside(root, f"{name}/{each}")) for each in names))
+    home = folder.resolve()
+    inside = home.is_relative_to(root.resolve())
+
+    def frame(each: str) -> ImageRef:  # to resolve a path costs as much as to read a small picture
+        own = inside and files[each].is_file(follow_symlinks=False)
+        return ImageRef(home / each if own else resolve_inside(root, f"{name}/{each}"))
+
+    return VideoRef(tuple(frame(each) for each in sorted(files, key=natural)))
 
 
 def stored_video(find: FindFile, name: str) -> VideoRef:

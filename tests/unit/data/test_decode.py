@@ -270,17 +270,21 @@ def in_pieces(count: int) -> dict[str, bytes]:
     return {
         "chunks": png[:frame] + chunk(b"teXt", b"") * count + png[frame:],
         "comments": gif[:start] + b"!\xfe\x01a\0" * count + gif[start:],
+        "strips": encoded(noise(size=(1, count)), "TIFF", tiffinfo={TiffImagePlugin.ROWSPERSTRIP: 1}),
+        "strips of BigTIFF": encoded(
+            noise(size=(1, count)), "TIFF", big_tiff=True, tiffinfo={TiffImagePlugin.ROWSPERSTRIP: 1}
+        ),
     }
 
 
 @pytest.mark.parametrize("name", in_pieces(1))
 def test_a_picture_in_very_many_pieces_is_a_bad_sample(name: str, tmp_path: Path) -> None:
     """A chunk of 12 bytes costs 12 µs: 50 MB of them are ten minutes."""
-    assert decode(in_pieces(1_000)[name]).pixels.shape == (30, 40, 3)
+    assert decode(in_pieces(1_000)[name]).pixels.shape in ((30, 40, 3), (1_000, 1, 3))
     file = tmp_path / name
     file.write_bytes(in_pieces(100_000)[name])
     for source in (file, file.read_bytes()):
-        with pytest.raises(BadSample, match="in too many pieces: save it again"):
+        with pytest.raises(BadSample, match=r"in (too many|100000) pieces: save it again"):
             size_of(source)
 
 

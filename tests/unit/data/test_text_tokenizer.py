@@ -92,6 +92,10 @@ def test_a_chat_with_it(model: Path) -> None:
     assert (encoded.tokens == tokenizer.begin).sum() == 1
     assert (encoded.tokens == tokenizer.image).sum() == 3
     assert tokenizer.decode(encoded.tokens[encoded.trained].tolist()) == "the cat</s>the picture</s>"
+    long = Conversation((Turn("user", ("a" * 2**22,)), Turn("assistant", ("b",))))
+    for use in (chat.encode, chat.prompt):
+        with pytest.raises(BadSample, match="4194305 letters, more than 4194304: divide it"):
+            use(long, [])
     assert [turn.images for turn in encoded.turns] == [1, 0]
     with pytest.raises(BadSample, match="<image>"):
         chat.encode(Conversation((Turn("user", ("<image>",)), Turn("assistant", ("x",)))), [])

@@ -61,6 +61,7 @@ def test_where_videos_stand(said: Any, fields: dict[str, Any], expected: tuple[A
         ("<video>", {"video": {"start": 3}}, Reason.NOT_A_RECORD),
         ("<video>", {"video": "a.mp4", "fps": "fast"}, Reason.NOT_A_RECORD),
         ("<video>", {"video": "a.mp4", "fps": -1}, Reason.NOT_A_RECORD),
+        ("<video>", {"video": ["a.jpg"] * 65_537}, Reason.NO_FRAMES),
     ],
 )
 def test_what_is_wrong_with_a_record(said: Any, fields: dict[str, Any], reason: Reason) -> None:
@@ -80,6 +81,13 @@ def test_files_and_folders_of_frames(tmp_path: Path) -> None:
     frames = video_of("frames", look).source
     assert isinstance(frames, tuple)
     assert [frame.source for frame in frames] == [tmp_path / "frames" / f"f{number}.jpg" for number in (1, 2, 10)]
+    (tmp_path / "root/in").mkdir(parents=True)
+    (tmp_path / "root/in/1.jpg").symlink_to(tmp_path / "a.mp4")
+    (tmp_path / "root/out").symlink_to(tmp_path / "frames")
+    for name in ("in", "out", "../frames"):
+        with pytest.raises(BadSample) as raised:
+            video_of(name, partial(video_below, tmp_path / "root"))
+        assert raised.value.reason is Reason.OUTSIDE
     for name, reason in (("b.mp4", Reason.MISSING), ("nothing", Reason.NO_FRAMES), ("../b", Reason.OUTSIDE)):
         with pytest.raises(BadSample) as raised:
             video_of(name, look)
