@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class CsvFile:
             raise ValueError(error.detail) from error
         if len(self.names) == 1 and any(mark in self.names[0] for mark in ",;\t|"):
             raise ValueError(f"its columns are not separated by {shown(self._delimiter)}")
-        if double := next((name for name in self.names if self.names.count(name) > 1), None):
+        if double := next((name for name, times in Counter(self.names).items() if times > 1), None):
             raise ValueError(f"it has two columns {shown(double)}")
 
     def __len__(self) -> int:

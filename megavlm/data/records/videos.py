@@ -20,7 +20,7 @@ FindVideo = Callable[[str], VideoRef]
 
 VIDEO_PLACES = ("bytes", "video", "video_url", "frames", "url", "path", "source")
 _FRAMES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
-_MOST_FRAMES = 2**16  # of a folder, or of a list
+_MOST_FRAMES = 2**16  # files of a folder
 _FPS = (1e-3, 1e3)
 
 
@@ -34,8 +34,6 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
         named = next((value[place] for place in VIDEO_PLACES if value.get(place) is not None), None)
         found = video_of(named, find, value.get("fps", fps))
     elif isinstance(value, list | tuple) and value:
-        if len(value) > _MOST_FRAMES:
-            raise BadSample(Reason.NO_FRAMES, f"its video has {len(value)} frames, 1 to {_MOST_FRAMES} are read")
         found = VideoRef(tuple(image_of(frame, _image_by(find)) for frame in value))
     else:
         content = image_of(value, _image_by(find)) if not isinstance(value, str) else None
