@@ -73,6 +73,8 @@ def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
     for root in (path / "checkpoints", path):
         if (found := choices_in(root, holds, fallback=fallback)).folders:
             return found
+    if (path / "config.json").exists():
+        raise UserError(f"--load {path} is a Hugging Face folder: give it to --init-from")
     raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
 
 

@@ -31,6 +31,7 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
+from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.parallel.world import world_of
 from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
@@ -105,6 +106,8 @@ def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str
 
 
 def calibrate(options: argparse.Namespace) -> None:
+    if options.out.is_dir():
+        raise UserError(f"--out {options.out} is a folder: name a file")
     place = world_of(os.environ)
     if place.world_size > 1:
         os.environ.update(place.environment())  # srun and mpirun say it in other words

@@ -23,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(argv)
     if rest and not rest[0].startswith("-"):
-        rest = ["--config", *rest]
+        is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
+        rest = ["--datasets" if is_data else "--config", *rest]
     print(f"wrote {write(_config(rest), options.out, shown=options.samples)}")
     return 0
 
@@ -31,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Write an HTML page that shows the training data of a run.",
-        epilog="All flags of a run are accepted as well. A leading argument without -- is taken as --config.",
+        epilog="All flags of a run are accepted as well. "
+        "A leading argument without -- is taken as --config, or as --datasets where it is a file of records.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")

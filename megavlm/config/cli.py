@@ -51,6 +51,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
         raise UserError(_described(error)) from None
     if rest:
         raise UserError(_unexpected(rest, argv))
+    if given.config == "":
+        raise UserError("--config is empty: name a file, or leave it out")
     if given.recipe is not None and given.config is not None:
         raise UserError("--recipe and --config cannot be combined: keep one of them; flags override either")
     given_values = vars(given)
@@ -272,6 +274,8 @@ def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
             if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
                 hint = renamed(before[-1]) or f": write {option.flags[0]} or {option.negations[0]}"
                 return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
+        if rest[0].endswith((".yaml", ".yml")):
+            return f"unexpected argument {plain(rest[0])}: a file of options follows --config"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word, equals, value = flags[0].partition("=")
     if re.search(r"\s", word):

@@ -50,7 +50,7 @@ _MEANINGS = {
     "merge-file",
     "--chat-template, where the folder's own is not meant": "template use-chat-template tokenizer-prompt-format "
     "version",
-    _CACHE: "token use-auth-token cache-dir model-revision revision",
+    _CACHE: "token hf-token use-auth-token cache-dir model-revision revision",
     # what is trained
     "--freeze, the parts that are not trained": "trainable-parameters tune-mm-llm tune-mm-mlp tune-mm-vision "
     "freeze-parameters",
@@ -80,8 +80,8 @@ _MEANINGS = {
     "--datasets, as PATH,weight=2": "interleave-probs dataset-weights mix-strategy",
     "--validation": "eval-dataset val-dataset validation-dataset validation-file valid-data-path eval-file",
     "--validation-split, a share": "val-size split-dataset-ratio eval-split-ratio split validation-split-percentage",
-    "--seq-length": "max-length max-seq-length max-seq-len model-max-length cutoff-len sequence-length block-size "
-    "decoder-seq-length max-model-len",
+    "--seq-length": "max-length max-seq-length max-seq-len model-max-length sequence-len cutoff-len sequence-length "
+    "block-size decoder-seq-length max-model-len",
     "--packing, which is on and fills sequences": "neat-packing sequence-packing padding-free group-by-length "
     "length-column-name train-sampling-strategy group-by-modality-length",
     "--train-on all": "train-on-prompt train-on-inputs",
@@ -177,8 +177,8 @@ _MEANINGS = {
     "--overlap-grad-reduce": "overlap-comm",
     "the backend follows from the device: NCCL on GPUs, gloo on CPUs": "ddp-backend distributed-backend use-cpu "
     "no-cuda cpu device device-map accelerator cuda",
-    _TORCHRUN: "nproc-per-node nnodes node-rank master-addr master-port local-rank num-processes num-gpus num-nodes "
-    "gpus rdzv-endpoint devices gpu-ids",
+    _TORCHRUN: "nproc-per-node nnodes node-rank master-addr master-port local-rank num-processes num-machines "
+    "machine-rank num-gpus num-nodes gpus rdzv-endpoint devices gpu-ids",
     # checkpoints and logging
     "--run-dir": "output-dir save-dir save exp-dir exp output",
     "--run-dir, which has a tensorboard folder": "logging-dir tensorboard-dir tensorboard-log-dir log-dir",
@@ -239,6 +239,8 @@ _VALUES = {
 
 # A key that tells whose file of options it is in.
 _SIGNS = {
+    "Axolotl": ("base_model", "sequence_len"),
+    "Accelerate": ("distributed_type", "num_machines"),
     "DeepSpeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "steps_per_print"),
     "ms-swift": ("tuner_type", "train_type", "tuner_backend", "swift_version", "split_dataset_ratio"),
     "LLaMA-Factory": ("finetuning_type", "cutoff_len", "stage"),

@@ -116,6 +116,10 @@ class Kind:
             raise UserError(wrong)
         if isinstance(value, dict) and not all(isinstance(each, str) for pair in value.items() for each in pair):
             raise UserError(wrong)
+        if value == "" and (self.optional or self.many):  # of a variable of the shell that is not set, say
+            raise UserError(f"{name} is empty: give it a value, or leave it out")
+        if isinstance(value, str) and value.startswith("~"):
+            raise UserError(f"{name} {shown(value)} starts with ~, which only a shell expands: write the full path")
         if isinstance(value, int) and value.bit_length() > 63:
             raise UserError(f"{wrong}, which needs more than 64 bits")
         return value
@@ -152,10 +156,13 @@ def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
 def _record_of_word(record: Any, word: str, *, name: str) -> Any:
     """Return a dataclass instance for `FIRST_FIELD,field=value,…`."""
     first, *rest = word.split(",")
-    pairs = [part.partition("=") for part in rest]
+    pairs = [tuple(each.strip() for each in part.partition("=")) for part in rest]
     for key, equals, _ in pairs:
         if not equals:
-            raise UserError(f"{name} {plain(word)}: {plain(key)} is not key=value: write {name} PATH,key=value,…")
+            raise UserError(
+                f"{name} {plain(word)}: {plain(key)} is not key=value: write {name} PATH,key=value,… and spaces "
+                "between data sets"
+            )
     return _record(record, {next(iter(_kinds(record))): first, **{key: value for key, _, value in pairs}}, name=name)
 
 

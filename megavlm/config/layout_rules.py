@@ -9,7 +9,7 @@ from megavlm.config.context_rules import CONTEXT_RULES
 from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel, shards_gradients
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import frozen_parts
-from megavlm.config.messages import divisors, nearest, plain, shown
+from megavlm.config.messages import divisors, nearest, plain
 from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
@@ -130,8 +130,6 @@ def features_can_be_reused(config: Config) -> str | None:
             return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if model.hidden_dropout or model.attention_dropout:
             return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
-    if placement.vision_cache is not None and (not placement.vision_cache or placement.vision_cache.startswith("~")):
-        return f"--vision-cache {shown(placement.vision_cache)} is not a path: write the full folder name"
     return None
 
 

@@ -159,6 +159,8 @@ def _of_another_trainer(data: object) -> str | None:
     """Return what a file of another trainer's options is here, if at least two of its keys are such; else None."""
     if not isinstance(data, Mapping):
         return None
+    if "architectures" in data:
+        return "describes a model: give its folder to --init-from"
     foreign = [str(key) for key in data if meaning_of(str(key))]
     unset = [key for key in foreign if data.get(key) in (None, False)]
     ours = [key for key in data if hasattr(Config(), str(key)) and isinstance(data[key], Mapping)]
@@ -211,7 +213,9 @@ def read_yaml(path: str | Path, *, what: str) -> Any:
     except UnicodeDecodeError:
         raise UserError(f"{what} {name} cannot be read: it is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(f"{what} {name} cannot be read: {error.strerror or plain(str(error))}") from None
+        is_folder = bool(path) and Path(path).is_dir()
+        why = "it is a folder: name the file in it" if is_folder else error.strerror or plain(str(error))
+        raise UserError(f"{what} {name} cannot be read: {why}") from None
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if _expanded(root) > _MOST_NODES:

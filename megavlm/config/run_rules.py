@@ -130,8 +130,6 @@ def _complaint_about(flag: str, datasets: Sequence[DatasetConfig]) -> str | None
     for dataset in datasets:
         if not dataset.path:
             return f"{flag} has an entry without a path: write path: FILE"
-        if dataset.path.startswith("~"):
-            return f"{flag} {shown(dataset.path)} starts with ~, which only a shell expands: write the full path"
         if dataset.weight is not None and dataset.weight <= 0:
             return f"{flag} {shown(dataset.path)} has weight {dataset.weight}: it must be greater than 0"
     names = [dataset.name or Path(dataset.path).stem for dataset in datasets]
@@ -178,8 +176,6 @@ def run_dir_is_a_folder(config: Config) -> str | None:
             f"--run-dir {shown(without_secrets(run_dir))} is a URL, but a run writes to a disk first: use "
             f"--run-dir runs/NAME --checkpoint-dir {shown(without_secrets(run_dir))}"
         )
-    if run_dir.startswith("~"):
-        return f"--run-dir {shown(run_dir)} starts with ~, which only a shell expands: write the full path"
     try:
         run_dir.encode()
     except UnicodeEncodeError:
@@ -202,8 +198,6 @@ def checkpoint_dir_is_another_place(config: Config) -> str | None:
         return None
     if not config.checkpoint.save:
         return "--checkpoint-dir has copies of checkpoints, but --no-save writes none: leave one of them out"
-    if place == "" or place.startswith("~"):
-        return f"--checkpoint-dir {shown(place)} is no place: write a URL or a full path, or leave it out"
     if is_url(place):
         problem = url_complaint(place)
         return f"--checkpoint-dir {shown(without_secrets(place))} {problem}" if problem else None
@@ -213,13 +207,9 @@ def checkpoint_dir_is_another_place(config: Config) -> str | None:
 
 
 def load_is_a_path(config: Config) -> str | None:
-    if config.checkpoint.load == "":
-        return "--load is empty: name a run or a checkpoint, or leave it out"
     if config.checkpoint.load is not None and is_url(config.checkpoint.load):
         problem = url_complaint(config.checkpoint.load)
         return f"--load {shown(without_secrets(config.checkpoint.load))} {problem}" if problem else None
-    if config.checkpoint.load is not None and config.checkpoint.load.startswith("~"):
-        return f"--load {shown(config.checkpoint.load)} starts with ~, which only a shell expands: write the full path"
     return None
 
 

@@ -7,6 +7,7 @@ byte, where Pillow's conversion would turn every value above 255 white.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -98,6 +99,8 @@ def resolve_inside(root: Path, name: str) -> Path:
         raise BadSample(Reason.OUTSIDE, f"the path {name!r} leads out of image_root, {root}")
     if not is_file and "\\" in name:
         return resolve_inside(root, name.replace("\\", "/"))
+    if not is_file and re.match("[A-Za-z]:[/\\\\]", name):
+        raise BadSample(Reason.MISSING, f"{name} is a path of Windows: write what follows the folder of the images")
     if not is_file:
         raise BadSample(Reason.MISSING, f"{path} is not a file")
     return path

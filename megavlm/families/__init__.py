@@ -124,7 +124,8 @@ def chat_template_of(model_type: str | None) -> NamedTemplate | None:
 def published_model(name: str, *, option: str = "--model") -> ModelConfig:
     """Return the sizes of a published model. Raises UserError, with a suggestion, for a name that is not known."""
     if name not in PUBLISHED:
-        hint = did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}"
+        hint = ": give a folder, or the hub's OWNER/NAME, to --hf" if option == "--model" and "/" in name else ""
+        hint = hint or did_you_mean(name, PUBLISHED) or f": choose one of {', '.join(PUBLISHED)}"
         raise UserError(f"{option} {plain(name)} is not known{hint}")
     family, values = PUBLISHED[name]
     model = family.config(Settings(values, name))

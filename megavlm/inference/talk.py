@@ -30,8 +30,12 @@ class Talk:
         """Show an image with the next message; return its height and width. Raises BadSample if it is no image."""
         file = Path(path).expanduser()
         if not file.is_file():
-            raise BadSample(Reason.MISSING, f"{path} is not a file")
-        size = size_of(file)
+            what = "is an address: download it first" if "://" in path else "is not a file"
+            raise BadSample(Reason.MISSING, f"{path} {what}")
+        try:
+            size = size_of(file)
+        except BadSample as error:
+            raise BadSample(error.reason, f"{path}: {error.detail}") from error
         self._images.append(ImageRef(file))
         return size
 

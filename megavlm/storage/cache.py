@@ -44,7 +44,7 @@ def local_path(place: str, option: str, *, weights: bool = True) -> Path:
     `weights` are fetched only where they are asked for. `option` names the flag in messages. Raises UserError for a
     place that is not there, StoreLost where the store does not answer.
     """
-    if not is_url(place):
+    if not is_url(place) or hub.repository(place, option, is_data=option == DATASETS):
         path = _from_hub(place, option, weights=weights) or Path(place)
         return path if option == DATASETS else _pulled(path, option)
     if problem := complaint(place):

@@ -27,7 +27,7 @@ from megavlm.json_files import read_json
 from megavlm.paths import read_bytes
 
 _NAME = re.compile(
-    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<part>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
+    r"(?:https://(?:huggingface\.co|hf\.co)/(?:datasets/)?)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/main)?(?:/(?P<part>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of a model: all but its weights
 _WEIGHTS, _INDEX, _WHOLE = ".safetensors", "model.safetensors.index.json", "model.safetensors"
@@ -74,6 +74,7 @@ class Repository:
     def unreachable(self, why: str) -> UserError:
         """Return an error that says how to fetch the repository where there is a network."""
         kind = " --repo-type dataset" if self.is_data else f" --local-dir {self.place}"
+        kind = kind if "://" not in self.place else kind.partition(" --local-dir")[0]  # into the cache
         revision = "" if self.revision == "main" else f" --revision {self.revision}"
         return self.problem(
             f"is neither a path on this machine nor in the Hugging Face cache {cache()}, and the hub cannot be reached "

@@ -60,6 +60,10 @@ def read_grid(path: Path) -> Grid:
         raise UserError(f"grid {plain(str(path))} is no mapping: write `run_dir: …`, and `product:` or `list:`")
     known = [field.name for field in fields(Grid)]
     for key in data:
+        if key not in known and hasattr(Config(), str(key)):
+            raise UserError(
+                f"grid {plain(str(path))} has options of a run: write `flags: --config {path}` and `product:`"
+            )
         if key not in known:
             hint = did_you_mean(str(key), known) or f": it may have {', '.join(known)}"
             raise UserError(f"grid has no {plain(str(key))}{hint}")

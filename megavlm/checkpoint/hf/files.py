@@ -49,6 +49,8 @@ class HfFolder:
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is no folder: give that of a Hugging Face checkpoint, or the hub's OWNER/NAME")
+        if not (path / "config.json").exists():
+            _refuse_what_it_is(path)
         self.files = _weight_files(path) if weights or any(path.glob("*.safetensors")) else []
 
     @cached_property
@@ -125,6 +127,24 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
         name: TensorInfo(file, tuple(entry["shape"]), entry["dtype"], offset=8 + length + entry["data_offsets"][0])
         for name, entry in described.items()
     }
+
+
+# What people give for a model, by a file that it has, and what to give.
+_NO_MODELS = {
+    "adapter_config.json": "is an adapter of PEFT: give the model that it was made for, or merge both with PEFT",
+    "metrics.jsonl": "is a run: go on with it by --load, or write its weights with megavlm convert export",
+    "megavlm.json": "is a checkpoint: go on with it by --load, or write its weights with megavlm convert export",
+    "snapshots": "is a repository in the hub's cache: give the hub's OWNER/NAME, or a folder in its snapshots",
+    "dataset_info.json": "is a data set: give it to --datasets, and a model here",
+    "*.gguf": "holds GGUF weights, which cannot be trained: give the folder of the model that they were made of",
+}
+
+
+def _refuse_what_it_is(path: Path) -> None:
+    """Raise UserError for a folder without config.json that is known to be something else."""
+    for file, what in _NO_MODELS.items():
+        if next(path.glob(file), None):
+            raise UserError(f"{path} {what}")
 
 
 def _weight_files(path: Path) -> list[str]:

@@ -138,7 +138,9 @@ def files_of(source: DatasetConfig) -> list[Path]:
     if path.is_dir() and arrow.is_saved(path):
         return _saved_files(source, path)
     if not path.is_dir():
-        raise wrong(source, "is not a file or folder: check the path")
+        here = Path(source.path.rpartition("#")[0])
+        part = here.is_file() and f"is not there, but {here} is: no option takes a part, so give a smaller file"
+        raise wrong(source, part or "is not a file or folder: check the path")
     found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
     suffixes = sorted({file.suffix.lower() for file in found})
     if len(suffixes) != 1:

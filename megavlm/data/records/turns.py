@@ -109,7 +109,7 @@ def turns_in(content: Any, reader: Reader) -> Turns:
         if name is None and (said := [(role, turn[key]) for key, role in _EXCHANGE.items() if key in turn]):
             turns += [(role, parts_of(text, reader)) for role, text in said]
             continue
-        role = _ROLES.get(name) if isinstance(name, str) else None
+        role = _ROLES.get(name.lower()) if isinstance(name, str) else None
         if role is None:
             tools = ": calls of tools are not trained, leave the record out" if name in _OF_TOOLS else ""
             raise BadSample(Reason.ROLE, f"the role {shown(name)} is not one of {', '.join(_ROLES)}{tools}")
@@ -166,6 +166,8 @@ def parts_of(content: Any, find: Reader) -> Parts:
         case None:  # what an assistant says when it only calls a tool
             return []
         case str():
+            if re.search("<img>[^<>]+</img>", content):  # of Qwen-VL's first version
+                raise BadSample(Reason.NOT_A_RECORD, "it has <img>PATH</img>: write <image>, and the path in `image`")
             return _split(content, videos=find.has_videos)
         case Mapping():
             return _part(content, find)

@@ -160,3 +160,21 @@ def test_weights_that_are_integers_or_no_numbers_are_named(tmp_path: Path, monke
         save_file(in_files("apart") | {name: broken.nan_to_num().to(dtype)}, tmp_path / "model.safetensors")
         again = replace(pretrained, folder=HfFolder(tmp_path))
         assert f"{name} is of type {word}, which holds no weights" in "\n".join(again.problems())
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("adapter_config.json", "is an adapter of PEFT: give the model"),
+        ("metrics.jsonl", "is a run: go on with it by --load"),
+        ("megavlm.json", "is a checkpoint: go on with it by --load"),
+        ("snapshots", "give the hub's OWNER/NAME"),
+        ("dataset_info.json", "is a data set: give it to --datasets"),
+        ("model-q4.gguf", "holds GGUF weights"),
+        ("notes.txt", r"holds no \*.safetensors"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_called_what_it_is(tmp_path: Path, file: str, says: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(UserError, match=says):
+        HfFolder(tmp_path)

@@ -162,6 +162,10 @@ FILES = {
         {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}},
         ("zero_optimization is parallel.data_parallel_sharding",),
     ),
+    "Axolotl": (
+        {"base_model": "m", "sequence_len": 9, "micro_batch_size": 1, "bf16": False},
+        ("base_model is checkpoint.init_from; sequence_len is train.seq_length)",),
+    ),
     "Transformers": (
         {"per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-5},
         ("num_train_epochs is train.epochs", "learning_rate is optimizer.lr"),

@@ -65,7 +65,7 @@ SPELLING = (
     Mistake("--recipe", "--recipe", "expected one argument"),
     Mistake("--recipe demo --config a.yaml", "--recipe and --config", "keep one"),
     Mistake("--config no/such.yaml", "--config no/such.yaml", "No such file"),
-    Mistake("--config .", "--config .", "is no regular file"),
+    Mistake("--config .", "--config .", "is a folder: name the file in it"),
 )
 
 TYPES = (
@@ -93,6 +93,16 @@ TYPES = (
     Mistake("--dry-run=true", "--dry-run", "takes no value: write --dry-run or --no-dry-run"),
     Mistake("--no-save=1", "--save", "takes no value: write --save or --no-save"),
     Mistake("--sp true", "--sp", "write --sp or --no-sp"),
+    Mistake("--init-from=", "--init-from is empty", "leave it out"),
+    Mistake("--load ''", "--load is empty", "give it a value, or leave it out"),
+    Mistake("--datasets ''", "--datasets has an entry without a path", "write path: FILE"),
+    Mistake("--config=", "--config is empty", "leave it out"),
+    Mistake("--init-from '~/m'", "--init-from '~/m' starts with ~", "write the full path"),
+    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write the full path"),
+    Mistake("--datasets a.json,image_root=~/b", "--datasets image_root '~/b'", "write the full path"),
+    Mistake("--vision-cache ~/x", "--vision-cache '~/x'", "write the full path"),
+    Mistake("--datasets a.json,b.json", "--datasets a.json,b.json", "spaces between data sets"),
+    Mistake("run.yaml --tp 1", "unexpected argument run.yaml", "follows --config"),
 )
 
 RANGES = (
@@ -452,12 +462,6 @@ LAYOUT = (
         "--encode-ahead",
         "--hidden-dropout and --attention-dropout",
         "--hidden-dropout 0 --attention-dropout 0",
-    ),
-    Mistake(
-        "--vision-cache ~/x --placement colocated --freeze vision projector",
-        "--vision-cache '~/x'",
-        "write the full folder name",
-        "--vision-cache x",
     ),
     Mistake("--cuda-graphs --data files --datasets a.json", "--cuda-graphs", "packed sequences", "--no-packing"),
     Mistake("--cuda-graphs --tp 2", "--cuda-graphs", "use --tp 1", "--tp 1", 2),
@@ -821,7 +825,6 @@ RUN = (
     Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
     Mistake("--datasets a.json --data digits", "--datasets", "leave one of them out", "--data files"),
     Mistake("--datasets ,weight=2", "--datasets", "write path", "--datasets a.json"),
-    Mistake("--datasets ~/a.json", "--datasets '~/a.json'", "write the full path", "--datasets a.json"),
     Mistake("--datasets a.json,weight=0", "weight 0.0", "greater than 0", "--datasets a.json,weight=1"),
     Mistake("--datasets a/t.json b/t.json", "--datasets", "name=", "--datasets a/t.json b/t.json,name=b"),
     Mistake(
@@ -894,7 +897,6 @@ RUN = (
     ),
     Mistake("--imageless-samples 0 8", "--imageless-samples 8", "use 0 to 7", "--imageless-samples 0 7"),
     Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
-    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write the full path", "--run-dir a"),
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
@@ -904,8 +906,6 @@ RUN = (
         "use --run-dir runs/NAME --checkpoint-dir 'gs://bucket/run'",
         "--run-dir runs/NAME --checkpoint-dir gs://bucket/run",
     ),
-    Mistake("--checkpoint-dir=", "--checkpoint-dir", "write a URL or a full path", "--checkpoint-dir gs://b/run"),
-    Mistake("--checkpoint-dir=~/a", "--checkpoint-dir", "write a URL or a full path", "--checkpoint-dir /a"),
     Mistake("--checkpoint-dir s3://b/a --no-save", "--checkpoint-dir", "--no-save writes none", "--save"),
     Mistake(
         "--checkpoint-dir r/checkpoints --run-dir r", "--checkpoint-dir", "name another place", "--checkpoint-dir /a"
@@ -914,8 +914,6 @@ RUN = (
         "--checkpoint-dir s3://user:pw@b/a", "--checkpoint-dir 's3://b/a'", "environment", "--checkpoint-dir s3://b/a"
     ),
     Mistake("--load s3://b/a?signature=x", "--load 's3://b/a", "environment", "--load s3://b/a"),
-    Mistake("--load=", "--load", "leave it out", "--load none"),
-    Mistake("--load=~/runs", "--load", "write the full path", "--load none"),
 )
 
 FP8 = "--precision bf16 --fp8 hybrid"

@@ -189,6 +189,13 @@ def test_without_the_hub_the_command_is_said_that_fetches(served: Hub, monkeypat
         cache.local_path("acme/data@v2", "--datasets")
 
 
+@pytest.mark.parametrize("place", ["https://huggingface.co/acme/vlm", "https://hf.co/acme/vlm/tree/main"])
+def test_an_address_of_the_hub_names_a_repository(place: str, monkeypatch: pytest.MonkeyPatch, served: Hub) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="run `hf download acme/vlm`"):
+        cache.local_path(place, "--init-from")
+
+
 @pytest.mark.parametrize("place", ["folder", "/a/b", "../a", "a/train.jsonl", "a/b/c.parquet", "a/b/c/d", "s3://a/b"])
 def test_what_cannot_be_a_name_is_a_path(place: str) -> None:
     assert hub.repository(place, "--datasets", is_data=True) is None

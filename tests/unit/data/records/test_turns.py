@@ -97,6 +97,16 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
         ({"query": "<image>\nWhat is this?", "response": "A cat.", "images": ["a.jpg"]}, "query"),  # ms-swift
         ({"query": "What is this?", "response": "A cat.", "images": '["a.jpg"]', "history": []}, "query"),
         ({"prompt": "What is this?", "completion": "A cat.", "image": "a.jpg"}, "query"),  # TRL
+        (
+            {
+                "image": "a.jpg",
+                "conversations": [
+                    {"from": "USER", "value": "<image>\nWhat is this?"},
+                    {"from": "GPT", "value": "A cat."},
+                ],
+            },
+            "llava",
+        ),
         ({"instruction": "<image>", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
         ({"question": "What is this?", "answer": "A cat.", "image": {"bytes": b"a.jpg"}}, "vqa"),
         ({"question": "What is this?", "answers": ["a", "A cat.", "A cat."], "image": "a.jpg"}, "vqa"),
@@ -187,6 +197,7 @@ def test_text_is_one_turn() -> None:
         (llava(ANSWER, human("Hi")), "llava", Reason.ROLE),  # would train the answer before its question
         (llava(said("system", "x"), ANSWER, human("Hi"), ANSWER, human("Hi")), "llava", Reason.ROLE),
         (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
+        (llava(human("<img>a.png</img>What?"), ANSWER), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         (llava(human("What?"), ANSWER, image=""), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         ({"question": "?", "answer": 3, "choices": ["a", "b"]}, "vqa", Reason.UNSUPPORTED),
         ({"question": "?", "answer": float("nan")}, "vqa", Reason.NOT_A_RECORD),
