@@ -185,8 +185,11 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     path = Path(run_dir)
     try:
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
+        is_model = (path / "config.json").is_file()
     except OSError as error:
         return f"--run-dir {shown(run_dir)} cannot be used: {error.strerror}"
+    if is_model:
+        return f"--run-dir {shown(run_dir)} has a config.json, as models do: name another folder for the run"
     if taken:
         return f"--run-dir {shown(run_dir)} cannot be a folder because {shown(str(taken[0]))} is a file: choose another"
     return None

@@ -71,7 +71,6 @@ def world_of(environment: Mapping[str, str]) -> World:
 
     Raises UserError, in one line, if a variable is missing, is no number, or contradicts another.
     """
-    environment = {name: value for name, value in environment.items() if value}  # empty ones are as good as none
     launcher = next((each for each in _LAUNCHERS if each.is_complete(environment)), None)
     if launcher is None:
         return _alone(environment)

@@ -1257,6 +1257,11 @@ def test_what_is_proposed_for_a_sweep_leads_on(tmp_path: Path, text: str) -> Non
     assert dead_end(list(first.flags), ask, followed) is None
 
 
+def test_a_run_writes_into_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    assert "has a config.json, as models do: name another folder" in complaint(["--run-dir", str(tmp_path)], world=1)
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\xff\xfe\x00\x80")

@@ -89,10 +89,6 @@ def test_an_environment_that_contradicts_itself_is_one_line(environment: dict[st
     assert "\n" not in str(raised.value)
 
 
-def test_variables_that_are_empty_are_none():
-    assert world_of(dict.fromkeys(SET_BY_HAND, "")) == World()
-
-
 def test_what_a_launcher_said_reads_as_if_torchrun_had_said_it():
     for environment in (SET_BY_HAND, OPEN_MPI, MPICH, SRUN, TORCHRUN):
         world = world_of(environment)
