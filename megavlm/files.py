@@ -112,6 +112,16 @@ def check_folder(option: str, path: Path) -> None:
         raise UserError(f"{option} {_shown(path)} is no folder: name another")
 
 
+def unwritable(run_dir: Path, error: OSError) -> UserError:
+    """Return the mistake of a --run-dir that cannot be written; it names the file that is in the way, if one is."""
+    name = error.filename
+    if isinstance(name, str) and Path(name) != run_dir and os.path.lexists(name):
+        return UserError(
+            f"--run-dir: {name} cannot be written ({error.strerror}): move it away, or name another folder"
+        )
+    return UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder")
+
+
 def _bytes(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
 

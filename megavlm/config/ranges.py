@@ -25,10 +25,16 @@ class Range:
 
 RANGES = (
     Range(
+        "from 1 to 10,000",  # plans and dry runs look at each
+        lambda value: 1 <= value <= 10_000,
+        ("model.vision.num_layers", "model.language.num_layers"),
+    ),
+    Range("from 0 to 10,000", lambda value: 0 <= value <= 10_000, ("data.images_per_sample",)),
+    Range("from 1 to 1,048,576", lambda value: 1 <= value <= 2**20, ("train.global_batch_size",)),
+    Range(
         "at least 1",
         lambda value: value >= 1,
         (
-            "model.vision.num_layers",
             "model.vision.hidden_size",
             "model.vision.ffn_hidden_size",
             "model.vision.num_attention_heads",
@@ -42,7 +48,6 @@ RANGES = (
             "model.projector.merge_channels",
             "model.projector.pixel_shuffle",
             "model.projector.anyres_max_tiles",
-            "model.language.num_layers",
             "model.language.hidden_size",
             "model.language.ffn_hidden_size",
             "model.language.num_attention_heads",
@@ -73,7 +78,6 @@ RANGES = (
             "parallel.ddp_bucket_size",
             "train.train_iters",
             "train.micro_batch_size",
-            "train.global_batch_size",
             "train.seq_length",
             "run.world_size",
             "precision.fp8_amax_history_len",
@@ -123,7 +127,6 @@ RANGES = (
             "model.experts.z_loss_coeff",
             "model.vision.deepstack_layers",
             "model.language.mrope_section",
-            "data.images_per_sample",
             "model.image_token",
             "model.video_token",
             "data.imageless_samples",

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
+from megavlm.files import unwritable
 from megavlm.program import started_as
 from megavlm.resilience.events import record
 
@@ -52,9 +53,7 @@ class RunLock:
         try:
             file = _open_lock(path)
         except OSError as error:
-            raise UserError(
-                f"--run-dir {self._run_dir} cannot be written ({error.strerror}): choose another folder"
-            ) from error
+            raise unwritable(self._run_dir, error) from error
         try:
             kernel_holds = _lock(file)
             owner = _owner(file)
@@ -122,7 +121,7 @@ def _open_lock(path: Path) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(errno.EINVAL, f"{FILE} is no regular file")
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     return file
 
 

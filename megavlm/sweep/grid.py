@@ -75,8 +75,10 @@ def read_grid(path: Path) -> Grid:
         raise UserError(f"grid: run_dir {values['run_dir']} is no folder: mount the storage, and name the folder there")
     if "run_dir" not in values:
         raise UserError("grid has no run_dir: the variants train in folders of it")
-    if "--run-dir" in values["flags"] or any(word.startswith("--run-dir=") for word in values["flags"]):
-        raise UserError("grid: flags have --run-dir: each variant has a folder of its own in run_dir")
+    varied = [key for each in (values.get("product") or {}, *(values.get("list") or ())) for key in each]
+    words = [word.partition("=")[0] for word in (*values["flags"], *(f"--{str(key).lstrip('-')}" for key in varied))]
+    if "--run-dir" in [word.replace("_", "-") for word in words]:
+        raise UserError("grid: it sets --run-dir: each variant has a folder of its own in run_dir")
     return Grid(**{key: value for key, value in values.items() if value is not None})
 
 

@@ -26,7 +26,7 @@ from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
-from megavlm.files import replace_file
+from megavlm.files import replace_file, unwritable
 from megavlm.parallel.groups import from_rank_0, on_rank_0
 from megavlm.planner.plan import Plan
 
@@ -43,7 +43,7 @@ def make_run_dir(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+        raise unwritable(run_dir, error) from error
 
 
 def check_shared(run_dir: Path, *, patience: float = 15.0) -> None:
@@ -69,7 +69,7 @@ def _leave_sign(run_dir: Path) -> str:
     try:
         (run_dir / name).touch()
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+        raise unwritable(run_dir, error) from error
     return name
 
 
@@ -95,7 +95,7 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         replace_file(run_dir / "plan.json", plan.dumps())
         replace_file(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}): choose another folder") from error
+        raise unwritable(run_dir, error) from error
 
 
 def write_sidecars(run_dir: Path, config: Config, checkpoint: Path | None, *, image_token: int) -> None:

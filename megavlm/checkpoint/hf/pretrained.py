@@ -358,6 +358,6 @@ def refuse(problems: Iterable[str], what: str) -> None:
     """Raise one UserError that lists the problems (the first 40 of them), if there are any."""
     listed = list(problems)
     if listed:
-        shown = "\n  ".join(listed[:40])
+        shown = "\n  ".join(each if each.isprintable() else ascii(each) for each in listed[:40])
         more = f"\n  … and {len(listed) - 40} more" if len(listed) > 40 else ""
         raise UserError(f"{what}: {len(listed)} tensors do not fit, nothing was written\n  {shown}{more}")

@@ -36,7 +36,7 @@ class ChatTemplate:
         """
         text, error = _RENDERER.ask([self.source, dict(self.specials), list(messages), generate])
         if text is None:
-            raise TemplateError(error)
+            raise TemplateError(error if error.isprintable() else ascii(error))  # a template may say anything
         return text
 
 

@@ -20,6 +20,7 @@ from megavlm.paths import inside
 
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_MOST_TOKENS = 2**24  # as config.json may say
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
@@ -79,9 +80,13 @@ class HuggingFaceTokenizer:
         place = int(backend.token_to_id(text) or 0)
         target = place if image is None else image
         known = [number for number in backend.get_vocab(with_added_tokens=True).values() if number != place]
+        if (vocab_size := max(*known, target) + 1) > _MOST_TOKENS:
+            raise UserError(
+                f"the tokenizer in {folder} has a token {vocab_size - 1:,}, beyond {_MOST_TOKENS:,}: correct it"
+            )
         return cls(
             backend=backend,
-            vocab_size=max(*known, target) + 1,
+            vocab_size=vocab_size,
             pad=loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id,
             eos=loaded.eos_token_id,
             begin=begin,

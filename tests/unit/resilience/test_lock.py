@@ -131,7 +131,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
 def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], object]):
     (tmp_path / "other").write_text("kept")
     make(tmp_path / "lock")
-    with pytest.raises(UserError, match="--run-dir"):
+    with pytest.raises(
+        UserError, match=r"--run-dir: \S*/lock cannot be written .*: move it away, or name another folder"
+    ):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "other").read_text() == "kept"
 
