@@ -22,6 +22,7 @@ from megavlm.families import CHAT_TEMPLATES
 
 TrainOn = Literal["assistant", "last", "all"]
 _LETTERS = 2**22  # most of a conversation: to split a million into tokens takes seconds and 300 MB
+_TURNS = 2048  # most of a conversation: the template renders what precedes each answer
 _SHAPES = 1024  # most conversation shapes that are cached
 
 
@@ -81,8 +82,8 @@ class ChatFormat:
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
         """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
 
-        Raises BadSample if the assistant says nothing, if it has more than 4 million letters, if the template refuses
-        the conversation, or if a text contains the image token; UserError if there is no template.
+        Raises BadSample if the assistant says nothing, if it has more than 4 million letters or 2,048 turns, if the
+        template refuses the conversation, or if a text contains the image token; UserError if there is no template.
         """
         assert len(prompts) == len(conversation.images)
         _check_texts(conversation, (self.placeholder, self.tokenizer.image_text, *self.reserved))
@@ -212,6 +213,8 @@ def _with_opening(found: Skeleton, shape: Sequence[Kind], openings: Sequence[tup
 
 
 def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
+    if len(conversation.turns) > _TURNS:
+        raise BadSample(Reason.TOO_LONG, f"it has {len(conversation.turns)} turns, more than {_TURNS}: divide it")
     letters = sum(len(part) for turn in conversation.turns for part in turn.parts if isinstance(part, str))
     if letters > _LETTERS:
         raise BadSample(Reason.TOO_LONG, f"its texts have {letters} letters, more than {_LETTERS}: divide it")

@@ -93,9 +93,11 @@ def test_a_chat_with_it(model: Path) -> None:
     assert (encoded.tokens == tokenizer.image).sum() == 3
     assert tokenizer.decode(encoded.tokens[encoded.trained].tolist()) == "the cat</s>the picture</s>"
     long = Conversation((Turn("user", ("a" * 2**22,)), Turn("assistant", ("b",))))
+    many = Conversation((Turn("user", ("a",)), Turn("assistant", ("b",))) * 1025)
     for use in (chat.encode, chat.prompt):
-        with pytest.raises(BadSample, match="4194305 letters, more than 4194304: divide it"):
-            use(long, [])
+        for refused, told in ((long, "4194305 letters, more than 4194304"), (many, "2050 turns, more than 2048")):
+            with pytest.raises(BadSample, match=f"{told}: divide it"):
+                use(refused, [])
     assert [turn.images for turn in encoded.turns] == [1, 0]
     with pytest.raises(BadSample, match="<image>"):
         chat.encode(Conversation((Turn("user", ("<image>",)), Turn("assistant", ("x",)))), [])
