@@ -17,6 +17,12 @@ class RankError(UserError):
     """A mistake that one rank finds alone, so that it is reported whatever the number of the rank."""
 
 
+class RanksMissing(RankError):
+    """Ranks did not find one another in time: another attempt may succeed, so the exit status is 1."""
+
+    status = 1
+
+
 class BadNumbers(UserError):
     """Losses or gradients that are not finite, or spikes, ended the run. The exit status is 3."""
 

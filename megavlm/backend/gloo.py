@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megavlm.errors import UserError
+
 
 def install() -> None:
     """Let every gloo group that torch makes from now on have one worker thread. Idempotent."""
@@ -45,4 +47,10 @@ def _devices(gloo: Any) -> list[Any]:
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     if not names:
         return [gloo.create_default_device()]
-    return [gloo.create_device(interface=name) for name in names.split(",")]
+    try:
+        return [gloo.create_device(interface=name) for name in names.split(",")]
+    except RuntimeError as error:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={names}: this machine has no interface of that name with an address; `ip address` "
+            "lists those that it has"
+        ) from error

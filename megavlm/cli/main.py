@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megavlm import __version__
 from megavlm.config.messages import did_you_mean, plain
+from megavlm.resilience.output import open_closed_streams
 
 # Each command with its module and a line of help.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -49,10 +50,22 @@ def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoRet
     `head` does, ends it without a word.
 
     Without `teardown`, the interpreter is not taken down: gloo's threads sometimes abort then, which would change the
-    status.
+    status, and after an error it might wait for processes and threads that nobody has ended.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    status = main(sys.argv[1:])
+    open_closed_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("the working directory was removed: change to one that is there", file=sys.stderr, flush=True)
+        os._exit(2)
+    try:
+        status = main(sys.argv[1:])
+    except Exception:
+        if teardown:
+            raise
+        sys.excepthook(*sys.exc_info())
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if teardown:

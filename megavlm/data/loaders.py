@@ -117,8 +117,11 @@ def _worker_pool(config: Config, source: FilesSource) -> WorkerPool | None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
         record(run_dir, "worker", reason=line, given_up=given_up)
 
-    before = [] if config.checkpoint.accept_changed_data else events(run_dir)
-    given_up = [(str(a), str(b), str(c)) for a, b, c in (each["given_up"] for each in before if "given_up" in each)]
+    given_up: list[Told] = []
+    for event in [] if config.checkpoint.accept_changed_data else events(run_dir):
+        match event.get("given_up"):
+            case [str(part), str(name), str(sample)]:
+                given_up.append((part, name, sample))
     return WorkerPool(source, data.num_workers, timeout=data.worker_timeout, given_up=given_up, report=report)
 
 

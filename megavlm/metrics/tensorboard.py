@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, StepEnd, Stop
 from megavlm.metrics.tags import tagged
 
@@ -18,12 +19,16 @@ class TensorBoardSink(Callback):
     def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
         """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
 
-        A run that resumes at iteration k passes k + 1.
+        A run that resumes at iteration k passes k + 1. Raises UserError if the directory cannot be written.
         """
         from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
 
         self._pictures_written = False
-        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+        try:
+            self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+        except OSError as error:
+            what = f"{directory} cannot be written ({error.strerror})"
+            raise UserError(f"{what}: move it away, or go on with --no-tensorboard") from error
 
     def on_step_end(self, step: StepEnd) -> None:
         def add(writer: Any) -> None:

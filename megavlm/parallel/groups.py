@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megavlm.backend import Backend
-from megavlm.errors import UserError
+from megavlm.errors import RanksMissing, UserError
 from megavlm.parallel.dims import Coordinates, Dims, RowSplit
 from megavlm.parallel.rendezvous import Meeting, join, refuse_shared_devices
 
@@ -118,7 +118,10 @@ def meet(*, timeout_minutes: float) -> Meeting:
     if dist.is_initialized():
         return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     if dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return join(timedelta(minutes=timeout_minutes))
+        try:
+            return join(timedelta(minutes=timeout_minutes))
+        except TimeoutError as error:
+            raise RanksMissing(str(error)) from error
     return Meeting(dist.HashStore(), 0, 1)
 
 

@@ -63,6 +63,11 @@ def join(timeout: timedelta) -> Meeting:
     except dist.DistNetworkError as error:
         told = str(error).splitlines()[0]
         raise RankError(f"no connection at MASTER_ADDR {address}, MASTER_PORT {port}: {told}") from error
+    except dist.DistStoreError as error:  # without torchrun, whose store is there before
+        raise TimeoutError(
+            f"{str(error).rstrip('.')} (--distributed-timeout-minutes): start the others, with the same MASTER_ADDR "
+            "and MASTER_PORT, or look why they end"
+        ) from error
     return Meeting(dist.PrefixStore(agree(store, rank, world, timeout=timeout), store), rank, world)
 
 

@@ -1,8 +1,9 @@
-"""Keep a run alive whose output is lost: a terminal that closed, `| head`, a log on a full disk."""
+"""Keep a run alive whose output is lost: a terminal that closed, `| head`, a log on a full disk, `>&-`."""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Any
 
@@ -15,6 +16,19 @@ class _Lossy(io.FileIO):
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
+
+
+def open_closed_streams() -> None:
+    """Open those of stdin, stdout and stderr that the shell has closed (`>&-`) on /dev/null, for this process and those
+    that it starts. A file that is opened later would have their number, and get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            assert os.open(os.devnull, os.O_RDWR) == number, "the lowest that is free"
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def survive_lost_output() -> None:

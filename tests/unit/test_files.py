@@ -36,6 +36,7 @@ OWN = {
     ("checkpoint/upload_shares.py", "rename"): "a folder that is new",
     ("checkpoint/upload_shares.py", "touch"): "sets the time of a file of this process",
     ("checkpoint/retention.py", "rename"): "a checkpoint that is deleted",
+    ("resilience/output.py", "open"): "/dev/null",
     ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
     ("launch/exit_file.py", "open"): "creates, or fails; the file that torchrun names",
 }

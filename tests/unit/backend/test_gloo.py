@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megavlm.backend import activate
+from megavlm.backend import activate, gloo
+from megavlm.errors import UserError
 from tests.support.fresh import ROOT
 
 WORKERS = "pt_gloo_runloop"  # what torch calls them
@@ -65,3 +66,9 @@ def test_several_worker_threads_free_a_name_twice() -> None:
 @pytest.mark.slow
 def test_one_worker_thread_frees_none_twice() -> None:
     assert race("ours", 20_000) == 0
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=none0: .*`ip address`"):
+        gloo._devices(dist.ProcessGroupGloo)

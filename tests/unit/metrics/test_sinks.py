@@ -203,6 +203,12 @@ def test_a_run_that_resumes_learns_which_steps_were_lost(tmp_path: Path) -> None
     assert len(records(path)) == 3
 
 
+def test_what_is_in_the_place_of_the_charts_is_named(tmp_path: Path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(UserError, match=r"tensorboard cannot be written \(File exists\): .* --no-tensorboard"):
+        TensorBoardSink(tmp_path / "tensorboard")
+
+
 @pytest.mark.parametrize("call", ["add_scalar", "close"])
 def test_a_full_disk_ends_the_charts_and_not_the_run(tmp_path: Path, capsys, monkeypatch, call: str):
     def full(*_: object) -> None:
