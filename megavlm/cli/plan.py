@@ -242,7 +242,10 @@ def configuration(options: argparse.Namespace) -> Config:
             config = replace(config, train=replace(config.train, seq_length=4096))
         else:
             config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
-    config = with_model(config, weights=False)
+    try:
+        config = with_model(config, weights=False)
+    except UserError as error:
+        raise UserError(str(error).replace("--init-from", "--hf") if options.hf else str(error)) from None
     given = {
         ("train", "seq_length"): options.seq_length,
         ("train", "global_batch_size"): options.global_batch_size,

@@ -269,13 +269,13 @@ def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     """Return the message for words that belong to no flag."""
     flags = [word for word in rest if word[:1] in DASHES and word.lstrip(DASHES)[:1].isalpha()]
     if not flags:
+        if rest[0].endswith((".yaml", ".yml")):
+            return f"unexpected argument {plain(rest[0])}: a file of options follows --config"
         before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
         for option in options():
             if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
                 hint = renamed(before[-1]) or f": write {option.flags[0]} or {option.negations[0]}"
                 return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
-        if rest[0].endswith((".yaml", ".yml")):
-            return f"unexpected argument {plain(rest[0])}: a file of options follows --config"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word, equals, value = flags[0].partition("=")
     if re.search(r"\s", word):
