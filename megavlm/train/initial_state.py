@@ -89,8 +89,13 @@ def restore(
     if dist.get_rank() == 0:
         if checkpoint.parent == run_dir / "checkpoints":
             for iteration, folder in folders.checkpoints(checkpoint.parent):
-                if iteration > position.iteration:
-                    print(f"{folder} is now {folders.set_aside(folder).name}", flush=True)
+                own = folders.folder_for(checkpoint.parent, position.iteration)
+                if folder == checkpoint and folder != own and not own.exists():  # somebody has renamed it
+                    print(f"{folder} is of iteration {position.iteration}, and is now {own.name}", flush=True)
+                    folder.rename(own)
+                elif iteration > position.iteration:
+                    why = f"a copy of {own.name}, and " if folder == checkpoint else ""
+                    print(f"{folder} is {why}now {folders.set_aside(folder).name}", flush=True)
         print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
     return position
 

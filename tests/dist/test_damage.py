@@ -215,6 +215,21 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_says_that_nothing_verifies
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tmp_path: Path, copied: bool) -> None:
+    root = tmp_path / "run/checkpoints"
+    shutil.copytree(three / "checkpoints/iter_0000003", root / "iter_0000009")
+    if copied:
+        shutil.copytree(root / "iter_0000009", root / "iter_0000003")
+    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
+    assert error == ""
+    told = (
+        "is a copy of iter_0000003, and now damaged-iter_0000009" if copied else "is of iteration 3, and is now iter_"
+    )
+    assert f"iter_0000009 {told}" in printed
+    assert [iteration for iteration, _ in folders.complete(root)] == [3, 4]
+
+
 def test_a_foreign_common_pt_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
     """Without a manifest nothing is compared, and the file may hold any values."""
     import torch
