@@ -70,6 +70,8 @@ def kind_of(source: DatasetConfig, container: Container, first: Path) -> tuple[s
     Raises UserError if none of the first records has, or if none has a field that `columns` names.
     """
     look, columns = _look(source, container), source.columns or {}
+    if look.kind is None and {"images", "annotations"} <= look.has.keys():
+        raise wrong(source, "has annotations as COCO has them: write a conversation for each image (docs/data.md)")
     if look.kind is None and (inner := _wrapped(first)) is not None:
         what = f"is an object whose {shown(inner)} holds the records"
         raise wrong(source, f"{what}: write that array itself, as jq .{inner} FILE > NEW does")

@@ -145,6 +145,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.jsonl", b'{"query": "x"}\n{"response": "y"}', "none of the first 2 has all of query or prompt . response"),
         ("d.json", b'{"data": [{"text": "x"}]}', "an object whose 'data' holds the records: write that array itself"),
         ("d.json", b'{\n "data": [\n {"text": "x"}]}', "an object whose 'data' holds the records"),
+        ("d.json", b'{"images": [{"id": 1}], "annotations": [{"caption": "x"}]}', "annotations as COCO has them"),
         ("d.jsonl", b'{"prompt": "x", "chosen": "y", "rejected": "z"}', "preferences.*add columns=response:chosen"),
         ("d.jsonl", b'{"prompt": "x", "chosen": [{}], "rejected": 0}', "preferences.*add columns=messages:chosen"),
         ("d.jsonl", b'{"text": "x", "chosen": "y", "rejected": {}}', "preferences.*add columns=text:chosen"),
