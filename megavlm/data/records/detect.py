@@ -141,10 +141,11 @@ def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
 
 
 def _wrapped(path: Path) -> str | None:
-    """Return the field of the object that a JSON file is, if it begins with a list of objects."""
+    """Return the field of the object that a JSON file is, if it begins with a list of objects that are not turns."""
     with open_regular(path) as file:
         begins = _WRAPPED.match(file.read(4096))
-    return None if begins is None else begins[1].decode(errors="replace")
+    name = "" if begins is None else begins[1].decode(errors="replace")
+    return None if any(name in shape.fields for shape in SHAPES.values()) else name or None
 
 
 def wrong(source: DatasetConfig, what: str, file: Path | None = None) -> UserError:

@@ -130,6 +130,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.json", b'[{"conversations": [', r"is no JSON array \(at byte 1, element 0"),
         ("d.jsonl", b"garbage\n" * 200, r"has no record among its first 100 \(d.jsonl:1: it is not JSON"),
         ("d.jsonl", '{"text": "é"}\n'.encode("latin-1") * 9, "first 9 .*not UTF-8 but perhaps Latin-1.*iconv -f"),
+        ("d.jsonl", '{"messages": [{"x": "é"}]}'.encode("latin-1"), "first 1 .*perhaps Latin-1"),
         ("d.csv", 'text\n"é"\n'.encode("latin-1"), "not UTF-8 but perhaps Latin-1"),
         ("d.csv", b"image;question;answer\n1;2;3", "columns are not separated by ','"),
         ("d.csv", b"text,text\n1,2", "two columns 'text'"),
