@@ -161,7 +161,9 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     )
     if config.parallel.tp_comm_overlap:
         start_user_buffers(config, backend)
-    on_rank_0(partial(write_run_files, run_dir, given, plan, backend))
+    write_files = partial(write_run_files, run_dir, given, plan, backend)
+    # A run that goes on keeps those of its last start until its checkpoint takes this one's options.
+    on_rank_0(lambda: None if folders.checkpoints(run_dir / "checkpoints") else write_files())
     if rank == 0:
         first = start_line(config, continued=folders.newest(run_dir / "checkpoints"))
         told = [first, table(plan, config), start_table(given, asked=asked), *_hints(config, plan, backend)]
@@ -170,7 +172,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     watch.starting("data")
     config, data = prepare(config, source, plan, groups, backend)
     watch.starting("checkpoint of a store")
-    fetch(config, run_dir, watch.phases)
+    fetch(config, given, run_dir, watch.phases)
     watch.starting("model")
     holds = Holds()
     choices = choose_checkpoints(config, run_dir, holds)
@@ -190,6 +192,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     built = time.time()
     with _closed_on_error(engine):
         position = restore(engine, data.loaders.training, config, plan, choices, data.identity)
+        on_rank_0(write_files)
     dist.barrier()  # others may still read what rank 0 holds for them
     holds.release()
     callbacks, progress = Callbacks(watch.phases), None

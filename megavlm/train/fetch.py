@@ -22,6 +22,7 @@ from megavlm.resilience.phases import START, Phases
 from megavlm.storage.store import Store, StoreError
 from megavlm.storage.transfer import with_retries
 from megavlm.storage.urls import is_url
+from megavlm.train.run_dir import configuration
 
 _TELL = 10.0  # seconds between lines on a download
 
@@ -37,15 +38,16 @@ class Fetch:
     fallback: bool  # whether an older checkpoint may stand in for a damaged one
 
 
-def fetch(config: Config, run_dir: Path, phases: Phases) -> None:
+def fetch(config: Config, given: Config, run_dir: Path, phases: Phases) -> None:
     """Copy what this run starts from to a disk, if that is in a store. Every rank calls it, and copies a part.
 
+    The options as `given` are written beside the copies of `--checkpoint-dir`.
     Raises UserError, StoreLost.
     """
     options = config.checkpoint
     own = run_dir / "checkpoints"
     if options.checkpoint_dir is not None:
-        problem = from_rank_0(partial(_note_configuration, options.checkpoint_dir, run_dir), None)
+        problem = from_rank_0(partial(_note_configuration, options.checkpoint_dir, given), None)
         if problem is not None and not from_rank_0(lambda: folders.newest(own) is not None, False):
             raise problem
         _fetch(Fetch("--checkpoint-dir", options.checkpoint_dir, own, run_dir, options.fallback), phases)
@@ -57,11 +59,11 @@ def fetch(config: Config, run_dir: Path, phases: Phases) -> None:
     _fetch(Fetch("--load", options.load, _download_of(run_dir, options.load), run_dir, options.fallback), phases)
 
 
-def _note_configuration(url: str, run_dir: Path) -> UserError | None:
-    """Write RUN_DIR/config.yaml beside the copies, which shows that this may be done; return why it cannot be."""
+def _note_configuration(url: str, given: Config) -> UserError | None:
+    """Write config.yaml beside the copies, which shows that this may be done; return why it cannot be."""
     try:
         store = Store.at(url)
-        with_retries(lambda: store.write("config.yaml", (run_dir / "config.yaml").read_bytes()))
+        with_retries(lambda: store.write("config.yaml", configuration(given).encode()))
     except StoreError as error:
         kind = UserError if error.final else StoreLost
         return kind(f"--checkpoint-dir: {error}. Look at the name of the place, and at the rights to write there")

@@ -73,10 +73,13 @@ def _leave_sign(run_dir: Path) -> str:
     return name
 
 
+def configuration(config: Config) -> str:
+    """Return `config.yaml`: the options as given, and the values that `start_defaults` gave the others."""
+    return to_yaml(with_start_defaults(config))
+
+
 def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
-    """Write `plan.json`, `environment.json` and, for `--config`, `config.yaml`: the options as given, and the values
-    that `start_defaults` gave the others.
-    """
+    """Write `plan.json`, `environment.json` and, for `--config`, `config.yaml`."""
     environment = {
         "megavlm": megavlm.__version__,
         "python": platform.python_version(),
@@ -91,7 +94,7 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         "command": sys.argv,
     }
     try:
-        replace_file(run_dir / "config.yaml", to_yaml(with_start_defaults(config)))
+        replace_file(run_dir / "config.yaml", configuration(config))
         replace_file(run_dir / "plan.json", plan.dumps())
         replace_file(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:

@@ -276,12 +276,16 @@ def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> No
 def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, three: Path, tmp_path: Path) -> None:
     shutil.copytree(three, tmp_path / "run")
     argv = [*TINY, "--train-iters", "4", "--seed", "99"]
+    names = ("config.yaml", "plan.json", "environment.json")
+    before = [(tmp_path / "run" / name).read_text() for name in names]
     ((_, error),) = pools(1).run(resume, argv, str(tmp_path / "run"))
     assert "--seed 1234, but this run has 99" in error
     assert "--accept-changed-data" in error
+    assert [(tmp_path / "run" / name).read_text() for name in names] == before  # these options have never run
     ((printed, error),) = pools(1).run(resume, [*argv, "--accept-changed-data"], str(tmp_path / "run"))
     assert error == ""
     assert "--seed 1234, but this run has 99" in printed
+    assert "seed: 99" in (tmp_path / "run/config.yaml").read_text()
     assert len(metrics(tmp_path / "run")) == 4
 
 
