@@ -22,6 +22,8 @@ from megavlm.train.build import Run
 from megavlm.train.evaluate import Examiner, accuracies
 from megavlm.train.held_out_texts import HeldOutTexts
 
+_TOLD = 16  # most numbers of a line, which has only those of all data sets together if there are more
+
 
 class Validation:
     """Measures the validation loss of a run every `--eval-interval` steps and at its end; all ranks call it alike."""
@@ -119,6 +121,8 @@ class Validation:
     def _tell(self, found: dict[str, Value], seconds: float, share: float) -> None:
         numbers = ((name, value) for name, value in found.items() if isinstance(value, float))
         parts = [f"{name} {value:.4f}" for name, value in numbers if name.startswith("validation/")]
+        if len(parts) > _TOLD:
+            parts = [part for part in parts if part.count("/") == 1]
         self._say(f"{', '.join(parts)} ({seconds:.1f} s, {share:.1%} of the time)")
         if share > DEAR and not self._said and self._interval:
             self._said = True

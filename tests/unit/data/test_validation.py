@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megavlm.config.cli import parse
 from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Reason, Skipped
-from megavlm.data.validation import ValidationBatchSampler, spread
+from megavlm.data.validation import ValidationBatchSampler, ValidationSamples, spread
 from megavlm.data.windows import Windows
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.validate import Validation, fields
@@ -127,3 +127,19 @@ def test_a_dear_validation_says_once_what_makes_it_cheap(interval: int, share: f
     hints = [line for line in lines if "makes that 3%" in line]
     assert [advice in line for line in hints] == [True] if advice else not hints
     assert lines[0] == f"validation/loss 1.0000 (3.0 s, {share:.1%} of the time)"
+
+
+@pytest.mark.parametrize("sets", [2, 20])
+def test_a_line_is_short_whatever_the_number_of_data_sets(sets: int) -> None:
+    names = tuple(f"r{number:02}" for number in range(sets))
+    found = fields([2.0] * (2 + 2 * sets), names)
+    lines: list[str] = []
+    run: Any = SimpleNamespace(config=parse(["--validation-split", "0.1"]))
+    Validation(run, StopRequest(), lines.append)._tell(found, 3.0, 0.01)
+    assert lines[0].startswith("validation/loss 1.0000, validation/perplexity 2.7183")
+    assert ("validation/r01/loss" in lines[0]) == (sets == 2)
+    assert len(lines[0]) < 240
+    samples = ValidationSamples(names, tuple(HeldOut(number % sets, number) for number in range(60)))
+    assert samples.line() == (
+        "validation: 30 samples of r00, 30 samples of r01" if sets == 2 else "validation: 60 samples of 20 data sets"
+    )
