@@ -83,7 +83,8 @@ def with_counted_length(config: Config, source: FilesSource) -> Config:
     if any(map(is_stream, config.data.datasets)):
         print(f"--epochs {config.train.epochs:g}: iterations are counted when the run begins, which indexes the tars")
         return config
-    length = run_length(config, source, windows_of(config, sum(prepare_data(config))))
+    windows = windows_of(config, sum(prepare_data(config)))
+    length = source.reads.wait(lambda: run_length(config, source, windows))
     print(length.line(config))
     return with_train_iters(config, length.iterations)
 

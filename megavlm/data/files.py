@@ -22,6 +22,7 @@ from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for,
 from megavlm.data.processors import Layout, Processor
 from megavlm.data.processors.layout import Film
 from megavlm.data.processors.sampling import Budget
+from megavlm.data.reads import Reads
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.types import (
     BadSample,
@@ -80,6 +81,8 @@ class FilesSource:
         self._costs = CostModel.of(config.model)
         self.max_pixels = config.data.max_image_pixels
         self._visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
+        self.reads = Reads(config.data.worker_timeout)
+        """Knows which record is encoded, for those who wait for the first ones."""
         self.stream_lengths: Mapping[int, int] = {}
         """Are the numbers of samples of streams, once they are counted."""
 
@@ -194,6 +197,10 @@ class FilesSource:
         A record is encoded once; a bad one is reported in `skipped`. Encoded images have a number and no bytes, so
         that a window of encoded samples stays small. A sample of the training data that is held out has no tokens.
         """
+        with self.reads.reading(lambda: f"sample {self.name(sample_id)[1]}"):
+            return self._encode(sample_id)
+
+    def _encode(self, sample_id: SampleId) -> EncodedRecord:
         if isinstance(sample_id, int) and self._config.data.validation_split:
             ref = self.order.record(sample_id)
             if self._is_held_out(self.records[ref.source], ref.record):

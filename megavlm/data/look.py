@@ -51,7 +51,8 @@ def data_window(config: Config, source: FilesSource | ComputedSource, *, records
         looked_at, unusable = len(rows), 0
     else:
         count = min(records, sum(map(len, source.records.values())))
-        found = FileCollator(source, CollateSpec.of(config, source)).encode(range(count))
+        collator = FileCollator(source, CollateSpec.of(config, source))
+        found = source.reads.wait(lambda: collator.encode(range(count)))
         rows, looked_at = _packed(config, found), len(found)
         unusable = sum(bool(record.skipped) and not record.samples for record in found)
     costs = CostModel.of(config.model)

@@ -50,12 +50,16 @@ def choose_prompts(
     options = config.evaluation
     if isinstance(source, ComputedSource):
         return tuple(source.held_out_prompt(sample) for sample in islice(in_turn(samples), options.sample_count))
-    ask = partial(_prompt, source, last=config.data.train_on == "last", most=options.sample_max_new_tokens)
+
+    def ask(sample: HeldOut) -> HeldOutPrompt:
+        with source.reads.reading(lambda: f"sample {source.name(sample)[1]}"):
+            return _prompt(source, sample, last=config.data.train_on == "last", most=options.sample_max_new_tokens)
+
     found: list[HeldOutPrompt] = []
     refused = SkipSummary()
     for sample in islice(in_turn(samples), options.sample_count + _LOOKED_AT):
         try:
-            found.append(ask(sample))
+            found.append(source.reads.wait(partial(ask, sample)))
         except BadSample as error:
             refused.add([source.skipped(sample, error)])
         if len(found) == options.sample_count:

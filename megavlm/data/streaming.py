@@ -52,7 +52,7 @@ class StreamSource(FilesSource):
             if is_stream(given)
         }
         self.stream_lengths = {index: stream.length for index, stream in streams.items()}
-        return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or Reads(0))
+        return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or self.reads)
 
 
 def files_source(config: Config) -> FilesSource:

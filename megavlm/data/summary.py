@@ -74,7 +74,9 @@ def _looked(config: Config, source: FilesSource) -> list[tuple[tuple[int, int], 
     if any(map(is_stream, config.data.datasets)):
         return []
     places = [source.order.record(number) for number in range(_LOOKED_AT)]
-    return [((place.source, place.record), source.encode(number)) for number, place in enumerate(places)]
+    return source.reads.wait(
+        lambda: [((place.source, place.record), source.encode(number)) for number, place in enumerate(places)]
+    )
 
 
 def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | None:

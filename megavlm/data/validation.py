@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from megavlm.arch.flops import forward_share
 from megavlm.config.messages import several
@@ -65,7 +66,7 @@ def validation_samples(config: Config, source: ComputedSource | FilesSource) -> 
         )
     skipped = SkipSummary()
     for sample in (looked := samples[:_LOOKED_AT]):
-        record = source.encode(sample)
+        record = source.reads.wait(partial(source.encode, sample))
         if record.samples:
             return ValidationSamples(names, samples)
         skipped.add(record.skipped)

@@ -20,7 +20,7 @@ def with_length(config: Config, source: ComputedSource | FilesSource, epoch: int
     assert isinstance(source, FilesSource), "the configuration rules refuse this"
 
     def count() -> RunLength:
-        return run_length(config, source, windows_of(config, epoch))
+        return source.reads.wait(lambda: run_length(config, source, windows_of(config, epoch)))
 
     length = from_rank_0(count, RunLength(0, 0, None))
     if told:

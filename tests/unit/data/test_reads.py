@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from megavlm.config.cli import parse
+from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
+from megavlm.data.epochs import with_counted_length
 from megavlm.data.files import FilesSource
 from megavlm.data.loaders import build_batch_sampler
+from megavlm.data.look import data_window
+from megavlm.data.prompts import choose_prompts
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.reads import Reads
 from megavlm.data.streaming import StreamBatchSampler, StreamReader
+from megavlm.data.summary import data_table
+from megavlm.data.types import HeldOut
+from megavlm.data.validation import validation_samples
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
@@ -103,6 +112,32 @@ def test_a_tar_that_cannot_be_read(source: FilesSource, stuck: threading.Event, 
     loader = loader_of(source, Reads(1.0), stream=Stream(source, stuck))
     monkeypatch.setattr(type(source.order), "record", lambda self, number: type("Ref", (), {"source": 0, "record": 0}))
     expect_a_name(loader, "the sample of tars after tars/0.tar/2")
+
+
+FIRST: dict[str, Callable[[Config, FilesSource], object]] = {
+    "shares": data_table,
+    "epochs": with_counted_length,
+    "validation": validation_samples,
+    "prompts": lambda config, source: choose_prompts(config, source, [HeldOut(0, 0)]),
+    "plan": lambda config, source: data_window(config, source, records=8),
+}
+
+
+@pytest.mark.parametrize("what", FIRST)
+def test_a_record_that_cannot_be_read_before_the_run_begins(
+    what: str, source: FilesSource, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever looks at the first ones: with data workers as well, which have not begun then."""
+    config = source._config
+    held = replace(config.data, validation=config.data.datasets)
+    config = replace(config, data=held, train=replace(config.train, epochs=1.0, train_iters=None))
+    monkeypatch.setattr(source, "_config", config)
+    monkeypatch.setattr(source, "validation_records", list(source.records.values()))
+    monkeypatch.setattr(source, "validation_names", source.names)
+    monkeypatch.setattr(source, "reads", pickle.loads(pickle.dumps(Reads(1.0))))
+    monkeypatch.setattr(source, "conversation", lambda sample: stuck.wait())
+    with pytest.raises(UserError, match=r"^reading sample \S+:\d+ has taken \d+ s \(--data-worker-timeout\)"):
+        FIRST[what](config, source)
 
 
 def test_without_a_limit_a_read_may_take_for_ever():
