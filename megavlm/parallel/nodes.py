@@ -17,6 +17,7 @@ from megavlm.errors import UserError
 NODES = "MEGAVLM_NODES"  # Kubernetes tells a pod its number, and not how many pods there are
 _TRAINING = ("workerpool0", "workerpool1")  # pool 2 has Vertex AI's reducers, pool 3 evaluators
 _PORT = 29500
+_DIGITS, _SHOWN = 18, 200  # of a number, and characters of a value that a message has
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ def _vertex(environment: Mapping[str, str]) -> Node:
         spec: dict[str, Any] = json.loads(text)
         cluster = {str(pool): [str(each) for each in hosts] for pool, hosts in spec["cluster"].items()}
         pool, index = str(spec["task"]["type"]), int(spec["task"]["index"])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"CLUSTER_SPEC={text!r} has no cluster and task as Vertex AI describes them") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        raise UserError(f"CLUSTER_SPEC={text[:_SHOWN]!r} has no cluster and task as Vertex AI describes them") from None
     if pool not in cluster or not 0 <= index < len(cluster[pool]):
         raise UserError(f"CLUSTER_SPEC has no replica {index} in {pool}, which its task says this is")
     if sum(map(len, cluster.values())) == 1:
@@ -69,8 +70,8 @@ def _vertex(environment: Mapping[str, str]) -> Node:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Node:
-    nodes = _number(environment, NODES)
-    number = _number(environment, "JOB_COMPLETION_INDEX")
+    nodes = whole_number(environment, NODES)
+    number = whole_number(environment, "JOB_COMPLETION_INDEX")
     if number >= nodes:
         raise UserError(f"JOB_COMPLETION_INDEX={number} must be below {NODES}={nodes}")
     if nodes == 1:
@@ -81,14 +82,15 @@ def _kubernetes(environment: Mapping[str, str]) -> Node:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else _PORT
+    port = whole_number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else _PORT
     if not 0 < port < 65_536:
         raise UserError(f"MASTER_PORT={port} must be from 1 to 65535")
     return port
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def whole_number(environment: Mapping[str, str], name: str) -> int:
+    """Return the whole number in a variable. Raises UserError where there is none, or a larger one than any count."""
     text = environment.get(name, "")
-    if not text.isdecimal():
-        raise UserError(f"{name}={text!r} must be a whole number")
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise UserError(f"{name}={text[:_SHOWN]!r} must be a whole number")
     return int(text)

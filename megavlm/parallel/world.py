@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megavlm.errors import UserError
-from megavlm.parallel.nodes import NODES, node_of
+from megavlm.parallel.nodes import NODES, node_of, whole_number
 
 _HERE = "127.0.0.1"
 _PORT = 29500  # torchrun's default
@@ -75,7 +75,7 @@ def world_of(environment: Mapping[str, str]) -> World:
     if launcher is None:
         return _alone(environment)
     rank, size, local_rank = (
-        _number(environment, name) for name in (launcher.rank, launcher.world_size, launcher.local_rank)
+        whole_number(environment, name) for name in (launcher.rank, launcher.world_size, launcher.local_rank)
     )
     local_size = _local_size(environment, launcher)
     if size < 1 or rank >= size:
@@ -113,15 +113,15 @@ def _refuse_contradictions(environment: Mapping[str, str], launcher: _Launcher) 
     if launcher is not _TORCHRUN:
         its_names = (launcher.rank, launcher.world_size, launcher.local_rank)
         for ours, its in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), its_names, strict=True):
-            if ours in environment and _number(environment, ours) != _number(environment, its):
+            if ours in environment and whole_number(environment, ours) != whole_number(environment, its):
                 raise UserError(f"{ours}={environment[ours]} contradicts {its}={environment[its]}: unset {ours}")
         return
     if "TORCHELASTIC_RUN_ID" in environment:
         return  # an elastic job may have lost nodes
-    size = _number(environment, "WORLD_SIZE")
+    size = whole_number(environment, "WORLD_SIZE")
     for other in _LAUNCHERS[1:]:
         # More processes than tasks are usual: a task may start several. Fewer leave tasks that train on their own.
-        if other.is_complete(environment) and size < _number(environment, other.world_size):
+        if other.is_complete(environment) and size < whole_number(environment, other.world_size):
             raise UserError(
                 f"WORLD_SIZE={size} contradicts {other.world_size}={environment[other.world_size]}: unset RANK, "
                 "WORLD_SIZE and LOCAL_RANK"
@@ -132,18 +132,22 @@ def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | No
     if launcher.local_world_size not in environment:
         return None
     if launcher is not _SRUN:
-        return _number(environment, launcher.local_world_size)
+        return whole_number(environment, launcher.local_world_size)
     if "SLURM_NODEID" not in environment:
         return None
-    counts = _tasks_per_node(environment[launcher.local_world_size])
-    node = _number(environment, "SLURM_NODEID")
-    return counts[node] if node < len(counts) else None
+    return _tasks_of(whole_number(environment, "SLURM_NODEID"), environment[launcher.local_world_size])
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """Return the counts in SLURM's notation: [8, 8, 4] of "8(x2),4"; empty if it is another notation."""
-    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+def _tasks_of(node: int, text: str) -> int | None:
+    """Return the count of a node in SLURM's notation: 4 of the node 2 in "8(x2),4"; None if it is not there."""
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,18})(?:\(x(\d{1,18})\))?", part)
+        if match is None:
+            return None
+        if node < (nodes := int(match[2] or 1)):
+            return int(match[1])
+        node -= nodes
+    return None
 
 
 def _address(environment: Mapping[str, str], launcher: _Launcher, *, one_machine: bool) -> str:
@@ -167,19 +171,12 @@ def _first_host(nodes: str) -> str:
 def _port(environment: Mapping[str, str], launcher: _Launcher) -> int:
     """Return MASTER_PORT; without it a port of this step's own under srun, and torchrun's default elsewhere."""
     if environment.get("MASTER_PORT"):
-        port = _number(environment, "MASTER_PORT")
+        port = whole_number(environment, "MASTER_PORT")
         if not 0 < port < 65_536:
             raise UserError(f"MASTER_PORT={port} must be from 1 to 65535")
         return port
     if launcher is _SRUN and "SLURM_JOB_ID" in environment:
         # The port differs between jobs that share a node, and between steps of one job that run at the same time.
-        step = _number(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
-        return _SLURM_PORTS[(_number(environment, "SLURM_JOB_ID") + 1009 * step) % len(_SLURM_PORTS)]
+        step = whole_number(environment, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environment else 0
+        return _SLURM_PORTS[(whole_number(environment, "SLURM_JOB_ID") + 1009 * step) % len(_SLURM_PORTS)]
     return _PORT
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.isdecimal():
-        raise UserError(f"{name}={text!r} must be a whole number")
-    return int(text)

@@ -60,6 +60,8 @@ def test_a_machine_finds_its_place(environment: dict[str, str], node: Node):
     ("environment", "line"),
     [
         ({"CLUSTER_SPEC": "{"}, "has no cluster and task"),
+        ({"CLUSTER_SPEC": "[" * 10**5}, "has no cluster and task"),
+        ({"CLUSTER_SPEC": '{"cluster": {}, "task": {"type": "a", "index": Infinity}}'}, "has no cluster and task"),
         ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}, "has no cluster and task"),
         ({"CLUSTER_SPEC": spec("workerpool1", 3, 1, 3)}, "no replica 3 in workerpool1"),
         (

@@ -49,6 +49,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         (without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), World(9, 16, 1, 8, "10.9.9.9", SRUN_PORT)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"}, World(9, 16, 1, 16, "127.0.0.1", SRUN_PORT)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,12"}, World(9, 16, 1, 12, "gpu007", SRUN_PORT)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": f"8(x{10**15})"}, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),
         (SRUN | {"PMI_RANK": "9", "PMI_SIZE": "16"}, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),  # srun --mpi=pmi2
         (BATCH_SCRIPT, World()),  # it is no task of a step
         # A launcher within another: one process of torchrun or of MPI's daemons per node is a task of srun.
@@ -77,6 +78,7 @@ def test_every_launcher_describes_one_world(environment: dict[str, str], world: 
         (SET_BY_HAND | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2"),
         (SET_BY_HAND | {"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
         (SET_BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be from 1 to 65535"),
+        (SET_BY_HAND | {"RANK": "1" * 5000}, "RANK='1+' must be a whole number"),
         (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=16: unset WORLD_SIZE"),
         (SRUN | {"RANK": "0"}, "RANK=0 contradicts SLURM_PROCID=9: unset RANK"),
         (SRUN | SET_BY_HAND, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=16"),
