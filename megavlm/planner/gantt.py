@@ -83,7 +83,8 @@ def html(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] 
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n<p>{_summary(timeline)}</p>\n"
         f'<div class="scroll"><svg viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" role="img">\n{svg}\n</svg></div>\n'
-        f"<p>{keys}</p></body></html>\n"
+        f"<p>{keys}</p>\n<p>Without pipeline stages, the first pass on a GPU takes as long as its host needs to launch "
+        "its kernels; in later ones the host is ahead.</p></body></html>\n"
     )
 
 

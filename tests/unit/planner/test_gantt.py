@@ -28,6 +28,11 @@ def test_a_page_has_a_bar_for_every_pass() -> None:
     assert sum("vision and language" in (title or "") for title in titles) == 8
     assert re.findall("(?<=</span>)[a-z ]+(?=<)", text)[:2] == ["language forward", "vision and language forward"]
     assert "TP2 &lt;&amp; PP2" in text
+    assert re.findall('text-anchor="(start|end)">([^<]+)', text) == [
+        ("start", "0.0 ms"),
+        ("end", f"{step().seconds:.2f} s"),
+    ]
+    assert "the first pass on a GPU takes as long as its host needs" in text
     assert "http" not in text.replace("http-equiv", "")
 
 
