@@ -114,7 +114,9 @@ def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path:
     file.write_text('{"text": "a"}\n{"image": "nowhere.png"}\n')
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert f"{file.name}:2: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{file.name}:2: " in told
+    assert told.endswith("as FILE,image_root=DIR\n")
 
 
 # No model of Transformers has such a connector; a LLaVA has the other one, and is composed of its own parts again.

@@ -211,3 +211,4 @@ def test_shares_of_right_answers_have_wilsons_interval_and_other_means_a_bootstr
 def test_progress_says_what_is_left() -> None:
     assert progress(10, 40, 20.0) == "10 of 40 questions, 0.5 a second, 1 min left"
     assert progress(40, 40, 20.0) == "40 of 40 questions, 2 a second"
+    assert progress(17_000, 17_000, 2.0) == "17,000 of 17,000 questions, 8,500 a second"

@@ -44,6 +44,7 @@ def test_what_a_model_says_is_text(tmp_path: Path) -> None:
     )
     words = told(page)
     assert words.count(evil) >= 4
+    assert f"Samples of “{evil}”" in words
     assert "(nothing)" in words
     body = page.partition("</style>")[2]
     assert "<script" not in body

@@ -135,6 +135,12 @@ def test_nothing_to_show() -> None:
     assert "No values." in Read(page(empty)).text
 
 
+@pytest.mark.parametrize(("bars", "told"), [(24, ""), (30, "6 more"), (700, "488 more; 188 others are not drawn")])
+def test_most_bars_are_folded(bars: int, told: str) -> None:
+    text = page(content(sequences=((PackedSegment("a", 0, 1, 0),),) * bars))
+    assert re.findall("<summary>([^<]* more.*?)</summary>", text) == ([told] if told else [])
+
+
 def test_bins_hold_every_value_once() -> None:
     for values in ([3], [0, 0, 1, 2], list(range(0, 5000, 7)), [1, 10**6]):
         bins = bins_of(values)

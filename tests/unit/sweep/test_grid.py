@@ -121,6 +121,29 @@ def test_a_variant_that_began_with_other_options_is_refused(tmp_path: Path):
         note_flags(folder, before)
 
 
+@pytest.mark.parametrize("noted", [b"[]", b'{"lr-1": 5}', b'{"lr-1": [{}]}', b"[" * 10**5])
+def test_notes_of_a_sweep_that_are_none_are_written_anew(noted: bytes, tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, product={"lr": [1, 2]})
+    variants, folder = variants_of(grid), tmp_path / "runs"
+    ended(variants[0], "finished", 1.0)
+    (folder / "sweep.json").write_bytes(noted)
+    (folder / "submitted.txt").write_bytes(b"\xff\nlr-2\n")
+    note_flags(folder, variants)
+    assert json.loads((folder / "sweep.json").read_text())["lr-1"] == list(variants[0].flags)
+    assert [each.name for each in unsubmitted(folder, variants, again=False)] == ["lr-1"]
+
+
+def test_records_of_a_variant_that_are_none_are_left_out(tmp_path: Path) -> None:
+    grid = grid_of(tmp_path, product={"lr": [1]})
+    (variant,) = variants_of(grid)
+    ended(variant, "finished", 9.0, 3.0)
+    odd = [{"loss": 1}, {"iteration": "x", "loss": 1}, {"iteration": 3, "loss": 10**400, "tokens_per_second": "x"}]
+    with (run_dir_of(variant) / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in odd)
+    (row,) = rows_of(grid, [variant])
+    assert (row.mean, row.iteration, row.tokens_per_second) == (3.0, 3, 100.0)
+
+
 EVIL = "<b>&|"
 
 
@@ -169,6 +192,7 @@ def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path):
     assert "script" not in seen
     assert EVIL not in text
     assert "none finished yet" not in text
+    assert "<h1>Sweep “hour”</h1>" in page("hour", grid, rows_of(grid, variants))
 
 
 def test_variants_are_jobs_of_their_own_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
