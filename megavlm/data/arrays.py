@@ -7,8 +7,10 @@ unpickled, and nothing larger than `max_pixels` pixels of the expected channels 
 
 from __future__ import annotations
 
+import lzma
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import SEEK_END, BytesIO
@@ -33,6 +35,13 @@ _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
 _MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
 _MOST_PIECES = 2**16  # strips or tiles of a TIFF
 _ITEM = 8  # bytes of the largest number
+# Compressions of TIFF that tifffile undoes without a bound, and how many times as long they make a piece at most.
+_EXPANDING: dict[int, tuple[Callable[[], Any], int]] = {
+    8: (zlib.decompressobj, 2**11),
+    32946: (zlib.decompressobj, 2**11),
+    34925: (lzma.LZMADecompressor, 2**14),
+}
+_LEAST = 2**26  # bytes that any piece may have
 
 
 def array_size(source: Source, *, channels: int | None, max_pixels: int) -> tuple[int, int]:
@@ -159,7 +168,23 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
         pieces = series.keyframe.databytecounts  # each is unpacked, also where many are the same bytes
         if len(pieces) > _MOST_PIECES or sum(pieces) > 2 * file.seek(0, SEEK_END):
             raise BadSample(Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again")
+        if pixels:
+            _check_expansion(file, series)
         return np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
+
+
+def _check_expansion(file: IO[bytes], series: Any) -> None:
+    """Raise BadSample for a strip or tile of a TIFF that becomes far larger than the whole image."""
+    if (expanding := _EXPANDING.get(series.keyframe.compression)) is None:
+        return
+    make, factor = expanding
+    most = max(_LEAST, 2 * math.prod(series.shape) * series.dtype.itemsize)
+    for page in filter(None, series.pages):
+        for place, count in zip(page.dataoffsets, page.databytecounts, strict=True):
+            if count * factor > most:
+                file.seek(place)
+                if len(make().decompress(file.read(count), most + 1)) > most:
+                    raise BadSample(Reason.CORRUPT, "a strip or tile becomes larger than the image: save it again")
 
 
 def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: bool) -> NDArray[Any]:
