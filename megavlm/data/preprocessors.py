@@ -29,7 +29,7 @@ from megavlm.storage.cache import local_path
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO = "video_preprocessor_config.json"
 _TRIAL = "The quick brown fox jumps over 13 lazy dogs."
-_BEYOND = 2**30  # for a tokenizer whose image token does not matter: language models have none
+_BEYOND = 2**24 - 1  # the largest token that a tokenizer may have, where its image token does not matter
 
 
 def processor_for(config: Config) -> Processor:

@@ -37,7 +37,7 @@ def _load(name: str) -> Callback:
     except Exception as error:
         raise UserError(f"--callback {plain(name)} cannot be imported: {described(error)}") from error
     if not hasattr(module, attribute):
-        hint = did_you_mean(attribute, [each for each in vars(module) if not each.startswith("_")])
+        hint = did_you_mean(attribute, [name for name, each in vars(module).items() if isinstance(each, type)])
         hint = hint or ": name a class that it has"
         raise UserError(f"--callback {plain(name)}: {plain(module_name)} has no {plain(attribute)}{hint}")
     try:

@@ -31,6 +31,7 @@ OWN = {
     ("storage/cache.py", "rename"): "a folder of the user's own cache",
     ("storage/cache.py", "open"): "a lock in the user's own cache, which has no content",
     ("checkpoint/folders.py", "rename"): "folders of checkpoints",
+    ("train/initial_state.py", "rename"): "a folder of a checkpoint",
     ("checkpoint/hf/adapters.py", "rename"): "a folder that is new",
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
     ("checkpoint/upload_shares.py", "rename"): "a folder that is new",

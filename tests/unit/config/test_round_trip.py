@@ -24,18 +24,20 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-(2**63) + 1, 2**63 - 1),
     float: st.floats(allow_nan=False, allow_infinity=False),
-    # No surrogates and no NUL: neither is in a path that a command line can give.
-    str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+    # No surrogates and no NUL: neither is in a path that a command line can give. What begins with ~ is refused.
+    str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20).filter(
+        lambda text: not text.startswith("~")
+    ),
     DatasetConfig: st.builds(
         DatasetConfig,
         # A path that begins with a dash looks like a flag: it has to be called ./-.
         path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20).map(lambda text: f"/{text}"),
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
         weight=st.floats(allow_nan=False, allow_infinity=False),
-        name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=5),
+        name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,~"), min_size=1, max_size=5),
         columns=st.none()
         | st.dictionaries(
-            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:"), min_size=1, max_size=5)], min_size=1
+            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5)], min_size=1
         ),
     ),
 }
@@ -43,6 +45,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
 
 def values_of(kind: Kind) -> st.SearchStrategy[Any]:
     scalar = st.sampled_from(kind.choices) if kind.choices else SCALARS[kind.scalar]
+    if kind.scalar is str and (kind.optional or kind.many):  # an empty text is refused where none or no word says so
+        scalar = scalar.filter(bool)
     if kind.many and kind.scalar is str:  # of several words, one that begins with a dash looks like a flag
         scalar = scalar.filter(lambda word: not word.startswith("-"))
     values = st.lists(scalar, max_size=4).map(tuple) if kind.many else scalar
