@@ -241,7 +241,7 @@ class CheckpointConfig:
     )
     init_from: str | None = option(
         None,
-        "Hugging Face folder or URL to begin with; default: none.",
+        "Hugging Face folder, name of the hub or URL to begin with; default: none.",
         common=MODEL,
     )
     vision_from: str | None = option(

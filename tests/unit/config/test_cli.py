@@ -193,6 +193,7 @@ def test_help_all_lists_everything_with_defaults(
         assert name in text.split("Recipes:")[1]
     assert "Random seed of weights, data order and dropout. (default: 1234)" in text
     assert "how often. (default: on)" in text
+    assert "Hugging Face folder, name of the hub or URL to begin with; default: none." in text
     assert "Parts to freeze; default: none, LoRA: those without adapters.\n" in text
     assert "--tensor-model-parallel-size, --tp N\n" in text
     assert "--language-vocab-size N|none " in text
