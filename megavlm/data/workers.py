@@ -38,6 +38,7 @@ Told = tuple[str, str, str]  # what is done with a sample (ENCODE or LOAD), its 
 ENCODE, LOAD = "encode", "load"  # a sample that is too slow to load is encoded still: sequences do not change
 
 ATTEMPTS = 3  # workers that may die at one task before the run fails, or hang at a sample before it is left out
+_ROOM = "give /dev/shm more room (docker run --shm-size=16g), or read without workers (--num-workers 0)"
 _START = 300.0  # seconds that a worker may take for its imports, at least
 _LOOK = 1.0  # seconds between checks for workers that hang
 _STARTING = threading.Lock()
@@ -106,6 +107,8 @@ class WorkerPool:
                 self._refuse_stillborn("ended before")
                 if worker.lost:
                     worker.start()
+                    if self._closed.is_set():  # `close` has killed the one before
+                        worker.kill()
                 try:
                     result: Result = worker.call(function, task, frozenset(self._given_up))
                     self._answered, self._in_a_row = True, 0
@@ -171,9 +174,10 @@ class _Worker:
         # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
+        process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
         with _alone():
-            self._process.start()
+            process.start()
+        self._process = process
         theirs.close()  # so that the pipe ends with the process
         self.sample: Told | None = None  # the last one that it began
         self.ready = self.lost = False
@@ -290,7 +294,10 @@ def _work(source: FilesSource, pipe: Connection) -> None:
             error.add_note(traceback.format_exc())
             answer = "error", error
         with contextlib.suppress(BrokenPipeError):
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except RuntimeError as error:  # torch's, before anything is sent
+                pipe.send(("error", UserError(f"--num-workers: {error}: {_ROOM}")))
 
 
 def _exit_with_parent() -> None:

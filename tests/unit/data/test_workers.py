@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,8 +102,40 @@ def test_errors_of_a_task_are_raised_where_it_was_given(
     pool = WorkerPool(source, 1, timeout=300)
     with pytest.raises(TypeError):
         pool.map(encode, [3])
+    with pytest.raises(UserError, match=r"^--num-workers: .*No space left on device \(28\): give /dev/shm more room"):
+        pool.map(too_large, [0])
     pool.close()
     assert script.__file__ == str(tmp_path / "pickle.py")
+
+
+class TooLarge:
+    """Fits into no /dev/shm, as torch says it when a tensor is sent."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def too_large(source: FilesSource, task: int) -> TooLarge:
+    return TooLarge()
+
+
+def test_a_worker_that_starts_while_its_pool_is_closed_is_killed(
+    source: FilesSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = WorkerPool(source, 1, timeout=0)
+    (worker,) = pool._workers
+    worker.kill()
+
+    @contextlib.contextmanager
+    def closing() -> Iterator[None]:
+        pool._closed.set()
+        worker.kill()
+        yield
+
+    monkeypatch.setattr(workers, "_alone", closing)
+    with pytest.raises(_WorkerLost, match="SIGKILL"):
+        pool.map(encode, TASKS[:1])
+    pool.close()
 
 
 class Slow:
