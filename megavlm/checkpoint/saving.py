@@ -76,7 +76,7 @@ class Saver:
         try:
             places = self._staging.copy(share.files)
         except OSError as error:  # this rank's writer must report it: the other writers wait
-            failure = f"rank {dist.get_rank()} has no host memory for its part ({in_words(error)})"
+            failure = f"rank {dist.get_rank()} cannot copy its part to host memory ({in_words(error)})"
         whole = dict(share.whole)
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()

@@ -247,12 +247,18 @@ def test_a_foreign_common_pt_is_named(pools: Pools, three: Path, tmp_path: Path)
         assert "\n" not in error
 
 
-def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
-    """Save where no file may be larger than 20,000 bytes; return the user's error."""
+def save_on_a_full_disk(argv: list[str], run_dir: str, where: str) -> str:
+    """Save where no file may be larger than 20,000 bytes, or none in memory; return the user's error."""
+    import errno
     import resource
+    from unittest.mock import patch
 
     from megavlm.checkpoint import writer
+    from megavlm.checkpoint.staging import Staging
 
+    if where == "memory":
+        with patch.object(Staging, "copy", side_effect=OSError(errno.EFBIG, "File too large")):
+            return resume(argv, run_dir)[1]
     limited = writer.write_share
 
     def write_share(*args: Any, **kwargs: Any) -> Any:  # in the process that writes
@@ -266,10 +272,11 @@ def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
         writer.write_share = limited
 
 
-def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> None:
-    for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "1"], str(tmp_path)):
+@pytest.mark.parametrize(("where", "what"), [("disk", ".distcp"), ("memory", "cannot copy its part to host memory")])
+def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path, where: str, what: str) -> None:
+    for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "1"], str(tmp_path), where):
         assert "larger than the limit for files" in error
-        assert ".distcp" in error
+        assert what in error
         assert "unexpected pos" not in error
 
 

@@ -132,6 +132,9 @@ def test_a_mistake_is_not_retried_and_a_pod_that_saved_is_replaced(status: int, 
         (dict(resources={"nvidia.com/gpu": "8"}), "--run-dir /data/run", "is --gpus-per-node"),
         (dict(shm="64 GB"), "--run-dir /data/run", "--shm 64 GB must be a quantity"),
         (dict(variables={"MASTER_ADDR": "a"}), "--run-dir /data/run", "--env MASTER_ADDR is set by the job itself"),
+        (dict(name="a\nb"), "--run-dir /data/run", "must have lowercase letters"),
+        (dict(namespace="a\nb"), "--run-dir /data/run", "must have lowercase letters"),
+        (dict(node_selector={"a\nb": "c"}), "--run-dir /data/run", "must have letters"),
         (dict(max_lost_pods=-1), "--run-dir /data/run", "--max-lost-pods -1 must not be negative"),
     ],
 )
@@ -155,7 +158,7 @@ def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixtur
     config = tmp_path / "run.yaml"
     config.write_text("parallel: {tensor_model_parallel_size: 4}\nrun: {run_dir: /data/run}\n")
     given = "kubernetes --nodes 2 --name vlm --image registry/megavlm:1 --volume shared:/data --dry-run"
-    given += " --profile infiniband"
+    given += " --profile infiniband --env SOME_API_KEY=0123456789"
     assert main([*given.split(), "--", "--config", str(config)]) == 0
     config_map, service, job = yaml.safe_load_all(capsys.readouterr().out)
     assert config_map["data"] == {"run.yaml": config.read_text()}
@@ -163,4 +166,5 @@ def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixtur
     (container,) = _pod(job)["containers"]
     assert container["args"][-3:] == ["--", "--config", "/etc/megavlm/run.yaml"]
     assert _environment(job)["NCCL_CROSS_NIC"] == "0"
+    assert _environment(job)["SOME_API_KEY"] == "***"
     assert main([*given.split(), "--", "--config", str(config), "--tp", "16"]) == 2

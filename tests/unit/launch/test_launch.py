@@ -109,6 +109,7 @@ def test_a_slurm_job_is_one_command():
         ("slurm --nodes 0 -- --tp 1", "--nodes and --gpus-per-node must be at least 1"),
         ("slurm --nodes 2 -- --no-such-flag", "--no-such-flag"),
         ("slurm --nodes 2 --profile warp -- --tp 1", "choose one of aws-efa, azure-ndv5, ethernet, gcp-rdma, gcp-tcpx"),
+        ("kubernetes --image i --env A;$(x)=1 -- --tp 1", r"--env A;\$\(x\) is no name of a variable: use letters"),
         ("local --nodes 2 --time 3 -- --tp 1", "--time is no option of this program"),
     ],
 )
