@@ -901,6 +901,8 @@ RUN = (
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
+    Mistake("--run-dir a\udcff", "--run-dir", "is no UTF-8 text: choose another name", "--run-dir a"),
+    Mistake("--run-dir a\0b", "--run-dir", "has a NUL: choose another name", "--run-dir a"),
     Mistake(
         "--run-dir gs://bucket/run",
         "--run-dir 'gs://bucket/run'",
