@@ -130,6 +130,8 @@ SHAPES = {
         Shape("text", (("text", "caption"),), (), _text),
     )
 }
+# Marks in texts for what other fields have (of ms-swift, LLaMA-Factory), which are not filled in.
+_UNFILLED = {"<audio>": ("audios", "audio"), "<bbox>": ("objects",), "<ref-object>": ("objects",)}
 _NO_CONTENT = ("id", "ids", "fps")  # copies of a record have names of their own
 
 
@@ -176,6 +178,12 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         lacks = " or ".join(f"`{name}`" for name in group)
         raise BadSample(Reason.NOT_A_RECORD, f"it has no field {lacks} but {shown(sorted(map(str, record)))}")
     found = conversation(record, partial(shape.read, record, fields), find, find_video)
+    for mark, names in _UNFILLED.items():
+        holds = next((name for name in names if record.get(name)), None)
+        texts = (part for turn in found.turns for part in turn.parts if isinstance(part, str))
+        if holds is not None and any(mark in text for text in texts):
+            what = f"its texts have {mark} for what `{holds}` holds, which is not read"
+            raise BadSample(Reason.UNSUPPORTED, f"{what}: write that into the texts, or leave the record out")
     if not any(says_something(turn) for turn in found.turns if turn.role in ("assistant", "text")):
         why = "it has no text" if shape.kind == "text" else "the assistant says nothing"
         chosen = ": write the answer that is `chosen` into its turns" if record.get("chosen") else ""

@@ -224,6 +224,8 @@ def test_text_is_one_turn() -> None:
         (llava(human([{"type": "video", "video": "a.mp4"}]), ANSWER), "llava", Reason.UNSUPPORTED),
         (llava(human("<image>"), ANSWER, image="https://example.com/a.jpg"), "llava", Reason.UNSUPPORTED),
         (llava(human("<image>"), ANSWER, image=[3]), "llava", Reason.NOT_A_RECORD),
+        (llava(human("<audio>"), ANSWER, audios=["a.wav"]), "llava", Reason.UNSUPPORTED),  # would be trained deaf
+        (llava(human("Where?"), said("gpt", "<bbox>"), objects={"bbox": [[1]]}), "llava", Reason.UNSUPPORTED),
     ],
 )
 def test_reasons(record: Any, shape: str, reason: Reason) -> None:
