@@ -148,7 +148,7 @@ def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
     for key in values:
         if key not in kinds:
             raise UserError(
-                f"{name} has no {plain(str(key))}{did_you_mean(str(key), kinds) or ': ' + ', '.join(kinds)}"
+                f"{name} has no {plain(str(key))}{did_you_mean(str(key), kinds) or ': use ' + ', '.join(kinds)}"
             )
     return record(**{key: kinds[key].from_yaml(value, name=f"{name} {key}") for key, value in values.items()})
 
@@ -156,6 +156,8 @@ def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
 def _record_of_word(record: Any, word: str, *, name: str) -> Any:
     """Return a dataclass instance for `FIRST_FIELD,field=value,…`."""
     first, *rest = word.split(",")
+    if first.partition("=")[0] in [*_kinds(record)][1:] and "=" in first:
+        raise UserError(f"{name} {plain(word)} names no PATH: write {name} PATH,{plain(word)} without a space")
     pairs = [tuple(each.strip() for each in part.partition("=")) for part in rest]
     for key, equals, _ in pairs:
         if not equals:

@@ -18,7 +18,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.TOO_LONG: "raise --seq-length; with Qwen's models, --max-pixels makes images shorter",
     Reason.TOO_SLOW: "leave the records out; if storage is only slow, raise --data-worker-timeout",
     Reason.TOO_LARGE: "raise --max-image-pixels; with Qwen's models, --max-pixels then shrinks large images",
-    Reason.NOT_AN_IMAGE: _COPY,
+    Reason.NOT_AN_IMAGE: f"write images of other formats (SVG, PDF, HEIC) as PNG or JPEG, and {_COPY}",
     Reason.TRUNCATED: _COPY,
     Reason.CORRUPT: _COPY,
     Reason.NOT_A_VIDEO: _COPY,

@@ -21,6 +21,8 @@ _LOOKED_AT = 100  # most records that are read to find a good one
 _NAMED = 30  # most of their fields that a message names
 _PREFERENCES = ("chosen", "rejected")  # fields of records for DPO
 _PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
+_PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp")  # ends of texts that name one
+_LISTED = re.compile(rb'"file_name"\s*:\s*"([^"]+)"')  # a data set of LLaMA-Factory
 _WRAPPED = re.compile(rb'\s*\{\s*"(\w{1,40})"\s*:\s*\[\s*\{')
 
 
@@ -70,6 +72,11 @@ def kind_of(source: DatasetConfig, container: Container, first: Path) -> tuple[s
     Raises UserError if none of the first records has, or if none has a field that `columns` names.
     """
     look, columns = _look(source, container), source.columns or {}
+    if look.kind is None and first.name == "dataset_info.json":
+        with open_regular(first) as file:
+            names = _LISTED.findall(file.read(2**20))
+        which = f"as {first.parent / names[0].decode(errors='replace')}" if names else "which it describes"
+        raise wrong(source, f"describes data sets, and has no records: name their files, {which}")
     if look.kind is None and {"images", "annotations"} <= look.has.keys():
         raise wrong(source, "has annotations as COCO has them: write a conversation for each image (docs/data.md)")
     if look.kind is None and (inner := _wrapped(first)) is not None:
@@ -137,7 +144,9 @@ def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
     if had.intersection(VISUALS) or set(VISUALS).intersection(columns):
         return []
     read = {*SHAPES[look.kind].fields, *columns.values()}
-    return sorted(name for name in had - read if _PICTURE.search(name))
+    return sorted(
+        name for name in had - read if _PICTURE.search(name) or str(look.has[name]).lower().endswith(_PICTURE_FILES)
+    )
 
 
 def _wrapped(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ _UNREADABLE = {
     **{start: (f"is {suffix[1:]}", f"name it FILE{suffix}") for start, suffix in _OF_TABLES.items()},
     b"version https://git-lfs": ("is a pointer of git-lfs, not the file", "run git lfs pull in its repository"),
     b"<!DOCTYPE": ("is a web page", "download the file itself"),
+    **{b"\x80" + bytes([version]): ("is a pickle", "write its records as JSON Lines") for version in range(2, 6)},
+    b"\x93NUMPY": ("is an array of NumPy", "write records that name it, as JSON Lines"),
     b"<html": ("is a web page", "download the file itself"),
 }
 
@@ -140,6 +143,8 @@ def files_of(source: DatasetConfig) -> list[Path]:
     if not path.is_dir():
         here = Path(source.path.rpartition("#")[0])
         part = here.is_file() and f"is not there, but {here} is: no option takes a part, so give a smaller file"
+        if glob.has_magic(source.path) and glob.glob(source.path):
+            part = "is a pattern, which only a shell expands: leave out the quotes, or name the folder"
         raise wrong(source, part or "is not a file or folder: check the path")
     found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
     suffixes = sorted({file.suffix.lower() for file in found})

@@ -102,6 +102,8 @@ TYPES = (
     Mistake("--datasets a.json,image_root=~/b", "--datasets image_root '~/b'", "write the full path"),
     Mistake("--vision-cache ~/x", "--vision-cache '~/x'", "write the full path"),
     Mistake("--datasets a.json,b.json", "--datasets a.json,b.json", "spaces between data sets"),
+    Mistake("--datasets a.json image_root=b", "image_root=b names no PATH", "write --datasets PATH,image_root=b"),
+    Mistake("--datasets a.json,image_folder=b", "has no image_folder", "use path, kind, weight, image_root"),
     Mistake("run.yaml --tp 1", "unexpected argument run.yaml", "follows --config"),
 )
 

@@ -128,7 +128,7 @@ def test_a_bad_record_is_named_in_one_line(tmp_path: Path, record: Any, says: st
     ("given", "says"),
     [
         ("{file},metric=bleu", "bleu"),
-        ("{file},images=x", "has no images: path, image_root, columns, metric, name"),
+        ("{file},images=x", "has no images: use path, image_root, columns, metric, name"),
         ("{file},image_root=nowhere", "image_root=nowhere, which is not a folder"),
         ("{file}x", "is not a file or folder: check the path"),
     ],

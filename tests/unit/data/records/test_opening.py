@@ -162,6 +162,9 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.jsonl", '{"text": "x"}'.encode("utf-16"), "is UTF-16"),
         ("d.jsonl", '{"text": "x"}'.encode("utf-16-le"), "is UTF-16: convert it, as iconv -f UTF-16LE"),
         ("d.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "is gzip"),
+        ("d.jsonl", pickle.dumps([{"text": "x"}]), "is a pickle: write its records as JSON Lines"),
+        ("dataset_info.json", b'{"a": {"file_name": "b.json"}}', "describes data sets.*name their files, as .*/b.json"),
+        ("dataset_info.json", b'{\n "a": {\n "hf_hub_url": "b/c"}}', "name their files, which it describes"),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
     ],
 )
@@ -172,6 +175,18 @@ def test_what_is_wrong_with_a_source_is_one_line(folder: Path, name: str, data: 
         opened(folder / name)
     assert str(caught.value).startswith(f"--datasets {folder / name} ")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pattern_is_the_shells(folder: Path) -> None:
+    (folder / "d.jsonl").write_text(as_lines([llava(0)]))
+    with pytest.raises(UserError, match="is a pattern, which only a shell expands: leave out the quotes"):
+        opened(folder / "*.jsonl")
+
+
+def test_a_text_that_names_a_picture_is_told(folder: Path) -> None:
+    """As in `metadata.jsonl` of folders of images."""
+    (folder / "metadata.jsonl").write_text(as_lines([{"file_name": "a.jpg", "text": "A cat."}]))
+    assert opened(folder / "metadata.jsonl").unread == ["file_name"]
 
 
 def test_parquet_without_known_columns_names_them(folder: Path) -> None:
