@@ -7,6 +7,7 @@ from tempfile import NamedTemporaryFile
 
 from megavlm.checkpoint import folders, remote
 from megavlm.config.changed import changed_options
+from megavlm.config.effects import idle, without_idle
 from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_values_of
@@ -54,6 +55,7 @@ def _with_values_in(config: Config, file: Path, *, told: bool = False) -> Config
         print(f"warning: {error}: options that are not given take their defaults", flush=True)
         return config
     now = with_values_of(config, earlier)
+    now = without_idle(now, {option.path for option, _ in idle(config)})  # as --no-save leaves its --save-interval
     if told and (line := changed_options(earlier, now)):
         print(line, flush=True)
     return now

@@ -102,6 +102,14 @@ def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert values(resolve(parse(command)))[2] == 1e-5, "the test can fail"
 
 
+def test_what_the_begun_run_had_and_a_flag_makes_idle_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints/iter_0000005").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text(to_yaml(parse(["--save-interval", "2"])))
+    command = ["--load", str(tmp_path / "run"), "--run-dir", str(tmp_path / "other")]
+    assert as_begun(parse(command)).checkpoint.save_interval == 2
+    check(as_begun(parse([*command, "--no-save"])), world=1)
+
+
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight: float | None) -> None:
     """An earlier version gave all data sets the weight 1; now they are mixed by size."""
