@@ -27,7 +27,7 @@ def train(run_dir: Path, tracker: str, *, first: int, last: int) -> str:
     config = resolved(argv.split())
     each = trackers._make(tracker, "tests", "a-run")
     each.on_start(Start(run_dir, config, first - 1, 2, "CPU"))
-    said = Generation("What is it?", "a wall", "a grey wall", [PICTURE], "walls.jsonl:7")
+    said = Generation("What is it?", "a wall", "a grey wall", [PICTURE, PICTURE[:4]], "walls.jsonl:7")
     blind = Generation("Who is it?", "nobody", "somebody")
     if first == 1:
         each.on_samples(Samples(0, [said, blind]))
@@ -56,7 +56,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     needs("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -65,6 +65,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(tmp_path, "wandb", first=3, last=5) == identity
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
+    assert not caplog.messages, "also of pictures of different sizes"
     assert all(folder.name.endswith(identity) for folder in folders)
     written = b"".join(path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file())
     assert b"train/loss" in written
@@ -77,7 +78,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     needs("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     identity = train(tmp_path, "mlflow", first=1, last=3)
@@ -97,4 +98,5 @@ def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "samples/iter_0000005.json",
     ]
     pictures = [each.path for each in client.list_artifacts(identity, "images") if each.path.endswith(".png")]
-    assert len(pictures) == 2, "one for each process"
+    assert len(pictures) == 4, "two for each process"
+    assert [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()] == ["--tracker mlflow"] * 2
