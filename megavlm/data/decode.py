@@ -42,8 +42,10 @@ TIFF, _OFFSETS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), (273, 324)  # the las
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
 _PIECES, _PIECE = 2**16, 64  # reads of an image file, and one more for so many bytes: PNGs have some for each 8 KiB
-_SLOW_PIXELS = 2**23  # of formats that Pillow decodes in Python: run-length BMPs, some PPMs
+_SLOW_VALUES = 2**23  # of formats that Pillow decodes in Python: run-length BMPs, some PPMs
 _HEADER = 4096  # bytes in which the header of a PPM ends
+_PLAIN = (b"P1", b"P2", b"P3")  # PPMs of text: for each comment, Pillow copies up to a megabyte
+_TEXT, _MOST_COMMENTS = 2**26, 1000  # bytes and comments of these
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -206,7 +208,9 @@ def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = No
             raise BadSample(
                 Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer"
             )
-        if width * height > _SLOW_PIXELS and any(tile[0] in Image.DECODERS for tile in image.tile[:1]):
+        if width * height * len(image.getbands()) > _SLOW_VALUES and any(
+            tile[0] in Image.DECODERS for tile in image.tile[:1]
+        ):
             raise BadSample(
                 Reason.TOO_LARGE, f"the image has {height}×{width} pixels that are slow to read: save a PNG"
             )
@@ -253,13 +257,15 @@ def _length(source: bytes | Path) -> int:
 
 
 def _check_header(source: bytes | Path) -> None:
-    """Raise BadSample for a PPM whose header is no short text, which Pillow reads byte by byte, comments as well, and
-    for a TIFF of very many strips or tiles, of which it makes a list.
+    """Raise BadSample for a PPM whose header is no short text, which Pillow reads byte by byte, comments as well, for a
+    plain PPM of very many comments, and for a TIFF of very many strips or tiles, of which it makes a list.
     """
     with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
         head = file.read(_HEADER)
         if head.startswith(TIFF) and (count := _most_values(file, head)) > _PIECES:
             raise BadSample(Reason.CORRUPT, f"the image is in {count} pieces: save it again")
+        if head.startswith(_PLAIN) and (file.read(_TEXT).count(b"#") > _MOST_COMMENTS or file.read(1)):
+            raise BadSample(Reason.TOO_LARGE, "the image is a long text, or has many comments: save a PNG")
     if head[:1] == b"P" and head[1:2].isdigit():
         words = [word for line in head.split(b"\n") for word in line.partition(b"#")[0].split()]
         if len(head) == _HEADER and len(words) < 4:

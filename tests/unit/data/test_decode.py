@@ -288,9 +288,19 @@ def test_a_picture_in_very_many_pieces_is_a_bad_sample(name: str, tmp_path: Path
             size_of(source)
 
 
+def test_a_picture_that_is_a_text_with_very_many_comments_is_a_bad_sample() -> None:
+    head, rest = b"P3 64 64 255\n" + b"#\n" * 2048, b"1 " * 64 * 64 * 3
+    assert decode(head + b"1 #x\n" * 900 + rest).pixels.shape == (64, 64, 3)
+    for text in (head + b"1 #x\n" * 2000 + rest, head + rest + b" " * 2**26):
+        with pytest.raises(BadSample, match="a long text, or has many comments"):
+            size_of(text)
+
+
 @pytest.mark.parametrize(("width", "slow"), [(4096, False), (4097, True)])
 def test_a_large_picture_that_is_decoded_in_python_is_a_bad_sample(width: int, slow: bool) -> None:
     pixels = b"P5 %d 2048 3 " % width
     with pytest.raises(BadSample, match="slow to read: save a PNG" if slow else "truncated|not enough|bytes"):
         decode(pixels)
+    with pytest.raises(BadSample, match="slow to read"):
+        decode(b"P3 4096 683 255 ")  # of three values for each pixel
     assert not slow or size_of(b"P5 %d 2048 255 " % width) == (2048, width), "PPMs of 255 are read by C"
