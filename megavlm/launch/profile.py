@@ -23,8 +23,10 @@ def read_profile(name: str | None) -> Mapping[str, str]:
     if not path.exists():
         known = ", ".join(sorted(each.stem for each in PROFILES.glob("*.env")))
         raise UserError(f"--profile {name} is not in {PROFILES}: choose one of {known}")
-    words = shlex.split(path.read_text(encoding="utf-8"), comments=True)  # as the shell reads it (launch/slurm.sbatch)
-    return dict(word.split("=", 1) for word in words)
+    try:  # as the shell reads it (launch/slurm.sbatch)
+        return dict(word.split("=", 1) for word in shlex.split(path.read_text(encoding="utf-8"), comments=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--profile {name}: {path} must have lines NAME=VALUE for a shell: {error}") from error
 
 
 def pairs(option: str, given: list[str]) -> dict[str, str]:

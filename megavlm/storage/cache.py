@@ -171,7 +171,10 @@ def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
 
 def _make_room(needed: int) -> None:
     """Delete copies that nobody uses, the oldest first, until there is room. Raises UserError if that is too little."""
-    limit = float(os.environ.get("MEGAVLM_CACHE_GB") or _LIMIT) * 1e9
+    try:
+        limit = float(os.environ.get("MEGAVLM_CACHE_GB") or _LIMIT) * 1e9
+    except ValueError as error:
+        raise UserError("cannot be copied: MEGAVLM_CACHE_GB must be a number of gigabytes") from error
     copies = sorted((each for each in home().iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
     used = {each: sum(file.lstat().st_size for file in each.iterdir()) for each in copies}
     for each in copies:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from megavlm.resilience.account import records_of
 from megavlm.sweep.grid import Grid, Variant
@@ -51,17 +52,13 @@ class Row:
 
 def outcome_of(variant: Variant, grid: Grid) -> Outcome:
     """Return what a variant came to, from its run folder."""
-    records = records_of(run_dir_of(variant))
-    curve = [
-        (int(record["iteration"]), float(record[grid.metric]))
-        for record in records
-        if isinstance(record.get(grid.metric), int | float) and math.isfinite(record[grid.metric])
-    ]
-    rates = [record["tokens_per_second"] for record in records[1:] if record.get("tokens_per_second")]
+    records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
+    curve = [(each["iteration"], float(each[grid.metric])) for each in records if _is_finite(each.get(grid.metric))]
+    rates = [rate for each in records[1:] if _is_finite(rate := each.get("tokens_per_second")) and rate]
     return Outcome(
         variant=variant,
         state=state_of(variant),
-        iteration=int(records[-1]["iteration"]) if records else 0,
+        iteration=records[-1]["iteration"] if records else 0,
         value=statistics.fmean(value for _, value in curve[-grid.average_last :]) if curve else None,
         tokens_per_second=statistics.median(rates) if rates else None,
         curve=tuple(curve),
@@ -129,6 +126,10 @@ def as_text(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
     )
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # NaN is not
 
 
 def _shown(value: float | None, *, sign: bool = False) -> str:

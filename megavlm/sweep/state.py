@@ -71,17 +71,19 @@ def unsubmitted(folder: Path, variants: Sequence[Variant], *, again: bool) -> li
 
 def _submitted(folder: Path) -> list[str]:
     try:
-        return (folder / _SENT).read_text(encoding="utf-8").splitlines()
+        return (folder / _SENT).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
 
 
 def noted(folder: Path) -> dict[str, list[str]]:
+    """Return the flags that were written down, by variant; none of what is no list of texts."""
     try:
-        found: dict[str, list[str]] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found
+    flags = found.items() if isinstance(found, dict) else ()
+    return {name: each for name, each in flags if isinstance(each, list) and all(isinstance(f, str) for f in each)}
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

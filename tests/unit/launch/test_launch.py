@@ -152,6 +152,15 @@ def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
     assert read.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
 
+@pytest.mark.parametrize("content", ["A='unclosed", "A=1\nB", "\udcff"])
+def test_a_profile_that_is_none_is_one_line(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "launch/profiles").mkdir(parents=True)
+    (tmp_path / "launch/profiles/own.env").write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"^--profile own: launch/profiles/own.env must have lines NAME=VALUE[^\n]*$"):
+        read_profile("own")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/profiles").glob("*.env")), ids=lambda path: path.stem)
 def test_each_setting_of_a_profile_has_its_source_and_a_name_that_is_known(path: Path, monkeypatch):
     monkeypatch.chdir(ROOT)

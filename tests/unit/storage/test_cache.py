@@ -73,6 +73,10 @@ def test_room_is_made_by_the_oldest_that_nobody_uses(tmp_path: Path, monkeypatch
     as_another_process()
     with pytest.raises(UserError, match="allowed"):
         local_path(place(tmp_path, "f", size=4000), "--init-from")
+    monkeypatch.setenv("MEGAVLM_CACHE_GB", "lots")
+    as_another_process()
+    with pytest.raises(UserError, match="MEGAVLM_CACHE_GB must be a number"):
+        local_path(place(tmp_path, "f"), "--init-from")
 
 
 def test_a_copy_that_is_cut_short_is_made_again(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
