@@ -282,11 +282,12 @@ def _work(source: FilesSource, pipe: Connection) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     telling = TellingSource(source, lambda told: pipe.send(("sample", told)))
-    pipe.send(("ready", None))
+    with contextlib.suppress(BrokenPipeError):  # of a run that has ended meanwhile
+        pipe.send(("ready", None))
     while True:
         try:
             function, task, telling.given_up = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             answer = "done", function(telling, task)

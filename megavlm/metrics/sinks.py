@@ -17,7 +17,9 @@ from megavlm.data.types import Skipped
 from megavlm.errors import UserError
 from megavlm.files import open_to_append
 from megavlm.metrics.callback import Callback, StepEnd, Stop
-from megavlm.paths import open_regular
+from megavlm.paths import read_bytes
+
+_LARGEST = 2**30  # bytes of metrics.jsonl: a million steps of a kilobyte
 
 
 class JsonlSink(Callback):
@@ -100,10 +102,9 @@ class _Lines:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file that may not exist. Raises OSError for what is no regular file."""
+    """Return the content of a file that may not exist. Raises OSError for what is no regular file, or too large."""
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return read_bytes(path, at_most=_LARGEST)
     except FileNotFoundError:
         return b""
 

@@ -19,6 +19,7 @@ from megavlm.files import open_to_append
 from megavlm.paths import open_regular
 
 FILE = "events.jsonl"
+_LONGEST = 2**24  # bytes of a line
 
 # Every kind of event and what it means; docs/long-runs.md has the same table.
 KINDS = {
@@ -91,7 +92,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     found = []
     try:
         with open_regular(path) as file:
-            for line in file:
+            while line := file.readline(_LONGEST):  # a longer one comes in pieces, which are left out
                 with suppress(ValueError, RecursionError):
                     value = json.loads(line)
                     if isinstance(value, dict):

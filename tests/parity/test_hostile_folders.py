@@ -229,6 +229,24 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path, part: str, s
             HuggingFaceTokenizer.of(folder)
 
 
+def test_a_tokenizer_that_adds_very_many_tokens_is_refused(folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    mark = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    for times in (1, 50):
+        template = {
+            "type": "TemplateProcessing",
+            "single": [mark] * times + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * times, "tokens": ["<s>"] * times}},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": template}))
+        if times == 1:
+            HuggingFaceTokenizer.of(folder)
+            continue
+        with pytest.raises(UserError, match=r"cannot be read \(its post_processor adds 2500 tokens to each text\)"):
+            HuggingFaceTokenizer.of(folder)
+
+
 @pytest.mark.parametrize(
     "content", ["[" * 10**5, "{}", "[]", "7", '{"model": {"type": "BPE"}}', '{"version": "9"}', ""]
 )

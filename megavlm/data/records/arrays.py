@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.data.records.spans import BOM, RecordSpans
+from megavlm.data.records.spans import BOM, LONGEST, RecordSpans
 
 _CHUNK = 2**24
-_LONGEST = 2**28  # most characters of one element
 _SPACE = " \t\r\n"
 
 
@@ -79,7 +78,7 @@ class _Window:
             try:
                 _, end = self._scan(self._text, self._at)
             except json.JSONDecodeError as error:
-                if len(self._text) - self._at < _LONGEST and self._grow():
+                if len(self._text) - self._at < LONGEST and self._grow():
                     continue
                 raise ValueError(error.msg) from None  # its line and column would count from the start of the window
             if end == len(self._text) and self._grow():  # a number may continue in the next chunk

@@ -20,6 +20,7 @@ from megavlm.data.types import BadSample, Reason
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**24  # bytes that are searched for line ends at once
+LONGEST = 2**28  # bytes of a record
 _NEWLINE, _RETURN, _QUOTE = 10, 13, ord('"')
 
 
@@ -80,6 +81,8 @@ class SpanFile:
         if self._file is None:
             self._file = FileIO(self._path)
         start, end = int(self._spans.starts[index]), int(self._spans.ends[index])
+        if end - start > LONGEST:
+            raise BadSample(Reason.NOT_A_RECORD, f"it has {end - start} bytes, more than {LONGEST}")
         data = os.pread(self._file.fileno(), end - start, start)  # leaves the file position alone, which threads share
         try:
             text = data.decode()

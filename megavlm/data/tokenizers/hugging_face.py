@@ -20,6 +20,7 @@ from megavlm.paths import inside
 
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_MOST_MARKS = 1000  # special tokens before and after a text
 _MOST_TOKENS = 2**24  # as config.json may say
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
@@ -69,6 +70,8 @@ class HuggingFaceTokenizer:
             backend = Tokenizer.from_str(described)  # a copy: it is changed here
             backend.no_padding()
             backend.no_truncation()
+            if (marks := backend.num_special_tokens_to_add(False)) > _MOST_MARKS:
+                raise ValueError(f"its post_processor adds {marks} tokens to each text")
             plain, added = (backend.encode(_TRIAL, add_special_tokens=each).ids for each in (False, True))
         begin = loaded.bos_token_id if added[0] == loaded.bos_token_id != plain[0] else None
         backend.post_processor = None  # it adds special tokens, and trims spaces off the places of tokens

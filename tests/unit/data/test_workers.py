@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from megavlm.config.cli import parse
 from megavlm.data import workers
 from megavlm.data.files import FilesSource
 from megavlm.data.types import BadSample, EncodedRecord, Reason, Sample, Segment, Skipped
-from megavlm.data.workers import ENCODE, LOAD, TellingSource, Told, WorkerPool, _WorkerLost
+from megavlm.data.workers import ENCODE, LOAD, TellingSource, Told, WorkerPool, _work, _WorkerLost
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -78,6 +79,16 @@ def test_idle_workers_that_are_killed_are_replaced(source: FilesSource) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_starts_after_the_run_has_ended_says_nothing() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_work, args=(None, theirs))
+    ours.close()
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+
+
 def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path: Path) -> None:
     pool = WorkerPool(source, 1, timeout=300)
     with pytest.raises(UserError) as raised:

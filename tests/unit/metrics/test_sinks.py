@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 from megavlm.metrics.callback import Generation, Samples, StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink, kept_lines, lost_steps
 from megavlm.metrics.tensorboard import TensorBoardSink
+from megavlm.resilience import events
 
 END = Stop(0, "finished")
 
@@ -51,6 +52,18 @@ def test_python_reads_back_what_is_not_finite(tmp_path: Path) -> None:
     [record] = records(tmp_path / "metrics.jsonl")
     assert math.isnan(record["loss"])
     assert (record["grad_norm"], record["lr"], record["mfu"]) == (math.inf, -math.inf, None)
+
+
+def test_a_file_that_no_run_wrote_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n')
+    os.truncate(path, 2**40)
+    assert lost_steps(path, resume_iteration=0) == {"lost_steps": None, "last_lost": None}
+    with pytest.raises(UserError, match=r"has 1099511627776 bytes, more than .*: move it away"):
+        JsonlSink(path, resume_iteration=1)
+    monkeypatch.setattr(events, "_LONGEST", 20)
+    path.write_text('{"iteration": 1}\n{"iteration": 2, "x": "' + "x" * 50 + '"}\n{"iteration": 3}\n')
+    assert events.json_lines(path) == [{"iteration": 1}, {"iteration": 3}]
 
 
 def test_a_line_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +19,7 @@ from megavlm.data.records import arrays, parquet, parquet_decoder
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
-from megavlm.data.records.spans import BOM, SpanFile, line_spans
+from megavlm.data.records.spans import BOM, RecordSpans, SpanFile, line_spans
 from megavlm.data.types import BadSample, Reason
 
 
@@ -117,6 +119,16 @@ def test_a_bad_line_is_one_bad_record(tmp_path: Path) -> None:
             container.read(index)
         assert caught.value.reason == Reason.NOT_A_RECORD
         assert len(str(caught.value)) < 400
+
+
+def test_a_line_beyond_all_size_is_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "l", b'{"a": 1}\n')
+    os.truncate(path, 2**40)
+    ends = np.array([8, 2**40], np.int64)
+    container = SpanFile(path, RecordSpans(np.array([0, 9], np.int64), ends), content="lines")
+    assert container.read(0) == {"a": 1}
+    with pytest.raises(BadSample, match=r"it has \d+ bytes, more than"):
+        container.read(1)
 
 
 def test_spans_can_be_pickled_after_reading(tmp_path: Path) -> None:
