@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -107,9 +108,17 @@ def write_out(option: str, path: Path, content: str | bytes) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise UserError where something else than a folder has the name of one that is to be written."""
+    """Raise UserError where a folder cannot be written: something else has its name, it is a URL, or nothing can be
+    made there.
+    """
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"{option} {_shown(path)} is no folder: name another")
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # a Path has one of its two slashes
+        raise UserError(f"{option} {_shown(path)} is a URL: name a folder of this machine, and copy it there")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=next(each for each in (path, *path.absolute().parents) if each.is_dir())))
+    except OSError as error:
+        raise UserError(f"{option} {_shown(path)} cannot be written ({error.strerror}): name another") from error
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:

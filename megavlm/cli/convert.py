@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
+    for name, what in (("config.json", "has a config.json, as models do"), ("metrics.jsonl", "is a run")):
+        if (options.out / name).exists():
+            raise UserError(f"OUT_DIR {options.out} {what}: name another folder")
     options.source = local_path(str(options.source), "HF_DIR")
     config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
     world = replica_size(config)
@@ -161,6 +164,8 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
     _nothing_left(rest)
+    if options.checkpoint and (options.checkpoint / "config.json").exists() > (options.folder / "config.json").exists():
+        raise UserError(f"HF_DIR comes first: write {options.checkpoint} {options.folder}")
     options.folder = local_path(str(options.folder), "HF_DIR")
     asked = Config(checkpoint=CheckpointConfig(init_from=str(options.folder)), precision=PrecisionConfig("fp32"))
     config = resolve(with_pretrained_model(asked))

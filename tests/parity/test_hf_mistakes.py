@@ -150,6 +150,21 @@ def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.
     assert "more than --tolerance 0.0001" in capsys.readouterr().err
 
 
+def test_import_writes_into_no_model_and_no_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    for out, what in ((folder, "has a config.json, as models do"), (tmp_path / "run", "is a run")):
+        assert convert.main(["import", str(folder), str(out)]) == 2
+        assert f"OUT_DIR {out} {what}: name another folder" in capsys.readouterr().err
+
+
+def test_verify_takes_the_model_first(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["verify", str(tmp_path), str(folder)]) == 2
+    assert f"HF_DIR comes first: write {folder} {tmp_path}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> None:
     """In processes of their own, where nothing has activated a backend before: import, train from both, export."""

@@ -54,6 +54,8 @@ REMEDIES = {
         "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run --recipe demo --run-dir /runs/a",
         "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run -- --recipe demo --run-dir /runs/a",
     ),
+    "a folder in a store": ("prepare {d}/text.jsonl gs://bucket/tars", "prepare {d}/text.jsonl {d}/stored"),
+    "a folder that nobody can make": ("prepare {d}/text.jsonl /proc/tars", "prepare {d}/text.jsonl {d}/elsewhere"),
     "keep": ("checkpoint prune {d}", "checkpoint prune {d} --keep 2"),
     "a name of the hub to plan": ("plan --gpus 1 --model acme/vlm", "plan --gpus 1 --hf acme/vlm"),
 }
