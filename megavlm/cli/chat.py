@@ -25,10 +25,7 @@ def main(argv: Sequence[str]) -> int:
         sampling = sampling_of(given)
         found = model_folder(given.model, say=_note)
         talk = Talk(assistant_of(given, found), sampling, system=given.system)
-        for image in given.image:
-            talk.add_image(image)
-        for video in given.video:
-            talk.add_video(video)
+        _show_first(given, talk)
         if given.prompt is None:
             _converse(talk)
         else:
@@ -37,6 +34,16 @@ def main(argv: Sequence[str]) -> int:
     except BadSample as error:
         raise UserError(error.detail) from error
     return 0
+
+
+def _show_first(given: argparse.Namespace, talk: Talk) -> None:
+    """Add the images and videos of the first message. Raises UserError, which names the option, for what is none."""
+    for option, add, paths in (("--image", talk.add_image, given.image), ("--video", talk.add_video, given.video)):
+        for path in paths:
+            try:
+                add(path)
+            except BadSample as error:
+                raise UserError(f"{option} {error.detail}: name another file, or leave it out") from error
 
 
 def _parser() -> argparse.ArgumentParser:

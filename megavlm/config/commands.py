@@ -21,10 +21,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.removeprefix("argument ").split())
+        from megavlm.config.fields import options
+
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
             words = unknown[1].split()
             word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
             hint = did_you_mean(word, _flags(self)) if word.startswith("-") else ""
+            if any(word in (*option.flags, *option.negations) for option in options()):
+                raise UserError(f"unknown option {plain(word)}, which megavlm train alone has: leave it out")
             message = f"{'unknown option' if word.startswith('-') else 'unexpected argument'} {plain(word)}{hint}"
         raise UserError(message if "did you mean" in message else f"{message}: see {self.prog} --help")
 

@@ -160,7 +160,7 @@ def _of_another_trainer(data: object) -> str | None:
     if not isinstance(data, Mapping):
         return None
     if "architectures" in data:
-        return "describes a model: give its folder to --init-from"
+        return "describes a model: give its folder to --init-from, or to --hf of megavlm plan"
     foreign = [str(key) for key in data if meaning_of(str(key))]
     unset = [key for key in foreign if data.get(key) in (None, False)]
     ours = [key for key in data if hasattr(Config(), str(key)) and isinstance(data[key], Mapping)]

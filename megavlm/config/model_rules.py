@@ -248,6 +248,8 @@ def lora_targets_exist(config: Config) -> str | None:
     if not config.lora.targets:
         return "--lora-targets is empty: name layers, for example --lora-targets language, or set --lora-rank 0"
     if missing := unmatched(config):
+        if "," in missing[0]:
+            return f"--lora-targets {missing[0]} is one name: write spaces between names"
         return (
             f"--lora-targets {missing[0]} matches no linear layer: try language, vision, q_proj or "
             "language.layers.*.q_proj"

@@ -120,7 +120,7 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> Quest
         raise UserError(f"{where} is {shown(record)}, and a question is an object with fields")
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where} has no field `question` with a text")
+        raise UserError(f"{where} has no field `question` with a text: write one, or add columns=question:NAME")
     references = _texts(_first(record, "answers", "answer"), where, "answers")
     choices = _texts(record["choices"], where, "choices") if record.get("choices") is not None else ()
     chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")

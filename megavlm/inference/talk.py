@@ -48,7 +48,10 @@ class Talk:
         if not file.exists():
             raise BadSample(Reason.MISSING, f"{path} is not a file or folder")
         video = video_below(file.parent, file.name)
-        film = self._assistant.source.film_of(video)
+        try:
+            film = self._assistant.source.film_of(video)
+        except BadSample as error:
+            raise BadSample(error.reason, f"{path}: {error.detail}") from error
         self._images.append(video)
         return film
 

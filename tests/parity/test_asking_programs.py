@@ -144,10 +144,11 @@ def test_questions_about_a_video(
     [
         ("nowhere --prompt x", "nowhere is not a folder"),
         ("{root} --prompt x", "neither a config.json nor a complete checkpoint"),
-        ("{model} --prompt x --image {root}/none.png", "none.png is not a file"),
+        ("{model} --prompt x --image {root}/none.png", "none.png is not a file: name another file"),
+        ("{model} --prompt x --image {root}/none.png", "megavlm chat: --image "),
         ("{model} --prompt x --image {model}/config.json", "not of a known image format"),
         ("{model} --prompt x --video {root}/none.mp4", "none.mp4 is not a file or folder"),
-        ("{model} --prompt x --video {model}/config.json", "not of a known video format"),
+        ("{model} --prompt x --video {model}/config.json", "config.json: it is not of a known video format"),
         ("{model} --prompt x --temperature -1", "--temperature -1.0 must be 0 or more"),
         ("{model} --prompt x --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
         ("{model} --prompt x --device cuda:7", "--device cuda:7: this machine has"),

@@ -391,6 +391,7 @@ MODEL = (
         "--image-sizes 32 64",
     ),
     Mistake("--lora-rank 4 --lora-targets w_q", "--lora-targets w_q", "try language", "--lora-targets q_proj"),
+    Mistake("--lora-rank 4 --lora-targets q_proj,v_proj", "is one name", "write spaces", "--lora-targets q_proj"),
     Mistake("--lora-rank 4 --freeze language", "--freeze language", "remove language from --freeze", "--freeze vision"),
     Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
     Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),

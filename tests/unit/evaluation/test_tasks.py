@@ -107,6 +107,7 @@ def test_images_outside_of_the_root_are_refused(file: Path) -> None:
     [
         ([], "a question is an object"),
         ({"answers": ["x"]}, "no field `question`"),
+        ({"conversations": []}, "no field `question` with a text: write one, or add columns=question:NAME"),
         ({"question": "x?"}, "needs a field `answers`"),
         ({"question": "x?", "answers": []}, "needs a field `answers`"),
         ({"question": "x?", "answers": ["x"], "metric": "bleu"}, "metric 'bleu' is not one of exact_match"),
