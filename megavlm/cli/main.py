@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from megavlm import __version__
 from megavlm.config.messages import did_you_mean, plain
-from megavlm.resilience.output import open_closed_streams
+from megavlm.resilience.output import escape_unprintable, open_closed_streams
 
 # Each command with its module and a line of help.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -54,6 +54,7 @@ def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoRet
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     open_closed_streams()
+    escape_unprintable()
     try:
         os.getcwd()
     except FileNotFoundError:

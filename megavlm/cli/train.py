@@ -185,4 +185,4 @@ def _world_or_alone() -> World:
         return world_of(os.environ)
     except UserError:
         rank = os.environ.get("RANK", "0")
-        return World(int(rank) if rank.isdecimal() else 0)
+        return World(int(rank) if rank.isdecimal() and len(rank) < 10 else 0)

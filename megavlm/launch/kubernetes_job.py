@@ -23,6 +23,7 @@ PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config
 _PARTS = "node"  # name of the JobSet's one job
 _NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+_OWN_PLACES = ("/", "/dev/shm/", f"{CONFIG}/")
 _LONGEST = 63  # characters of a name in DNS
 # Time after the last save within which a pod hears what the others did, and ends.
 _AGREEMENT = 60
@@ -107,6 +108,8 @@ def _of_volumes(config: Config, job: Job, options: Options) -> Iterator[str]:
             yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     if len(set(options.mounts)) < len(options.mounts):
         yield "--volume names one path for two claims"
+    if hidden := next((each for each in options.mounts if each in _OWN_PLACES), None):
+        yield f"--volume {hidden} hides what the pod itself has there: mount the claim elsewhere"
     if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
         places = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
         place = f"{places}, or with one pod --checkpoint-dir URL"

@@ -14,6 +14,7 @@ from megavlm.errors import UserError
 from megavlm.parallel.nodes import NODES, node_of, whole_number
 
 _HERE = "127.0.0.1"
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # which events of the run name
 _PORT = 29500  # torchrun's default
 _SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives to outgoing connections
 
@@ -71,6 +72,8 @@ def world_of(environment: Mapping[str, str]) -> World:
 
     Raises UserError, in one line, if a variable is missing, is no number, or contradicts another.
     """
+    if _ATTEMPT in environment:
+        whole_number(environment, _ATTEMPT)
     launcher = next((each for each in _LAUNCHERS if each.is_complete(environment)), None)
     if launcher is None:
         return _alone(environment)

@@ -31,6 +31,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
+def escape_unprintable() -> None:
+    """Let stdout and stderr print what their encoding lacks (that of a locale without UTF-8) as \\xd7 or \\u2026."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def survive_lost_output() -> None:
     """Let stdout and stderr of this process, from now on, drop what cannot be written instead of raising OSError."""
     sys.stdout.flush()

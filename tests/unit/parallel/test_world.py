@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megavlm.cli.train import _world_or_alone
 from megavlm.errors import UserError
 from megavlm.parallel.world import World, world_of
 
@@ -65,6 +66,7 @@ def test_every_launcher_describes_one_world(environment: dict[str, str], world: 
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' must be a whole number"),
         ({"RANK": "0"}, "has RANK and no WORLD_SIZE, LOCAL_RANK"),
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "has WORLD_SIZE and no RANK, LOCAL_RANK"),
         (without(SET_BY_HAND, "LOCAL_RANK"), "has RANK, WORLD_SIZE and no LOCAL_RANK"),
@@ -95,3 +97,9 @@ def test_what_a_launcher_said_reads_as_if_torchrun_had_said_it():
     for environment in (SET_BY_HAND, OPEN_MPI, MPICH, SRUN, TORCHRUN):
         world = world_of(environment)
         assert world_of(world.environment()) == world
+
+
+def test_a_rank_of_thousands_of_digits_is_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (SET_BY_HAND | {"RANK": "1" * 5000}).items():
+        monkeypatch.setenv(name, value)
+    assert _world_or_alone() == World(), "which prints what is wrong"

@@ -47,6 +47,13 @@ def test_closed_streams_do_not_write_into_files(tmp_path: Path) -> None:
     assert [(tmp_path / str(number)).read_text() for number in range(3)] == [""] * 3
 
 
+def test_a_locale_without_a_character_stops_nothing() -> None:
+    code = "from megavlm.cli.main import run\nrun(lambda argv: print('2 × 3 …'))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"2 \\xd7 3 \\u2026\n", b"")
+
+
 def test_what_is_printed_arrives(tmp_path: Path) -> None:
     with (tmp_path / "output").open("wb") as file:
         process = start(stdout=file, stderr=file)
