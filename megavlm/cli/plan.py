@@ -19,7 +19,7 @@ from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import load_extensions, without_extensions
 from megavlm.config.fields import with_values
 from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
-from megavlm.config.messages import plain
+from megavlm.config.messages import plain, several
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.errors import UserError
@@ -163,7 +163,7 @@ def plan(options: argparse.Namespace) -> int:
         draw(outcome, config, timeline, hardware_name=name, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
-        f"a step has {batch:,} sequences of {length:,} tokens, {batch * length:,} in all"
+        f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
         + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
     )
     if window is not None:

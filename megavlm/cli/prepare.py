@@ -17,6 +17,7 @@ import numpy as np
 
 from megavlm.config.commands import Parser, reported
 from megavlm.config.fields import Kind
+from megavlm.config.messages import several
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, size_of
@@ -97,7 +98,8 @@ def prepare(options: argparse.Namespace) -> None:
         progress=_progress(count),
     )
     print(
-        f"{options.out}: {notes.samples} samples in {notes.shards} tars, {sum(notes.skipped.values())} records skipped"
+        f"{options.out}: {several(notes.samples, 'sample')} in {several(notes.shards, 'tar')}, "
+        f"{several(sum(notes.skipped.values()), 'record')} skipped"
     )
     for reason, number in sorted(notes.skipped.items(), key=lambda item: -item[1]):
         print(f"  {number} {reason}")

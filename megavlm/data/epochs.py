@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megavlm.config.messages import several
 from megavlm.config.resolve import data_kind
 from megavlm.config.run_rules import with_train_iters
 from megavlm.config.schema import Config
@@ -39,8 +40,8 @@ class RunLength:
         """Return the line that a run begins with."""
         how = "counted" if self.measured is None else f"estimated from the first {self.measured:,} samples"
         return (
-            f"--epochs {config.train.epochs:g}: {self.iterations:,} iterations of {config.train.global_batch_size} "
-            f"sequences ({how}); an epoch is {self.samples:,} samples"
+            f"--epochs {config.train.epochs:g}: {several(self.iterations, 'iteration')} of "
+            f"{several(config.train.global_batch_size, 'sequence')} ({how}); an epoch is {self.samples:,} samples"
         )
 
 

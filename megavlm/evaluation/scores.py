@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megavlm.config.messages import several
 from megavlm.evaluation.answers import Answer
 from megavlm.evaluation.intervals import CONFIDENCE, bootstrap, wilson
 from megavlm.evaluation.metrics import METRICS
@@ -37,7 +38,7 @@ class Score:
         unasked = f", {self.not_asked:,} not asked" if self.not_asked else ""
         return (
             f"{self.metric} {self.mean:.1%} ({self.low:.1%} to {self.high:.1%} with {CONFIDENCE:.0%} confidence), "
-            f"{self.questions:,} questions{unasked}"
+            f"{several(self.questions, 'question')}{unasked}"
         )
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.device_defaults import chunk_patches
+from megavlm.config.messages import several
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -80,8 +81,8 @@ def duration_line(config: Config, dims: Dims, *, on_gpu: bool) -> str:
     seconds, iterations = predict(config, dims, profile(name)).seconds, config.train.train_iters
     minutes = round(seconds * iterations / 60)
     return (
-        f"about {minutes // 60} h {minutes % 60:02} min: {iterations:,} iterations of {seconds:.3g} s on {name}, as "
-        "the planner estimates them (--hardware)"
+        f"about {minutes // 60} h {minutes % 60:02} min: {several(iterations, 'iteration')} of {seconds:.3g} s on "
+        f"{name}, as the planner estimates them (--hardware)"
     )
 
 

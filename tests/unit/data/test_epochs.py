@@ -104,6 +104,8 @@ def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: py
     assert (exact.measured, about.measured) == (None, 37), "three even windows of 50, and the fourth is of epoch 2"
     assert about.iterations == pytest.approx(exact.iterations, rel=0.1)
     assert "counted" in exact.line(config)
+    one = replace(config, train=replace(config.train, epochs=1.0, global_batch_size=1))
+    assert replace(exact, iterations=1).line(one).startswith("--epochs 1: 1 iteration of 1 sequence (counted)")
     assert "estimated from the first 37 samples" in about.line(config)
 
 

@@ -266,7 +266,7 @@ def test_arrays_are_written_as_they_are_and_read_like_loose_files(source: Path, 
     records = [llava(0, "a.npy"), llava(1, "c.tif", "b.npz", "a.npy"), llava(2, "three.npy"), llava(3, "damaged.npy")]
     source.write_text(json.dumps(records))
     assert prepare(source, out, "--vision-input", "array", "--vision-in-channels", "5") == 0
-    assert "2 samples in 1 tars, 2 records skipped" in capsys.readouterr().out
+    assert "2 samples in 1 tar, 2 records skipped" in capsys.readouterr().out
     loose = open_records(DatasetConfig(path=str(source), image_root=str(images)))
     found = open_tars(DatasetConfig(path=str(out)), cache=out)
     assert [inlined(found.read(number)) for number in range(2)] == [inlined(loose.read(number)) for number in range(2)]
