@@ -7,13 +7,14 @@ unpickled, and nothing larger than `max_pixels` pixels of the expected channels 
 
 from __future__ import annotations
 
+import logging
 import lzma
 import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import SEEK_END, BytesIO
+from io import SEEK_END, BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from megavlm.data.decode import TIFF, Source, as_bad_sample, content_of, open_image, open_pixels
 from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.paths import open_regular
 
 Array = NDArray[np.float32]  # [height, width, channels]
 
@@ -120,9 +122,20 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
     return _channels_last(found, channels)
 
 
+class _Alone(BufferedReader):
+    """A file without a descriptor, which tifffile takes for one without a folder: else it opens, and puts into the
+    image, whatever files its metadata name (OME, Micro-Manager), wherever they lie.
+    """
+
+    name = "the image"
+
+    def fileno(self) -> int:
+        raise OSError("it is read through this object alone")
+
+
 @contextmanager
 def _opened(content: bytes | Path) -> Iterator[IO[bytes]]:
-    with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+    with BytesIO(content) if isinstance(content, bytes) else _Alone(open_regular(content, buffering=0)) as file:  # type: ignore[arg-type]
         yield file
 
 
@@ -162,7 +175,8 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
         import tifffile
     except ImportError as error:
         raise UserError("--vision-input array reads TIFF with tifffile: pip install tifffile") from error
-    with tifffile.TiffFile(file) as tiff:
+    logging.getLogger(tifffile.__name__).disabled = True  # what is damaged is told with its record
+    with tifffile.TiffFile(file, _multifile=False) as tiff:  # or it has zeros for the files that it does not open
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))
         pieces = series.keyframe.databytecounts  # each is unpacked, also where many are the same bytes

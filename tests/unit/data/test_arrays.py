@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import lzma
+import os
 import pickle
 import zipfile
 import zlib
@@ -187,6 +188,30 @@ def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadSample, match="cannot be opened") as caught:
         array_size(tmp_path / "none.npy", channels=5, max_pixels=MOST)
     assert caught.value.reason == Reason.MISSING
+
+
+OME = """<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{own}"><Image ID="I:0">
+<Pixels ID="P:0" DimensionOrder="XYCZT" Type="uint8" SizeX="9" SizeY="6" SizeC="2" SizeZ="1" SizeT="1"><TiffData IFD="0"
+FirstC="0" PlaneCount="1"><UUID FileName="a.tif">urn:uuid:1</UUID></TiffData><TiffData IFD="0" FirstC="1"
+PlaneCount="1"><UUID FileName="../secret.tif">urn:uuid:2</UUID></TiffData></Pixels></Image></OME>"""
+
+
+def test_a_tiff_opens_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    file = tmp_path / "images/a.tif"
+    for number, path in enumerate((file, tmp_path / "secret.tif"), start=1):
+        tifffile.imwrite(path, image(1, "uint8")[..., 0], description=OME.format(own=number), metadata=None)
+    with tifffile.TiffFile(file) as both:
+        assert both.series[0].shape == (2, 6, 9), "tifffile opens it by itself"
+    for source in (file, file.read_bytes()):
+        with pytest.raises(BadSample, match="shape 6×9, not height × width × 2 channels"):
+            read_array(source, channels=2, max_pixels=MOST)
+
+
+def test_a_fifo_in_place_of_an_array_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npy")
+    with pytest.raises(BadSample, match="is no regular file"):
+        read_array(tmp_path / "a.npy", channels=2, max_pixels=MOST)
 
 
 @settings(max_examples=100, deadline=None)
