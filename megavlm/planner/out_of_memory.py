@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megavlm.config.derived import offloaded
+from megavlm.config.messages import several
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -36,7 +37,8 @@ def verdict(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
     if (problem := complaint(config, dims, hardware, name=name)) is not None:
         return f"does not fit: {problem}"
     needed = max(each.total for each in predict(config, dims, hardware).memory)
-    return f"fits: {_gib(needed)} of {_gib(hardware.memory)} on the fullest of {dims.world:,} ranks ({name})"
+    ranks = several(dims.world, "rank")
+    return f"fits: {_gib(needed)} of {_gib(hardware.memory)} on the fullest of {ranks} ({name})"
 
 
 def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> str | None:
