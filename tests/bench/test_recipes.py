@@ -14,6 +14,7 @@ from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.cli.train import train
 from megavlm.config.derived import starts_from
+from megavlm.config.messages import several
 from megavlm.data.validation import DEAR
 from megavlm.errors import UserError
 from megavlm.launch.configuration import configured
@@ -74,7 +75,7 @@ def test_the_command_of_a_recipe_is_for_its_own_model(
     assert first.startswith(f"weights of {' and '.join(places.values())}" if places else "random weights")
     assert f", {count:,} parameters" in first
     gib = f"{recipe.peak / 2**30:.2f} GiB of {recipe.hardware.memory / 2**30:.2f} GiB"
-    assert lines[-1] == f"fits: {gib} on the fullest of {recipe.gpus:,} ranks ({recipe.hardware.name})"
+    assert lines[-1] == f"fits: {gib} on the fullest of {several(recipe.gpus, "rank")} ({recipe.hardware.name})"
     if not places:
         return
     with pytest.raises(UserError) as refused:
