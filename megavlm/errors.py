@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line that a terminal shows and does not obey: names from elsewhere may hold line breaks and
+    codes that clear the screen or set its title.
+    """
+    line = " ".join(text.splitlines())
+    return line if line.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+
 
 class UserError(ValueError):
-    """A mistake in the configuration or data. The message is one line that names the option and the remedy; the exit
-    status is 2."""
+    """A mistake in the configuration or data. The message is one line that names the option and the remedy, or a list
+    with lines that are indented; the exit status is 2."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__("\n".join(map(one_line, re.split(r"\n(?=  )", str(message)))))
 
     status = 2
     # Seconds that a rank of several waits before it ends. torchrun kills the others as soon as one ends: slower ranks

@@ -33,6 +33,7 @@ from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamBatchSampler, Stream
 from megavlm.data.validation import ValidationBatchSampler, ValidationSamples
 from megavlm.data.windows import Windows
 from megavlm.data.workers import Told, WorkerPool
+from megavlm.errors import one_line
 from megavlm.parallel.groups import Groups
 from megavlm.resilience.events import events, record
 
@@ -82,7 +83,7 @@ def build_loaders(
     if broadcast.reads:
         if groups.coords.dp == 0:
             for warning in source.warnings():
-                print(f"warning: {warning}", flush=True)
+                print(f"warning: {one_line(warning)}", flush=True)
         pool = _worker_pool(config, source)
         reads = Reads(config.data.worker_timeout)
         files = FileCollator(source, spec, pool=pool, reads=reads)
@@ -114,7 +115,7 @@ def _worker_pool(config: Config, source: FilesSource) -> WorkerPool | None:
         return None
 
     def report(line: str, given_up: Told | None) -> None:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
+        print(f"warning: {one_line(line)}", file=sys.stderr, flush=True)
         record(run_dir, "worker", reason=line, given_up=given_up)
 
     given_up: list[Told] = []

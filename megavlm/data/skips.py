@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megavlm.data.types import Reason, Skipped
+from megavlm.errors import one_line
 from megavlm.program import program
 
 _LOOK = "see which with {preview} and the same flags; docs/data.md has what a record needs"
@@ -39,7 +40,7 @@ class SkipSummary:
         for skip in skipped:
             if not skip.partly:
                 self.counts[skip.reason] += 1
-                self.examples.setdefault(skip.reason, f"{skip.label}: {skip.detail}")
+                self.examples.setdefault(skip.reason, one_line(f"{skip.label}: {skip.detail}"))
         return self
 
     def merged(self, others: Iterable[SkipSummary]) -> SkipSummary:

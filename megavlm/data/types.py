@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.data.members import Member
+from megavlm.errors import one_line
 from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 
@@ -59,9 +60,9 @@ class BadSample(ValueError):
     """Raised for a sample that cannot be used, with the reason."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(f"{reason}: {one_line(detail)}")
         self.reason = reason
-        self.detail = detail
+        self.detail = one_line(detail)
 
     def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
         """Pickle the reason and the detail, since worker processes send this exception to the main process."""
