@@ -107,9 +107,11 @@ def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     # The projector last: its width follows from the language model's, whose option is the one to name.
     for name in sorted(expected, key=lambda name: name.startswith("projector.")):
         if (before := saved.get(name)) != (value := expected[name]) and name.rpartition(".")[2] not in _MAY_CHANGE:
+            file = folder.parent.parent / "config.yaml"
+            of_run = f" (--config {file} has all that it was made with)" if file.is_file() else ""
             raise UserError(
                 f"checkpoint {folder} was made with model.{name} = {before}, but this run has {value}: "
-                "use the saved value, or another --run-dir to start anew"
+                f"use the saved value{of_run}, or another --run-dir to start anew"
             )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from megavlm.checkpoint import folders, inspection, store_inspection
+from megavlm.checkpoint import inspection, store_inspection
 from megavlm.checkpoint.retention import Keep
 from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
@@ -77,8 +77,8 @@ def _prune(options: argparse.Namespace) -> int:
 def _copy(options: argparse.Namespace) -> int:
     functions, place = _at(options.checkpoint)
     source = functions.checkpoints_of(place)[-1]
-    if not is_url(options.to) and folders.is_checkpoint(Path(options.to)):
-        raise UserError(f"FOLDER {options.to} is a checkpoint: name the folder to put a copy into")
+    if Path(options.to).name.startswith("iter_"):
+        raise UserError(f"FOLDER {options.to} has the name of a checkpoint: name the folder to put a copy into")
     in_a_store = is_url(options.checkpoint) or is_url(options.to)
     copied = store_inspection.copy(source, options.to) if in_a_store else inspection.copy(source, Path(options.to))
     print(f"{copied}: copied and verified")

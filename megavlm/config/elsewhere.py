@@ -177,6 +177,8 @@ _MEANINGS = {
     "--overlap-grad-reduce": "overlap-comm",
     "the backend follows from the device: NCCL on GPUs, gloo on CPUs": "ddp-backend distributed-backend use-cpu "
     "no-cuda cpu device device-map accelerator cuda",
+    "it follows from the number of processes, divided by --tp, --pp and --cp": "dp dp-size data-parallel-size "
+    "data-parallel-degree data-parallel-replicate-degree",
     _TORCHRUN: "nproc-per-node nnodes node-rank master-addr master-port local-rank num-processes num-machines "
     "machine-rank num-gpus num-nodes gpus rdzv-endpoint devices gpu-ids",
     # checkpoints and logging

@@ -186,10 +186,13 @@ def run_dir_is_a_folder(config: Config) -> str | None:
     try:
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
         is_model = (path / "config.json").is_file()
+        has_checkpoints = (path / "megavlm.json").is_file() or any(path.glob("iter_*/megavlm.json"))
     except OSError as error:
         return f"--run-dir {shown(run_dir)} cannot be used: {error.strerror}"
     if is_model:
         return f"--run-dir {shown(run_dir)} has a config.json, as models do: name another folder for the run"
+    if has_checkpoints:
+        return f"--run-dir {shown(run_dir)} is not a run, but its checkpoints: give it to --load, and another name here"
     if taken:
         return f"--run-dir {shown(run_dir)} cannot be a folder because {shown(str(taken[0]))} is a file: choose another"
     return None

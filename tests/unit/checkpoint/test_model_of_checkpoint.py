@@ -18,9 +18,12 @@ from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 
 
-def test_a_vocabulary_that_an_earlier_version_left_unset_fits() -> None:
+def test_a_vocabulary_that_an_earlier_version_left_unset_fits(tmp_path: Path) -> None:
     before = json.loads(json.dumps({"model": asdict(parse([]).model)}))
     check_model(before, resolve(parse([]), vocab_size=160), Path("run"))
     other = json.loads(json.dumps({"model": asdict(parse(["--language-vocab-size", "99"]).model)}))
     with pytest.raises(UserError, match=r"model\.language\.vocab_size = 99, but this run has 160"):
         check_model(other, resolve(parse([]), vocab_size=160), Path("run"))
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match=f"--config {tmp_path}/config.yaml has all"):
+        check_model(other, resolve(parse([]), vocab_size=160), tmp_path / "checkpoints/iter_0000005")

@@ -62,6 +62,7 @@ def test_no_field_of_transformers_is_taken_for_an_option_of_another_meaning() ->
         ("--warmup-ratio 0.1", "here it is --lr-warmup-fraction"),
         ("--learning-rte 1", "did you mean learning-rate? here it is --lr"),
         ("--deepsped x", "did you mean deepspeed? here it is --data-parallel-sharding"),
+        ("--data-parallel-size 2", "it follows from the number of processes"),
         ("--zzz 1", "--help-all lists all options"),
         ("--save runs/a", "--save takes no value, got runs/a: here it is --run-dir"),
         ("--packing True", "--packing takes no value, got True: write --packing or --no-packing"),

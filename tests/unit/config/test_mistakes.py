@@ -1268,6 +1268,15 @@ def test_a_run_writes_into_no_model(tmp_path: Path) -> None:
     assert "has a config.json, as models do: name another folder" in complaint(["--run-dir", str(tmp_path)], world=1)
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/iter_0000005"])
+def test_a_run_writes_into_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoints/iter_0000005").mkdir(parents=True)
+    (tmp_path / "checkpoints/iter_0000005/megavlm.json").touch()
+    message = complaint(["--run-dir", str(tmp_path / name)], world=1)
+    assert "is not a run, but its checkpoints: give it to --load" in message
+    accept(["--load", str(tmp_path / name), "--run-dir", str(tmp_path / "other")], world=1)
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\xff\xfe\x00\x80")
