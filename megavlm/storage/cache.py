@@ -138,10 +138,11 @@ def home() -> Path:
 def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
     """Return the store, the size and version of each file that is copied, and whether the URL is a folder."""
     store = Store.at(url)
-    found = {name: each for name, each in store.versions().items() if "/" not in name and name.endswith(SUFFIXES)}
-    if found:
-        return store, {plain(name): each for name, each in found.items()}, True
     parent, _, name = url.rstrip("/").rpartition("/")
+    if not (url.startswith("http") and url.endswith(SUFFIXES)):  # by http, a list is a page, and all of it is read
+        found = {name: each for name, each in store.versions().items() if "/" not in name and name.endswith(SUFFIXES)}
+        if found:
+            return store, {plain(name): each for name, each in found.items()}, True
     if not name.endswith(SUFFIXES):
         return store, {}, True
     store = Store.at(parent)

@@ -37,7 +37,9 @@ async def _http_client(**options: Any) -> Any:
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse_others)
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(**_HTTP_LIMITS), trace_configs=[trace], **options)
+    plain: dict[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "auto_decompress": False}  # bytes as counted
+    limits = aiohttp.ClientTimeout(**_HTTP_LIMITS)
+    return aiohttp.ClientSession(timeout=limits, trace_configs=[trace], **{**plain, **options})
 
 
 # One answer may be late, but a connection that is silent for longer is dead. A file goes in several parts at once.
@@ -95,8 +97,8 @@ class Store:
         return {name: int(entry["size"] or 0) for name, entry in self._entries().items()}
 
     def versions(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file in the folder and below, its size, and a text that changes when the file does."""
-        return {name: (int(entry["size"] or 0), _version(entry)) for name, entry in self._entries().items()}
+        """Return, for each file in the folder itself, its size, and a text that changes when the file does."""
+        return {name: (int(entry["size"] or 0), _version(entry)) for name, entry in self._entries(maxdepth=1).items()}
 
     def version(self, name: str) -> tuple[int, str]:
         """Return the size of a file, and a text that changes when the file does."""
@@ -104,12 +106,12 @@ class Store:
             entry = self._system.info(self._path(name))
             return int(entry["size"] or 0), _version(entry)
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self, *, maxdepth: int | None = None) -> dict[str, Any]:
         # By http, fsspec takes an answer that does not come for an empty folder.
         strict = {"on_error": "raise"} if "http" in self._system.protocol else {}
         with self._errors("be listed"):
             try:
-                found = self._system.find(self._root, detail=True, withdirs=False, **strict)
+                found = self._system.find(self._root, maxdepth=maxdepth, detail=True, withdirs=False, **strict)
             except FileNotFoundError:
                 return {}
         start = f"{self._root}/"

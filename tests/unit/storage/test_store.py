@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib
 import threading
 import time
@@ -149,9 +150,23 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Sends to another name of this host, or drips one tag after another."""
+    """Sends to another name of this host, drips one tag after another, has folders in folders without end, or says
+    that its answer is compressed.
+    """
 
     def do_GET(self) -> None:
+        if "folders" in self.path or "packed" in self.path:
+            packed = "packed" in self.path
+            answer = gzip.compress(bytes(2**20)) if packed else b'<a href="deeper/">x</a><a href="a.json">x</a>'
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(answer)))
+            if packed:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(answer)
+            return
         if "elsewhere" in self.path:
             self.send_response(302)
             self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/stolen")
@@ -171,7 +186,7 @@ class _Answers(BaseHTTPRequestHandler):
         return
 
 
-def test_answers_by_http_are_bounded_in_time_and_come_from_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_by_http_are_bounded_and_come_from_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp")
     monkeypatch.setitem(store_module._HTTP_LIMITS, "total", 1)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
@@ -183,4 +198,7 @@ def test_answers_by_http_are_bounded_in_time_and_come_from_their_host(monkeypatc
     with pytest.raises(StoreError, match="cannot be listed"):
         Store.at(f"{address}/drips").files()
     assert list(Store.at(f"{address}/folder")._entries()) == ["x"]
+    assert [*Store.at(f"{address}/folders").versions()] == ["a.json"], "other folders are not looked at"
+    Store.at(address).download("packed.json", tmp_path / "packed")
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == bytes(2**20), "it comes as it is, however large"
     server.shutdown()
