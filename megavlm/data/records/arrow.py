@@ -79,7 +79,8 @@ class _Batches:
 
         self.process = os.getpid()
         with open_regular(path) as file:
-            self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = memoryview(self._file)
         self._schema = pa.ipc.read_schema(pa.py_buffer(index.schema))
         self._index, self._columns = index, columns
         self._tables: OrderedDict[int, Any] = OrderedDict()
@@ -90,6 +91,8 @@ class _Batches:
         import pyarrow as pa
 
         with self._lock:
+            if self._file.size() < len(self._bytes):  # to look beyond its end would end the process
+                raise ValueError("the file has become shorter")
             if number not in self._tables:
                 start, end = int(self._index.starts[number]), int(self._index.ends[number])
                 message = pa.ipc.read_message(pa.py_buffer(self._bytes[start:end]))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from megavlm.config.messages import shown
 from megavlm.data.types import BadSample, Reason
+from megavlm.paths import open_regular
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**24  # bytes that are searched for line ends at once
@@ -41,20 +42,22 @@ def line_spans(path: Path, *, quoted: bool = False) -> RecordSpans:
 
     If `quoted`, a line does not end where an odd number of quotation marks precede: in a quoted cell of a table.
     """
-    data = np.memmap(path, np.uint8, mode="r")
-    found, marks = [], 0
-    for at in range(0, len(data), _CHUNK):
-        chunk = data[at : at + _CHUNK]
-        lines = np.flatnonzero(chunk == _NEWLINE)
-        if quoted:
-            quotes = np.flatnonzero(chunk == _QUOTE)
-            lines = lines[(marks + np.searchsorted(quotes, lines)) % 2 == 0]
-            marks += len(quotes)
-        found.append(lines + at)
-    ends = np.concatenate([*found, [len(data)]]).astype(np.int64)
-    starts = np.concatenate([[len(BOM) if data[:3].tobytes() == BOM else 0], ends[:-1] + 1]).astype(np.int64)
-    with_return = (ends > starts) & (data[np.maximum(ends - 1, 0)] == _RETURN)
-    ends = ends - with_return
+    found, before, marks, at, first, last = [], [], 0, 0, 0, 0
+    with open_regular(path) as file:  # not mapped: who looks at what was cut off meanwhile is ended by a signal
+        while piece := file.read(_CHUNK):
+            chunk = np.frombuffer(piece, np.uint8)
+            lines = np.flatnonzero(chunk == _NEWLINE)
+            if quoted:
+                quotes = np.flatnonzero(chunk == _QUOTE)
+                lines = lines[(marks + np.searchsorted(quotes, lines)) % 2 == 0]
+                marks += len(quotes)
+            found.append(lines + at)
+            before.append(np.where(lines > 0, chunk[lines - 1], last))
+            first = len(BOM) if at == 0 and piece.startswith(BOM) else first
+            at, last = at + len(piece), piece[-1]
+    ends = np.concatenate([*found, [at]]).astype(np.int64)
+    starts = np.concatenate([[first], ends[:-1] + 1]).astype(np.int64)
+    ends = ends - ((ends > starts) & (np.concatenate([*before, [last]]) == _RETURN))
     kept = np.flatnonzero(ends > starts)
     if not len(kept) or kept[-1] == len(kept) - 1:  # no empty line lies between them
         return RecordSpans(starts[: len(kept)], ends[: len(kept)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ def test_a_damaged_batch_costs_its_rows(saved: Path) -> None:
     path.write_bytes(data.replace(b"answer 4", b"answer \xff"))  # in the second of three batches
     container = ArrowFile(path, list)
     assert [reason(container, number) for number in range(7)] == [None] * 3 + [Reason.NOT_A_RECORD] * 3 + [None]
+
+
+def test_a_file_that_becomes_shorter_ends_no_process(saved: Path) -> None:
+    path = saved / "data-00000-of-00002.arrow"
+    container = ArrowFile(path, list)
+    assert reason(container, 0) is None
+    os.truncate(path, 100)
+    assert [reason(container, number) for number in range(7)] == [Reason.NOT_A_RECORD] * 7
 
 
 def reason(container: ArrowFile, number: int) -> Reason | None:

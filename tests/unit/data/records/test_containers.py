@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.records import arrays, parquet, parquet_decoder
+from megavlm.data.records import arrays, parquet, parquet_decoder, spans
 from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
@@ -119,6 +119,21 @@ def test_a_bad_line_is_one_bad_record(tmp_path: Path) -> None:
             container.read(index)
         assert caught.value.reason == Reason.NOT_A_RECORD
         assert len(str(caught.value)) < 400
+
+
+def test_lines_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is cut off while it is mapped ends the process."""
+    monkeypatch.setattr(spans, "_CHUNK", 4)
+    path = written(tmp_path / "l", BOM + b'1\r\n\n\r\n22\n"\n"\r\n3\r')
+    monkeypatch.setattr(np, "memmap", None)
+    container = lines_of(path)
+    assert [path.read_bytes()[a:b] for a, b in zip(*bounds(container), strict=True)] == [b"1", b"22", b'"', b'"', b"3"]
+    quoted = line_spans(path, quoted=True)
+    assert [path.read_bytes()[a:b] for a, b in zip(quoted.starts, quoted.ends, strict=True)][2] == b'"\n"'
+
+
+def bounds(container: SpanFile) -> tuple[Any, Any]:
+    return container._spans.starts, container._spans.ends
 
 
 def test_a_line_beyond_all_size_is_not_read(tmp_path: Path) -> None:
