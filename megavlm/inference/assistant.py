@@ -28,7 +28,10 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.inference.own_model import OwnAnswers, config_of_parts
 from megavlm.inference.streaming import Streamer
+from megavlm.json_files import check, listed, number, read_json, whole
 
+_TOKEN = whole(0, 2**31 - 1)
+_GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
     "float32": torch.float32,
@@ -59,6 +62,7 @@ class Assistant:
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
         """Return the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
+        check_generation(folder / "language" if is_in_parts(folder) else folder)
         if is_in_parts(folder):
             config = config_of_parts(folder, data, ModelConfig(), DTYPES[dtype])
             source = _source(folder, config)
@@ -145,6 +149,12 @@ class Assistant:
         given = {**self.pretrained.family.inputs(batch, self.config.model), "attention_mask": mask}
         dtype, device = self.model.dtype, self.model.device
         return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in given.items()}
+
+
+def check_generation(folder: Path) -> None:
+    """Raise UserError for a generation_config.json whose values are not what answers are generated with."""
+    if (file := folder / "generation_config.json").exists():
+        check(read_json(file), _GENERATION, str(file))
 
 
 def _source(folder: Path, config: Config) -> FilesSource:

@@ -21,6 +21,7 @@ from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, VIDEO_READERS, family_of, processor_from
 from megavlm.families.shared.settings import Settings
+from megavlm.inference.assistant import check_generation
 from megavlm.json_files import read_json
 from tests.support import tokenizers
 from tests.support.hostile import assert_answered
@@ -227,6 +228,18 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path, part: str, s
             continue
         with pytest.raises(UserError, match=rf"cannot be read \(its {part} makes texts \d+ times as long\)"):
             HuggingFaceTokenizer.of(folder)
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "top_k", "top_p"])
+@pytest.mark.parametrize("value", ["x", -1, 10**30, [-1, "x"], float("nan")])
+def test_what_answers_are_generated_with_is_checked(tmp_path: Path, name: str, value: Any) -> None:
+    check_generation(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [1, 2], "top_k": 50, "top_p": 1.0}))
+    check_generation(tmp_path)
+    file.write_text(json.dumps({name: value}))
+    with pytest.raises(UserError, match=rf"generation_config.json: {name} .* must be"):
+        check_generation(tmp_path)
 
 
 def test_a_tokenizer_that_adds_very_many_tokens_is_refused(folder: Path) -> None:
