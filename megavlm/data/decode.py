@@ -298,6 +298,8 @@ def _orientation(image: Image.Image) -> int:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.array(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F" and not np.isfinite(np.array(image)).all():
+        raise BadSample(Reason.CORRUPT, "it has values that are not finite: fill them in before training")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")

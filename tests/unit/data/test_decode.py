@@ -117,6 +117,14 @@ def test_of_an_animation_the_first_frame(file_format: str) -> None:
     assert not decode(encoded(frames[0], file_format)).animated
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_tiff_of_numbers_that_are_not_finite_is_a_bad_sample(value: float) -> None:
+    buffer = BytesIO()
+    Image.fromarray(np.array([[value, 1.0]], np.float32)).save(buffer, "TIFF")
+    with pytest.raises(BadSample, match="not finite: fill them in"):
+        decode(buffer.getvalue())
+
+
 def test_one_pixel() -> None:
     assert decode(encoded(Image.new("L", (1, 1), 7))).pixels.tolist() == [[[7, 7, 7]]]
 
