@@ -7,6 +7,7 @@ to the field's value, or raises a UserError of one line that names the option, t
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -62,7 +63,8 @@ class Kind:
         if not self.many:
             return self._scalar(value, name=name, expected=expected)
         if not isinstance(value, (list, tuple)):
-            raise UserError(f"{name} expects {expected}, got {shown(value)}: write it in [brackets]")
+            how = f"[{self._as_mapping(value)}]" if self.is_record and isinstance(value, str) else "it in [brackets]"
+            raise UserError(f"{name} expects {expected}, got {shown(value)}: write {how}")
         return tuple(self._scalar(item, name=name, expected=expected) for item in value)
 
     def from_words(self, words: Sequence[str], *, name: str) -> Any:
@@ -89,11 +91,14 @@ class Kind:
                 return word
         return word
 
+    def _as_mapping(self, value: str) -> str:
+        return f"{{{next(iter(_kinds(self.scalar)))}: {shown(value)}}}"
+
     def _scalar(self, value: object, *, name: str, expected: str) -> Any:
         wrong = f"{name} expects {expected}, got {shown(value)}"
         if self.is_record:
             if not isinstance(value, Mapping):
-                raise UserError(wrong)
+                raise UserError(f"{wrong}: write {self._as_mapping(value)}" if isinstance(value, str) else wrong)
             return _record(self.scalar, value, name=name)
         if self.choices:
             if value in self.choices:
@@ -118,8 +123,9 @@ class Kind:
             raise UserError(wrong)
         if value == "" and (self.optional or self.many):  # of a variable of the shell that is not set, say
             raise UserError(f"{name} is empty: give it a value, or leave it out")
-        if isinstance(value, str) and value.startswith("~"):
-            raise UserError(f"{name} {shown(value)} starts with ~, which only a shell expands: write the full path")
+        if isinstance(value, str) and (shells := re.match(r"~|\$\w+(?=/|$)|\$\{\w+\}(?=/|$)", value)):
+            what = f"starts with {shells[0]}, which only a shell expands"
+            raise UserError(f"{name} {shown(value)} {what}: write the full path")
         if isinstance(value, int) and value.bit_length() > 63:
             raise UserError(f"{wrong}, which needs more than 64 bits")
         return value

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
+from megavlm.config.cli import RUN_FLAGS
 from megavlm.config.commands import Parser, reported
+from megavlm.config.fields import options as training
 from megavlm.errors import UserError
 from megavlm.launch import agent, kubernetes, local, slurm, vertex
 from megavlm.launch.profile import read_profile
@@ -19,16 +22,24 @@ def main(argv: Sequence[str]) -> int:
     flags = tuple(argv[cut + 1 :])
     options, more = _parser().parse_known_args(argv[:cut])
     _check(options, more)
-    if options.scheduler == "slurm":
-        return slurm.launch(options, more, flags)
-    return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
+    try:
+        if options.scheduler == "slurm":
+            return slurm.launch(options, more, flags)
+        return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
+    except UserError as error:
+        of_torchrun = r"start torchrun with --nproc-per-node \d+"
+        if not re.search(of_torchrun, str(error)):
+            raise
+        ours = "ask for as many by --nodes and --gpus-per-node"
+        raise UserError(re.sub(of_torchrun, ours, str(error))) from error
 
 
 def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
     if options.nodes < 1 or (options.gpus_per_node is not None and options.gpus_per_node < 1):
         raise UserError("--nodes and --gpus-per-node must be at least 1")
-    if more and options.scheduler != "slurm":
-        raise UserError(f"{more[0]} is no option of this program: flags of the run come after --")
+    known = {*RUN_FLAGS, *(flag for option in training() for flag in (*option.flags, *option.negations))}
+    if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
+        raise UserError(f"{alien[0]} is no option of this program: flags of the run come after --")
     read_profile(options.profile)
 
 

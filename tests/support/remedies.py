@@ -49,6 +49,9 @@ def followed_in_file(message: str, data: dict[str, Any]) -> list[dict[str, Any]]
     if wrong := re.match(r"([\w.]+) expects (.*?)(, got .*)", message):
         if "mapping of options" in wrong[2]:
             return [_dropped(data, wrong[1])]
+        if written := re.search(r": write (it in \[brackets\]|\[?\{.*)$", wrong[3]):
+            value = _value(data, wrong[1]) if written[1].startswith("it") else yaml.safe_load(written[1])
+            return [_with(data, wrong[1], value if isinstance(value, list) else [value])]
         values = [yaml.safe_load(value) for (value,) in _expected(wrong[2], wrong[3])]
         listed = "a list of" in wrong[2]
         return [_with(data, wrong[1], [value] if listed and value is not None else value) for value in values]

@@ -111,6 +111,8 @@ def test_a_slurm_job_is_one_command():
         ("slurm --nodes 2 --profile warp -- --tp 1", "choose one of aws-efa, azure-ndv5, ethernet, gcp-rdma, gcp-tcpx"),
         ("kubernetes --image i --env A;$(x)=1 -- --tp 1", r"--env A;\$\(x\) is no name of a variable: use letters"),
         ("local --nodes 2 --time 3 -- --tp 1", "--time is no option of this program"),
+        ("slurm --nodes 2 --recipe demo", "--recipe is no option of this program: flags of the run come after --"),
+        ("local --nodes 1 --gpus-per-node 2 -- --tp 3 --no-sp", "ask for as many by --nodes and --gpus-per-node"),
     ],
 )
 def test_a_mistake_ends_here_and_not_in_the_queue(
