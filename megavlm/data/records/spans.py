@@ -42,26 +42,29 @@ def line_spans(path: Path, *, quoted: bool = False) -> RecordSpans:
 
     If `quoted`, a line does not end where an odd number of quotation marks precede: in a quoted cell of a table.
     """
-    found, before, marks, at, first, last = [], [], 0, 0, 0, 0
+    found: list[tuple[NDArray[np.int64], ...]] = [(np.empty(0, np.int64),) * 3]
+    marks = at = begin = number = last = 0
     with open_regular(path) as file:  # not mapped: who looks at what was cut off meanwhile is ended by a signal
         while piece := file.read(_CHUNK):
             chunk = np.frombuffer(piece, np.uint8)
+            begin = len(BOM) if at == 0 and piece.startswith(BOM) else begin
             lines = np.flatnonzero(chunk == _NEWLINE)
             if quoted:
                 quotes = np.flatnonzero(chunk == _QUOTE)
                 lines = lines[(marks + np.searchsorted(quotes, lines)) % 2 == 0]
                 marks += len(quotes)
-            found.append(lines + at)
-            before.append(np.where(lines > 0, chunk[lines - 1], last))
-            first = len(BOM) if at == 0 and piece.startswith(BOM) else first
+            starts = np.append(begin, lines + at + 1)
+            ends = lines + at - (np.where(lines > 0, chunk[lines - 1], last) == _RETURN)
+            kept = np.flatnonzero(ends > starts[:-1])
+            found.append((starts[kept], ends[kept], kept + number + 1))
+            begin, number = int(starts[-1]), number + len(lines)
             at, last = at + len(piece), piece[-1]
-    ends = np.concatenate([*found, [at]]).astype(np.int64)
-    starts = np.concatenate([[first], ends[:-1] + 1]).astype(np.int64)
-    ends = ends - ((ends > starts) & (np.concatenate([*before, [last]]) == _RETURN))
-    kept = np.flatnonzero(ends > starts)
-    if not len(kept) or kept[-1] == len(kept) - 1:  # no empty line lies between them
-        return RecordSpans(starts[: len(kept)], ends[: len(kept)])
-    return RecordSpans(starts[kept], ends[kept], kept + 1)
+    if (end := at - (last == _RETURN)) > begin:
+        found.append((np.array([begin]), np.array([end]), np.array([number + 1])))
+    starts, ends, numbers = (np.concatenate(each) for each in zip(*found, strict=True))
+    if not len(numbers) or numbers[-1] == len(numbers):  # no empty line lies between them
+        return RecordSpans(starts, ends)
+    return RecordSpans(starts, ends, numbers)
 
 
 class SpanFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,17 @@ def test_lines_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def bounds(container: SpanFile) -> tuple[Any, Any]:
     return container._spans.starts, container._spans.ends
+
+
+def test_empty_lines_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_CHUNK", 2**16)
+    path = written(tmp_path / "l", b"\n" * 2**22 + b"1\n")
+    tracemalloc.start()
+    container = lines_of(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (container.read(0), container.label(0)) == (1, f"l:{2**22 + 1}")
+    assert peak < 2**23
 
 
 def test_a_line_beyond_all_size_is_not_read(tmp_path: Path) -> None:
