@@ -75,7 +75,7 @@ def test_the_command_of_a_recipe_is_for_its_own_model(
     assert first.startswith(f"weights of {' and '.join(places.values())}" if places else "random weights")
     assert f", {count:,} parameters" in first
     gib = f"{recipe.peak / 2**30:.2f} GiB of {recipe.hardware.memory / 2**30:.2f} GiB"
-    assert lines[-1] == f"fits: {gib} on the fullest of {several(recipe.gpus, "rank")} ({recipe.hardware.name})"
+    assert lines[-1] == f"fits: {gib} on the fullest of {several(recipe.gpus, 'rank')} ({recipe.hardware.name})"
     if not places:
         return
     with pytest.raises(UserError) as refused:
