@@ -92,6 +92,12 @@ def repository(place: str, option: str, *, is_data: bool = False) -> Repository 
     return Repository(place, option, found["name"], found["part"], found["revision"] or "main", is_data)
 
 
+def commit_of(place: str, *, is_data: bool = False) -> str | None:
+    """Return the commit of a repository whose files a run reads from the cache; None for a folder or a URL."""
+    found = repository(place, "", is_data=is_data)
+    return found.cached.name if found is not None and found.cached is not None else None
+
+
 def cache() -> Path:
     """Return the folder of Hugging Face's cache: HF_HUB_CACHE, or hub in HF_HOME."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")

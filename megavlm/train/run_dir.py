@@ -22,6 +22,7 @@ from megavlm.checkpoint.hf.compose import composed_config, write_composed_sideca
 from megavlm.checkpoint.hf.exporting import keep_untrained
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
+from megavlm.config.derived import starts_from
 from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
@@ -29,6 +30,7 @@ from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
 from megavlm.parallel.groups import from_rank_0, on_rank_0
 from megavlm.planner.plan import Plan
+from megavlm.storage.hub import commit_of
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -80,6 +82,8 @@ def configuration(config: Config) -> str:
 
 def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend) -> None:
     """Write `plan.json`, `environment.json` and, for `--config`, `config.yaml`."""
+    models = {place: commit_of(place) for place in starts_from(config).values()}
+    data = {each.path: commit_of(each.path, is_data=True) for each in config.data.datasets}
     environment = {
         "megavlm": megavlm.__version__,
         "python": platform.python_version(),
@@ -92,6 +96,7 @@ def write_run_files(run_dir: Path, config: Config, plan: Plan, backend: Backend)
         "hostname": platform.node(),
         "cpus": os.cpu_count(),
         "command": sys.argv,
+        "hub": {place: commit for place, commit in (models | data).items() if commit},
     }
     try:
         replace_file(run_dir / "config.yaml", configuration(config))

@@ -128,10 +128,13 @@ def test_a_model_is_fetched_once_and_without_what_is_not_needed(served: Hub) -> 
     served.repositories.clear()  # what is in the cache is taken from there
     cache._from_hub.cache_clear()
     assert cache.local_path("acme/vlm", "--init-from") == small
+    assert hub.commit_of("acme/vlm") == small.name, "environment.json says which weights these were"
+    assert hub.commit_of(str(small)) is None
 
 
 def test_a_folder_of_that_name_wins(served: Hub, tmp_path: Path) -> None:
     (tmp_path / "acme" / "vlm").mkdir(parents=True)
+    assert hub.commit_of("acme/vlm") is None
     assert cache.local_path("acme/vlm", "--init-from") == Path("acme/vlm")
 
 
