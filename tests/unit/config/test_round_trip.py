@@ -37,7 +37,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,~"), min_size=1, max_size=5),
         columns=st.none()
         | st.dictionaries(
-            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5)], min_size=1
+            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5)],
+            min_size=1,
         ),
     ),
 }
