@@ -14,6 +14,7 @@ from types import ModuleType
 from megavlm.checkpoint import inspection, store_inspection
 from megavlm.checkpoint.retention import Keep
 from megavlm.config.commands import Parser, reported
+from megavlm.config.messages import plain
 from megavlm.errors import UserError
 from megavlm.storage.store import StoreError
 from megavlm.storage.urls import is_url
@@ -66,6 +67,10 @@ def _prune(options: argparse.Namespace) -> int:
         raise UserError("--keep must be at least 1")
     functions, run = _at(options.run)
     rule = Keep(options.keep, options.keep_every, options.keep_best, options.mode)
+    known = sorted({name for entry in functions.entries(run) for name in entry.metrics}) if rule.best else []
+    if rule.best and rule.best not in known:
+        uses = f"use one of {', '.join(known)}" if known else "leave it out"
+        raise UserError(f"--keep-best {plain(rule.best)} is a metric that no checkpoint has: {uses}")
     for checkpoint in functions.doomed(run, rule):
         if not options.delete:
             print(f"{checkpoint} would be deleted: add --delete")

@@ -199,4 +199,4 @@ def test_a_folder_that_does_not_embed_is_refused(folder: Path, tmp_path: Path, c
 
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     assert main([str(folder / "model"), str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 2
-    assert "no export of a model that was trained to embed (--objective)" in capsys.readouterr().err
+    assert "train a model that embeds, with --objective contrastive or sigmoid" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def read_embedding_file(folder: Path) -> ModelConfig:
     says what cannot be.
     """
     if not (folder / FILE).is_file():
-        raise UserError(f"{folder} has no {FILE}: it is no export of a model that was trained to embed (--objective)")
+        raise UserError(f"{folder} has no {FILE}: train a model that embeds, with --objective contrastive or sigmoid")
     found = read_json(folder / FILE)
     kinds = (*get_args(get_type_hints(ObjectiveConfig)["kind"]), *registered("objectives"))
     if found.get("objective") not in kinds or found.get("pooling") not in ("last", "mean"):

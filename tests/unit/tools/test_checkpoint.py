@@ -79,6 +79,8 @@ def test_the_best_is_marked_and_kept(tool: ModuleType, tmp_path: Path, capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert ["best" in line for line in lines] == [False, True, False]
     assert "eval_count 0.625" in lines[2]
+    assert tool.main(["prune", str(tmp_path), "--keep", "1", "--keep-best", "count", "--delete"]) == 2
+    assert "--keep-best count is a metric that no checkpoint has: use one of eval_count" in capsys.readouterr().err
     argv = ["prune", str(tmp_path), "--keep", "1", "--keep-best", "eval_count", "--delete"]
     assert tool.main([*argv, "--keep-best-mode", "max"]) == 0
     assert [iteration for iteration, _ in folders.complete(root)] == [2, 3]
