@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,12 @@ def processor_for(config: Config) -> Processor:
     if given is None:
         processor: Processor = _plain(model, fast=data.fast_image_resize)
     elif (settings := image_settings(folder := local_path(given, "--image-processor", weights=False))) is not None:
-        processor = processor_from(
-            settings,
-            model,
-            fast=data.fast_image_resize,
-            video=_video_settings(folder),
-            model_type=model_type(folder) or _type_of_tower(config),
-        )
+        video, kind = _video_settings(folder), model_type(folder) or _type_of_tower(config)
+        try:
+            processor = processor_from(settings, model, fast=data.fast_image_resize, video=video, model_type=kind)
+        except UserError as error:  # which says preprocessor_config.json of any folder, and of what is nested elsewhere
+            file = str(folder / _FILES["image_processor" in settings])
+            raise UserError(re.sub(rf"(?<!\w){_FILES[0]}", lambda _: file, str(error), count=1)) from error
     elif data.image_processor:
         raise UserError(f"--image-processor {given} has no {' and no '.join(_FILES)}: name a folder with one")
     else:

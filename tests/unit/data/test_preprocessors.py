@@ -54,6 +54,15 @@ def test_bounds_that_cannot_be_are_refused(tmp_path: Path) -> None:
         processor_for(config(clip, max_pixels=50176))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_wrong_option_is_told_with_its_file(tmp_path: Path, nested: bool) -> None:
+    options = {**QWEN, "rescale_factor": 1e300}
+    file = tmp_path / ("processor_config.json" if nested else "preprocessor_config.json")
+    file.write_text(json.dumps({"image_processor": options} if nested else options))
+    with pytest.raises(UserError, match=rf"^{file}: rescale_factor 1e\+300 must be a number"):
+        processor_for(config(tmp_path))
+
+
 def test_a_tokenizer_of_another_family_is_refused(tmp_path: Path) -> None:
     """Its tokens are numbers of other words: such a run trains, and forgets what the model knew."""
     saved = {"own": byte_level(QWEN_TOKENS), "more": byte_level((*QWEN_TOKENS, *EXTRA)), "other": llama()}
