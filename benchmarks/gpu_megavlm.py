@@ -65,7 +65,7 @@ class Ours(Side):
         self.attention = type(first.self_attention.core_attention).__name__
         if task["files"]:
             return self._on_files(config, groups)
-        batch = gpu_model.batch_of(shape, packed=not task["alone"])
+        batch = gpu_model.batch_of(shape, packed=True)
         given = batch.with_tensors(pinned(batch.host_tensors(), pin=self.on_gpu))
 
         def step() -> float:

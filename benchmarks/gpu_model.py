@@ -74,10 +74,6 @@ class Shape:
         """Return the shape for a tokenizer that has its own image token."""
         return replace(self, model=replace(self.model, image_token=None))
 
-    def one_sample(self) -> Shape:
-        """Return the shape with its first sample only."""
-        return replace(self, images=self.images[:1])
-
 
 def models(*, small: bool) -> list[tuple[Shape, ...]]:
     """LLaVA-1.5-7B on 336 × 336 pixels and Qwen2.5-VL-7B on photographs; `small`: toys of their kind.

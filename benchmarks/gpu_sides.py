@@ -14,12 +14,11 @@ class Side:
     precision: str
     flags: str = ""  # of pretrain_vlm.py
     files: bool = False  # JPEG files through the loader, not tensors that are there already
-    alone: bool = False  # one sample, in a row of its own, in place of all in one packed row
     compiled: bool = False  # by torch.compile
 
     @property
     def name(self) -> str:
-        what = (self.flags, "of JPEG files" * self.files, "one sample" * self.alone, "compiled" * self.compiled)
+        what = (self.flags, "of JPEG files" * self.files, "compiled" * self.compiled)
         return " ".join(filter(None, (self.program, self.precision, *what)))
 
     @property
@@ -50,14 +49,11 @@ ABLATION = (
     "--offload activations",
     "--offload optimizer",
 )
-# The same on one sample in a row of its own: layers so small that launching their kernels takes most of the time.
-ABLATION_ALONE = ("--transformer-impl torch", "--transformer-impl torch --cuda-graphs")
 
 
 def ablation() -> tuple[Side, ...]:
-    """Return megavlm's sides with flags; the first of each group is the baseline of the others."""
-    packed = (OURS, *(Side("megavlm", "bf16", flags) for flags in ABLATION))
-    return (*packed, *(Side("megavlm", "bf16", flags, alone=True) for flags in ABLATION_ALONE))
+    """Return megavlm's sides with flags; the first is the baseline of the others."""
+    return (OURS, *(Side("megavlm", "bf16", flags) for flags in ABLATION))
 
 
 def chosen(*, precision: str, ablate: bool, their_compile: bool, names: str | None = None) -> tuple[Side, ...]:

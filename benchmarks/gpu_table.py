@@ -36,7 +36,7 @@ def rows_of(result: Mapping[str, Any], device: str, *, judged: bool) -> list[Row
     for side in [] if ablated else (OURS, OURS_FP8, SINGLE[1]):
         if side.name in answers:
             rows += _side(result, side.name, side.precision, device, judged=judged)
-    rows += [row for group in ablated for row in _ablated(result, group)]
+    rows += _ablated(result, ablated) if ablated else []
     if OURS_FILES.name in answers:
         rows += _files(result)
     for side, each in answers.items():

@@ -147,7 +147,6 @@ def turns(sides: Sequence[Side], *, rounds: int) -> Iterator[Side]:
 def described(shape: gpu_model.Shape, sides: Sequence[Side], *, options: argparse.Namespace) -> Result:
     """What a model's figures are counted from."""
     ours = [side for side in sides if side.program == "megavlm"]
-    groups = [[side.name for side in ours if side.alone == alone] for alone in (False, True)]
     return {
         "shape": shape.name,
         "layers": shape.num_layers,
@@ -157,14 +156,13 @@ def described(shape: gpu_model.Shape, sides: Sequence[Side], *, options: argpars
         "step_flops": options.micro_batches * gpu_model.whole_flops(shape),
         "language_flops": gpu_model.language_flops(shape),
         "predicted_bytes": {side.name: predicted(side, shape, on_gpu=options.device == "cuda") for side in ours},
-        "ablation": groups if options.ablate else [],
+        "ablation": [side.name for side in ours] if options.ablate else [],
     }
 
 
 def predicted(side: Side, shape: gpu_model.Shape, *, on_gpu: bool) -> float:
     """Bytes at a step's peak, by the planner's count."""
-    whole = shape.one_sample() if side.alone else shape
-    return gpu_model.predicted_memory(whole, precision=side.precision, flags=side.flags, on_gpu=on_gpu).total
+    return gpu_model.predicted_memory(shape, precision=side.precision, flags=side.flags, on_gpu=on_gpu).total
 
 
 def turn(

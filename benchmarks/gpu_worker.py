@@ -65,7 +65,6 @@ def answer_of(side: Side, task: dict[str, Any]) -> dict[str, Any]:
 def run(side: Side, task: dict[str, Any]) -> dict[str, Any]:
     """Build the model, warm up, and return the measurement."""
     shape = gpu_model.shape_named(task["shape"], layers=task["layers"], small=task["small"])
-    shape = shape.one_sample() if task["alone"] else shape
     began = time.perf_counter()
     watch = Watch(side.on_gpu)
     step = side.build(shape, task, watch)

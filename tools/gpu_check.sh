@@ -8,7 +8,7 @@
 #   1  Transformer Engine's kernels, numbers against a CPU's, LLaVA against Transformers, windowed attention, the doctor
 #   2  the other tests that need a GPU
 #   3  Qwen2.5-VL against Transformers
-#   4  LLaVA with and without each option: layers, FP8, recomputation, offload, CUDA graphs
+#   4  LLaVA with and without each option: layers, FP8, recomputation, offload
 #   5  parallel layouts against one process, over NCCL: on four GPUs, else all ranks on one
 #
 # Without --part, all. Results go into FOLDER (gpu-check) as .json, .xml, .log and steps.tsv, and stay there: each part

@@ -49,19 +49,8 @@ def gathered_keys_have_no_masks(config: Config) -> str | None:
     return None
 
 
-def context_parallelism_supports(config: Config) -> str | None:
-    """Refuse CUDA graphs: they spare launches, which parts of 16,000 positions hide in any case, and exchanges between
-    ranks are not known to be safe in a graph that is replayed.
-    """
-    cp = config.parallel.context_parallel_size
-    if cp > 1 and config.execution.cuda_graphs:
-        return f"--cp {cp} does not support --cuda-graphs, which gain nothing with long sequences: leave it out"
-    return None
-
-
 CONTEXT_RULES: tuple[Callable[[Config], str | None], ...] = (
     heads_divide_over_context,
     sequence_divides_over_context,
     gathered_keys_have_no_masks,
-    context_parallelism_supports,
 )

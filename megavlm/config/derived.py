@@ -116,7 +116,7 @@ def overlapped(config: Config, *, dp: int) -> Config:
         reduce = pays or bool(gather)
     if gather is None:
         sharded = parallel.data_parallel_sharding != "none"
-        gather = pays and reduce and sharded and not config.execution.cuda_graphs
+        gather = pays and reduce and sharded
     return replace(config, parallel=replace(parallel, overlap_grad_reduce=reduce, overlap_param_gather=gather))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from megavlm.config.context_rules import CONTEXT_RULES
-from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel, shards_gradients
+from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
@@ -180,31 +180,6 @@ def offloaded_parameters_are_gathered(config: Config) -> str | None:
     return None
 
 
-def graphs_can_be_captured(config: Config) -> str | None:
-    """A CUDA graph replays fixed kernels on fixed memory, so that shapes and buffers must not change per call."""
-    if not config.execution.cuda_graphs:
-        return None
-    parallel, model = config.parallel, config.model
-    conflicts = {
-        "packed sequences, whose lengths vary: add --no-packing": data_kind(config) == "files" and config.data.packing,
-        "tensor parallelism, because graphs would share its buffers: use --tp 1": parallel.tensor_model_parallel_size
-        > 1,
-        "pipeline stages, because several micro-batches are in flight: use --pp 1": (
-            parallel.pipeline_model_parallel_size > 1
-        ),
-        "recomputation: use --recompute-granularity none": config.execution.recompute_granularity != "none",
-        "dropout, whose random masks would repeat: set --hidden-dropout and --attention-dropout to 0": bool(
-            model.hidden_dropout or model.attention_dropout or (config.lora.rank and config.lora.dropout)
-        ),
-        "sharded parameters and gradients: use --data-parallel-sharding optimizer": shards_gradients(config),
-        "attention that looks at its logits: leave --qk-clip out": config.optimizer.qk_clip,
-        "offloaded activations: leave --offload activations out": "activations" in offloaded(config),
-        "FP8, whose scales change each step: use --fp8 none": config.precision.fp8 != "none",
-        "overlapped parameter gathers: leave --overlap-param-gather out": bool(parallel.overlap_param_gather),
-    }
-    return next((f"--cuda-graphs does not support {what}" for what, given in conflicts.items() if given), None)
-
-
 def world_divides(config: Config, world: int) -> str | None:
     parallel, ranks = config.parallel, replica_size(config)
     if world % ranks:
@@ -299,7 +274,6 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     tp_overlap_has_sequences,
     offload_is_known,
     offloaded_parameters_are_gathered,
-    graphs_can_be_captured,
 )
 
 WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (

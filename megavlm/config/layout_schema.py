@@ -76,7 +76,7 @@ class ParallelConfig:
     overlap_param_gather: bool | None = option(
         None,
         "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
-        "sharded, except with --cuda-graphs.",
+        "sharded.",
     )
     ddp_bucket_size: int | None = option(
         None,
@@ -196,11 +196,6 @@ class ExecutionConfig:
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
-    )
-    cuda_graphs: bool = option(
-        False,
-        "GPU: capture each language layer in a CUDA graph, which saves launch time of small layers; needs "
-        "sequences of one length.",
     )
     compile_small_ops: bool = option(
         False,

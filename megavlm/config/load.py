@@ -77,7 +77,7 @@ _MOVED = {
         f"train.{name}": f"execution.{name}"
         for name in (
             *("transformer_impl", "gradient_accumulation_fusion", "recompute_granularity"),
-            *("cuda_graphs", "compile_small_ops"),
+            "compile_small_ops",
         )
     },
     **{

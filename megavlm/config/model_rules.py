@@ -203,8 +203,6 @@ def masks_are_expressible(config: Config) -> str | None:
         return f"{flag} and --data digits, which has an image token of its own, cannot be combined: leave one out"
     if language.bidirectional_images and config.model.image_token is None:
         return f"{flag} knows images by their token: add --image-token"
-    if config.execution.cuda_graphs:
-        return f"{flag} and --cuda-graphs cannot be combined, because masks differ between batches: leave one out"
     return None
 
 

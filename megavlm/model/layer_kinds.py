@@ -158,8 +158,6 @@ def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Mic
     rotary, packing = context.language_rope, context.language_packing
     if attends_in_window(context.config.model.language, number_of(name)):
         rotary, packing = context.sliding_rope, context.sliding_packing
-    if chunk.graphs is not None and packing is None:
-        return chunk.graphs(name, hidden, rotary)
     counts = torch.is_grad_enabled() and has_experts(context.config.model, number_of(name))
     routed = context.routed_rows if counts else None
     return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing, routed=routed)

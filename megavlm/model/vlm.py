@@ -42,7 +42,6 @@ from megavlm.config.schema import Config
 from megavlm.data.batch import MicroBatch
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.deepstack import pack, unpack
-from megavlm.model.graphs import LayerGraphs
 from megavlm.model.layer_kinds import IMPLEMENTATIONS, LayerBuilder
 from megavlm.model.layer_modules import execution_of
 from megavlm.model.lora import add_adapters
@@ -88,9 +87,7 @@ class VLMChunk(MegatronModule):
             self._choose_trained(name, part)
             self.parts[name] = part
             _attach(self, name, part)
-        language = {name: part for name, part in self.parts.items() if kind_of(name) == LANGUAGE_LAYER}
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
-        self.graphs = LayerGraphs(language) if config.execution.cuda_graphs else None
         self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
         self.has_tied_copy = ties_output(config.model) and (EMBEDDING in self.names) != (OUTPUT in self.names)
         if self.has_tied_copy:

@@ -1,4 +1,4 @@
-"""Decide what `--transformer-impl`, `--fp8` and `--cuda-graphs` mean on this process's device."""
+"""Decide what `--transformer-impl` and `--fp8` mean on this process's device."""
 
 from __future__ import annotations
 
@@ -47,11 +47,6 @@ def check_device(config: Config) -> None:
             "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
             "--transformer-impl torch"
         )
-    if config.execution.cuda_graphs:
-        if device_at_hand().capability is None:
-            raise UserError("--cuda-graphs needs a CUDA device, and there is none here: leave it out")
-        if chosen == "te":
-            raise UserError("--cuda-graphs captures torch's layers: add --transformer-impl torch, or leave it out")
 
 
 def check_te_fp8(config: Config) -> None:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavlm.arch.layers import LANGUAGE_LAYER, kind_of
 from megavlm.data.batch import MicroBatch
 from megavlm.model.router import routers_of
 from megavlm.model.vlm import VLMChunk, bare_chunk
@@ -69,10 +68,9 @@ def computed_twice(chunks: Sequence[Any]) -> Iterator[Callable[[], Difference | 
 
 
 def _compared(chunk: int, once: Checksums, again: Checksums) -> _Found | None:
-    names = [name for name in once if name in again]  # CUDA graphs that were captured in the first pass hide the rest
-    differs = torch.stack([once[name] != again[name] for name in names]).tolist()
+    differs = torch.stack([once[name] != again[name] for name in once]).tolist()
     place = next((place for place, each in enumerate(differs) if each), None)
-    return None if place is None else _Found(chunk, place, dist.get_rank(), names[place])
+    return None if place is None else _Found(chunk, place, dist.get_rank(), list(once)[place])
 
 
 def _first_difference(own: Sequence[_Found | None]) -> Difference | None:
@@ -156,11 +154,9 @@ def _watched(chunk: VLMChunk, note: Callable[[str, Tensor], None]) -> Iterator[N
             if value.requires_grad:
                 value.register_hook(partial(note, f"the gradient of the output of {name}"))
 
-    captured = [] if chunk.graphs is None else [name for name in chunk.names if kind_of(name) == LANGUAGE_LAYER]
-    replayed = tuple(f"{name}." for name in captured)  # without hooks
     with ExitStack() as hooks:
         for name, module in chunk.named_modules():
-            if name and not f"{name}.".startswith(replayed):
+            if name:
                 hooks.callback(module.register_forward_hook(partial(see, name)).remove)
         yield
 

@@ -43,7 +43,6 @@ def lines_of_ours(output: str) -> list[str]:
         (["--pp", "20", "--gbs", "20", "--dry-run"], "--pp"),
         (["--load", "nowhere", "--run-dir", "{tmp}/run"], "--load"),
         (["--run-dir", "/proc/nowhere"], "--run-dir"),
-        (["--cuda-graphs", "--run-dir", "{tmp}/run"], "--cuda-graphs"),
     ],
 )
 def test_one_line_and_status_2(tmp_path: Path, argv: list[str], named: str):

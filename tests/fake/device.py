@@ -229,7 +229,6 @@ def pretend(library: str) -> None:
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "make_graphed_callables": lambda modules, samples: modules,
         "is_current_stream_capturing": lambda: False,
         "default_generators": (generator,) * 8,
         "_exchange_device": lambda device: 0,

@@ -104,7 +104,6 @@ SLOW = {
         "--placement colocated --pp 2 --tp 2 --freeze vision projector --encode-ahead --train-iters 2 --save",
     ),
     "cached features": (0, 2, "FILES --placement colocated --tp 2 --freeze vision projector --vision-cache CACHE"),
-    "graphs": (0, 1, "--cuda-graphs --transformer-impl torch"),
     "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
     "answers": (0, 1, f"{DEMO} --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
 }

@@ -6,7 +6,6 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.training import TEXT_TO_LEARN, assert_within_a_hundredth, met
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-FP32 = ["--precision", "fp32", "--transformer-impl", "torch"]
 
 
 def run_program(run_dir: Path, *flags: str) -> None:
@@ -123,50 +121,3 @@ def test_a_run_reports_its_share_of_the_peak(world: Any, tmp_path: Path) -> None
     train([*model.MODEL, "--train-iters", "3", "--precision", "bf16", "--no-save"], str(tmp_path))
     shares = [record["mfu"] for record in metrics(tmp_path)]
     assert all(share is not None and 0 < share < 1 for share in shares)
-
-
-def test_cuda_graphs_change_no_number(world: Any, tmp_path: Path) -> None:
-    """Replayed kernels are the same kernels; losses of steps that follow differ as those of two runs do."""
-    if world.is_cpu:
-        pytest.skip("CUDA graphs need a CUDA device")
-    argv = [*model.MODEL, "--train-iters", "5", "--global-batch-size", "4", "--precision", "bf16", "--no-save"]
-    argv += ["--transformer-impl", "torch"]
-    train(argv, str(tmp_path / "plain"))
-    train([*argv, "--cuda-graphs"], str(tmp_path / "graphs"))
-    plain, graphs = metrics(tmp_path / "plain"), metrics(tmp_path / "graphs")
-    assert graphs[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # cuBLAS may choose another workspace
-    assert [each["loss"] for each in graphs] == pytest.approx([each["loss"] for each in plain], rel=1e-3)
-    assert [each["grad_norm"] for each in graphs] == pytest.approx([each["grad_norm"] for each in plain], rel=1e-2)
-
-
-def test_evaluation_after_a_capture_runs_without_graphs(world: Any) -> None:
-    """Logits of the captured length and of half of it, after a training step, against those of a run without graphs."""
-    if world.is_cpu:
-        pytest.skip("CUDA graphs need a CUDA device")
-    found = [logits_after_a_step([*FP32, *flags], world) for flags in ([], ["--cuda-graphs"])]
-    assert [each.shape[1] for each in found[1]] == [512, 256]
-    for plain, graphs in zip(*found, strict=True):
-        torch.testing.assert_close(graphs, plain, rtol=1e-3, atol=1e-3)
-
-
-def logits_after_a_step(flags: list[str], world: Any) -> list[torch.Tensor]:
-    from megavlm.data.collate import CollateSpec, collate
-    from megavlm.data.synthetic import SyntheticSource
-
-    config = model.config_of(flags)
-    whole = config.train.seq_length
-    source = SyntheticSource(config)
-    half = SyntheticSource(replace(config, train=replace(config.train, seq_length=whole // 2)))
-    batch, short = (
-        collate([[each.sample(0)]], CollateSpec.of(config, each, seq_length=length))
-        for each, length in ((source, whole), (half, whole // 2))
-    )
-    engine = model.engine_of(config, world)
-    engine.train_step([batch])
-    graphs = engine.chunks[0].module.graphs
-    assert (graphs is not None and graphs.captured) == config.execution.cuda_graphs
-    for chunk in engine.chunks:
-        chunk.eval()
-    logits = [part.float().cpu() for given in (batch, short) for part in engine.schedule.logits([given])]
-    engine.close()
-    return logits

@@ -70,7 +70,6 @@ def test_a_file_of_before_the_sections_were_divided_means_what_it_meant() -> Non
         recompute_granularity="full",
         offload=("optimizer",),
         gradient_accumulation_fusion=False,
-        cuda_graphs=True,
         compile_small_ops=True,
     )
     assert config.precision == PrecisionConfig(

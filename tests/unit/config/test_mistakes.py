@@ -362,12 +362,6 @@ MODEL = (
     ),
     Mistake("--offload parameters=nvme:/x", "--offload parameters=nvme:/x", "choose", "--offload optimizer=nvme:/x"),
     Mistake(
-        "--language-window-size 8 --cuda-graphs",
-        "--language-window-size and --cuda-graphs",
-        "leave one out",
-        "--no-cuda-graphs",
-    ),
-    Mistake(
         "--projector-anyres-max-tiles 4 --vision-deepstack-layers 0",
         "--projector-anyres-max-tiles and --vision-deepstack-layers",
         "leave one of them out",
@@ -449,7 +443,6 @@ LAYOUT = (
     ),
     Mistake("--cp 4 --seq-length 66", "--seq-length 66", "use 64 or 68", "--seq-length 68", 4),
     Mistake("--cp 2 --tp 2 --seq-length 66", "--seq-length 66", "use 64 or 68", "--no-sp", 4),
-    Mistake("--cp 2 --cuda-graphs", "--cp 2 does not support --cuda-graphs", "leave it out", "--no-cuda-graphs", 2),
     Mistake(
         "--encode-ahead --freeze vision projector",
         "--encode-ahead",
@@ -467,18 +460,6 @@ LAYOUT = (
         "--encode-ahead",
         "--hidden-dropout and --attention-dropout",
         "--hidden-dropout 0 --attention-dropout 0",
-    ),
-    Mistake("--cuda-graphs --data files --datasets a.json", "--cuda-graphs", "packed sequences", "--no-packing"),
-    Mistake("--cuda-graphs --tp 2", "--cuda-graphs", "use --tp 1", "--tp 1", 2),
-    Mistake("--cuda-graphs --pp 2", "--cuda-graphs", "use --pp 1", "--pp 1", 2),
-    Mistake("--cuda-graphs --recompute-granularity full", "--cuda-graphs", "none", "--recompute-granularity none"),
-    Mistake("--cuda-graphs --precision bf16 --fp8 hybrid", "--cuda-graphs", "--fp8 none", "--fp8 none"),
-    Mistake("--cuda-graphs --hidden-dropout 0.1", "--cuda-graphs", "dropout", "--hidden-dropout 0"),
-    Mistake(
-        "--cuda-graphs --overlap-param-gather --overlap-grad-reduce",
-        "--cuda-graphs",
-        "leave --overlap-param-gather out",
-        "--no-overlap-param-gather",
     ),
     Mistake("--tp-comm-overlap --precision bf16", "--tp-comm-overlap", "--sequence-parallel", "--tp 2", 2),
     Mistake(
@@ -676,7 +657,6 @@ EXPERTS = (
         "--data-parallel-sharding optimizer",
     ),
     Mistake(f"{MIXTURE} --hybrid-shard-size 2", "--hybrid-shard-size", "leave it out", "--hybrid-shard-size none", 2),
-    Mistake(f"{MIXTURE} --cuda-graphs", "--cuda-graphs", "leave it out", "--no-cuda-graphs"),
     Mistake(
         f"{MIXTURE} --tp 2 --precision bf16 --tp-comm-overlap",
         "does not support --tp-comm-overlap",
@@ -821,7 +801,6 @@ RUN = (
     ),
     Mistake("--qk-clip --lora-rank 4 --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
     Mistake("--qk-clip --language-qk-norm --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
-    Mistake("--qk-clip --cuda-graphs", "--cuda-graphs", "leave --qk-clip out", "--no-qk-clip"),
     Mistake("--qk-clip-alpha 0.3", "--qk-clip-alpha has no effect without --qk-clip", "add it", "--qk-clip"),
     Mistake("--muon-momentum 0.9", "--muon-momentum has no effect without --optimizer muon", "add it", MUON),
     Mistake("--lion-beta2 0.98", "--lion-beta2 has no effect without", "add it", "--optimizer lion"),
@@ -1135,14 +1114,14 @@ def test_a_mistake_is_named_with_its_remedy(mistake: Mistake) -> None:
 
 def test_what_is_proposed_leads_on() -> None:
     """Each remedy that a message of a mistake proposes is followed as it is written, however many it has."""
-    ends, understood = [], 0
-    for mistake in (*SPELLING, *TYPES, *RULE_MISTAKES):
+    ends, understood, mistakes = [], 0, (*SPELLING, *TYPES, *RULE_MISTAKES)
+    for mistake in mistakes:
         argv, ask = shlex.split(mistake.argv), functools.partial(accept, world=mistake.world)
         understood += bool(followed(str(answer(argv, ask)), argv))
         if (end := dead_end(argv, ask, followed)) is not None:
             ends.append((mistake.argv, shlex.join(end), answer(end, ask)))
     assert ends == []
-    assert understood >= 250
+    assert understood >= 0.7 * len(mistakes)
 
 
 @pytest.mark.parametrize("mistake", RULE_MISTAKES, ids=lambda mistake: mistake.argv[:60])

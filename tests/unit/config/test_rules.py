@@ -98,7 +98,6 @@ def test_sequence_parallelism_follows_tp_unless_asked(argv: str, expected: bool)
         ("--no-overlap-grad-reduce", 2, (False, False)),
         ("--no-overlap-param-gather", 2, (True, False)),
         ("--overlap-param-gather", 1, (True, True)),
-        ("--cuda-graphs", 2, (True, False)),
         ("--overlap-grad-reduce", 1, (True, False)),
     ],
 )
