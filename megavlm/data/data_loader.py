@@ -33,8 +33,6 @@ class DataLoader:
         self._broadcast = broadcast
         self._replicas = replicas
         self._peeked: tuple[LoaderState | None, StepData] | None = None
-        self._before: LoaderState | None = None  # the state at which the last step began, on a rank that reads
-        self._back = False
 
     def peek(self) -> StepData:
         """Return the data that `next_step` will return, without a change of state. Every rank of a replica calls it."""
@@ -46,14 +44,9 @@ class DataLoader:
     def next_step(self) -> StepData:
         """Return the data of the next optimizer step. Raises UserError on every rank of a replica alike."""
         if self._peeked is None:
-            self._before = self._own_state()
             return self._read()
-        (self._before, step), self._peeked = self._peeked, None
+        (_, step), self._peeked = self._peeked, None
         return step
-
-    def step_back(self) -> None:
-        """Let `state_dict` return the state at which the last step began; no other step may follow."""
-        self._back = True
 
     def rewind(self) -> None:
         """Go back to the beginning of the data."""
@@ -79,8 +72,6 @@ class DataLoader:
     def state_dict(self) -> LoaderState:
         """Return the state at which the next step begins. Every rank must call it, since ranks communicate in it."""
         own = self._own_state() if self._peeked is None else self._peeked[0]
-        if self._back:
-            own = self._before
         if self._broadcast is not None:
             own = self._broadcast.share_state(own)
         assert own is not None

@@ -26,13 +26,11 @@ class DevicePrefetcher:
         host_copies: HostCopies,
         *,
         chunks: int,
-        before: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """`batches` are on the host, except for features of a colocated encoder. `before` is called before a chunk
-        takes a micro-batch, and may raise an exception; `meanwhile` is called as it does.
+        """`batches` are on the host, except for features of a colocated encoder. `meanwhile` is called as a chunk takes
+        a micro-batch.
         """
-        self._before = before
         self._batches = batches
         self._host_copies = host_copies
         self._meanwhile = meanwhile
@@ -43,7 +41,6 @@ class DevicePrefetcher:
     def for_a_chunk(self) -> Iterator[MicroBatch]:
         """Yield all micro-batches, for one chunk."""
         for index in range(len(self._batches)):
-            self._before()
             yield self._take(index)
 
     def _take(self, index: int) -> MicroBatch:

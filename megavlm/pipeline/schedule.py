@@ -137,7 +137,6 @@ class Schedule:
         self.backend = backend
         self.num_sources = num_sources
         self.phases = phases if phases is not None else Phases()
-        self.before_micro_batch: Callable[[], object] = lambda: None  # of a training step; what it raises ends the step
         self.timers = StepTimers(dims, rank=groups.coords.pp, phases=self.phases)
         self._host_copies = host_copies_of(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
@@ -260,13 +259,7 @@ class Schedule:
         """
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else None
-        moving = DevicePrefetcher(
-            batches,
-            self._host_copies,
-            chunks=len(self.chunks),
-            before=(lambda: None) if forward_only else self.before_micro_batch,
-            meanwhile=meanwhile,
-        )
+        moving = DevicePrefetcher(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
         iterators = [moving.for_a_chunk() for _ in self.chunks]
         if self._walk is not None and not forward_only:
             results = self._walk(forward, batches, iterators)

@@ -23,7 +23,6 @@ _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come 
 # once, and torchrun passes on what it gets.
 _SAME_REQUEST = 5.0  # seconds
 _LOOK_AT_PARENT = 1.0  # seconds
-_AGREEMENT = 10.0  # seconds in which all ranks hear of a request and agree (`cut_short.py`)
 DEFAULT_PATIENCE = 30.0  # seconds that torchrun, SLURM (KillWait) and Kubernetes wait between SIGTERM and SIGKILL
 
 
@@ -34,19 +33,12 @@ class StopRequest:
         self.reason: str | None = None
         self._asked = 0.0
         self._warned = False  # the request was a warning of a scheduler, which its SIGTERM may follow
-        self._urgent = False  # the process will be killed `patience` seconds after the request
-        self.patience = DEFAULT_PATIENCE
         self._lock = threading.Lock()
         self._phase: Literal["starting", "training", "closing"] = "starting"
 
     @property
     def requested(self) -> bool:
         return self.reason is not None
-
-    @property
-    def presses(self) -> bool:
-        """Return whether a third of the time between the request and the kill is over."""
-        return self._urgent and time.monotonic() - self._asked > self.patience / 3
 
     def training(self) -> None:
         """Let requests from now on wait for the training loop, which saves; before, they end the process at once."""
@@ -65,9 +57,9 @@ class StopRequest:
         with self._lock:
             self._phase = "closing"
 
-    def ask(self, reason: str, *, warning: bool, urgent: bool) -> None:
-        """Request a stop; if it is `urgent`, the process will be killed before long. A request within 5 s of the first
-        is the same one, and so is the first after a warning; any other ends the process at once.
+    def ask(self, reason: str, *, warning: bool) -> None:
+        """Request a stop. A request within 5 s of the first is the same one, and so is the first after a warning; any
+        other ends the process at once.
         """
         with self._lock:
             now = time.monotonic()
@@ -78,7 +70,7 @@ class StopRequest:
             if self.reason is None or (self._warned and not warning):
                 if self.reason is None and os.environ.get("LOCAL_RANK", "0") == "0":
                     _say(f"{reason}: saves a checkpoint after this step and ends")
-                self.reason, self._asked, self._warned, self._urgent = reason, now, warning, urgent
+                self.reason, self._asked, self._warned = reason, now, warning
             elif now - self._asked > _SAME_REQUEST:
                 _end(1, f"{reason} once more: ends at once, without a checkpoint")
 
@@ -93,7 +85,6 @@ def listen(stop: StopRequest, *, parent: int | None, patience: float) -> None:
 
     `parent`: if this process is gone, that is a request too, and this one ends `patience` seconds later at the latest.
     """
-    stop.patience = patience
     heard, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -110,13 +101,12 @@ def _hear(stop: StopRequest, heard: int, parent: int | None, patience: float) ->
         if select.select([heard], [], [], _LOOK_AT_PARENT)[0]:
             for number in os.read(heard, 64):
                 if number in SIGNALS:
-                    warning = number in _WARNINGS
-                    stop.ask(f"{signal.Signals(number).name} received", warning=warning, urgent=not warning)
+                    stop.ask(f"{signal.Signals(number).name} received", warning=number in _WARNINGS)
         if parent is None or os.getppid() == parent:
             continue
         orphaned = orphaned or time.monotonic()
         if not stop.requested:
-            stop.ask("torchrun is gone", warning=True, urgent=True)
+            stop.ask("torchrun is gone", warning=True)
         if time.monotonic() - orphaned > patience:
             _say(f"torchrun has been gone for {patience:.0f} s: ends without a checkpoint")
             os._exit(1)
@@ -167,18 +157,12 @@ def _seconds(text: str) -> float:
         return DEFAULT_PATIENCE
 
 
-def patience_complaint(*, step: float, places: int, save: float, patience: float) -> str | None:
-    """Return a line if a step and a save take longer than torchrun waits before it kills, else None.
-
-    `places` is the number of places at which ranks may give a step up (`cut_short.py`).
-    """
-    agreement = patience / 3 + _AGREEMENT  # `StopRequest.presses`, and until all ranks have answered
-    ends = min(step, agreement + step / places) if places > 1 else step
-    if ends + save <= patience:
+def patience_complaint(*, step: float, save: float, patience: float) -> str | None:
+    """Return a line if a step and a save take longer than torchrun waits before it kills, else None."""
+    if step + save <= patience:
         return None
-    parts = f", of which {ends:.0f} s are waited for," if ends < step else ""
     return (
-        f"warning: a step takes {step:.0f} s{parts} and a save {save:.0f} s, more than the {patience:.0f} s between "
-        f"SIGTERM and SIGKILL: start torchrun with --shutdown-timeout {2 * (step + save):.0f} and let the scheduler "
-        "wait as long, or what was trained since the last save is lost"
+        f"warning: a step takes {step:.0f} s and a save {save:.0f} s, more than the {patience:.0f} s between SIGTERM "
+        f"and SIGKILL: start torchrun with --shutdown-timeout {2 * (step + save):.0f} and let the scheduler wait as "
+        "long, or what was trained since the last save is lost"
     )

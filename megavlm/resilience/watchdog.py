@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megavlm.files import replace_file
 from megavlm.resilience import events
@@ -27,12 +27,21 @@ from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
 from megavlm.resilience.stacks import place_of, processor_time, write_stacks
 from megavlm.resilience.status import HUNG, write_status
-from megavlm.resilience.store import Store
 
 INTERVAL = 5.0  # seconds between reports
-_HURRY = 0.2  # seconds between rounds in which ranks wait for one another's answers
 _WRITE = 20.0  # seconds in which ranks write their stacks
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
+
+
+class Store(Protocol):
+    """What is asked of torch's store, over a connection of the watchdog's own."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,6 @@ class Watchdog:
         self._changes = -1
         self._silent: dict[int, float] = {}
         self._closed = threading.Event()
-        self._look: Callable[[Store], bool] | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -91,10 +99,6 @@ class Watchdog:
         """
         self._store.set(_key(self._member.rank), self._report(0.0).dumps())
         self._thread.start()
-
-    def also(self, look: Callable[[Store], bool]) -> None:
-        """Call `look` in every round, and soon again as long as it returns true."""
-        self._look = look
 
     def step_done(self, seconds: float) -> None:
         """Note the duration of a step."""
@@ -108,16 +112,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         before = time.monotonic()
-        hurry = False
-        while not self._closed.wait(_HURRY if hurry else self._interval):
+        while not self._closed.wait(self._interval):
             now = time.monotonic()
+            # A process that was suspended and goes on has not been idle for that long, nor have the others.
+            passed, before = min(now - before, 2 * self._interval), now
             try:
-                if not hurry or now - before > self._interval:
-                    # A process that was suspended and goes on has not been idle for that long, nor have the others.
-                    passed, before = min(now - before, 2 * self._interval), now
-                    with self._answering():
-                        self._round(passed)
-                hurry = self._look is not None and self._look(self._store)
+                with self._answering():
+                    self._round(passed)
             except Exception as error:  # the store is gone with torchrun: others notice that
                 if not self._closed.is_set():
                     print(f"watchdog of rank {self._member.rank} ends: {error}", file=sys.stderr, flush=True)

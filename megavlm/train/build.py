@@ -23,7 +23,7 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
-from megavlm.config.derived import minutes_to_meet, offloaded, overlapped, shard_size, shards_gradients
+from megavlm.config.derived import minutes_to_meet, offloaded, overlapped, shard_size
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
@@ -81,19 +81,6 @@ class Run:
     data_identity: dict[str, Any]  # what a place in the data depends on
     lock: RunLock  # held by rank 0: nobody else writes to the run folder
     watch: Watch
-
-    @property
-    def micro_batches(self) -> int:
-        """Return the number of micro-batches per step and data-parallel rank."""
-        train = self.config.train
-        return train.global_batch_size // (train.micro_batch_size * self.plan.dims.dp)
-
-    @property
-    def may_cut_steps_short(self) -> bool:
-        """Return whether no rank waits for another between two micro-batches: not in a pipeline, nor where each pass
-        gathers parameters (ZeRO-2, 3).
-        """
-        return self.plan.dims.pp == 1 and not shards_gradients(self.config)
 
 
 def build(config: Config, backend: Backend, *, began: float | None = None) -> Run:

@@ -21,7 +21,6 @@ from megavlm.optim.param_gather import gather_parameters
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule
-from megavlm.resilience.cut_short import StepCutShort
 from megavlm.resilience.phases import COMMUNICATION, OPTIMIZER, OTHER
 from megavlm.train.expert_load import layer_loads, update_biases
 from megavlm.train.state_before import StateBeforeStep
@@ -71,12 +70,7 @@ class Engine:
             self.outer.before_inner_step()
         if self.head_logits is not None:
             self.head_logits.clear()
-        try:
-            totals = self.schedule.train(batches)
-        except StepCutShort:
-            before.restore()
-            forget_errors(self.model_chunks)
-            raise
+        totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
         self.schedule.phases.enter(OPTIMIZER)

@@ -18,7 +18,6 @@ from megavlm.metrics.callback import StepEnd, Value
 from megavlm.planner.out_of_memory import explain
 from megavlm.program import program
 from megavlm.resilience import events
-from megavlm.resilience.cut_short import CutShort, StepCutShort
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
 from megavlm.train.build import Run
@@ -50,7 +49,7 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
     watch = run.watch
     try:
         stop.training()
-        run.lock.when_lost(partial(stop.ask, warning=True, urgent=False))
+        run.lock.when_lost(partial(stop.ask, warning=True))
         iteration, end = _train(run, stop, tracer, watch)
         if isinstance(end, Stopped):
             stop.closing()
@@ -112,10 +111,9 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
     config, last, say = run.config, run.config.train.train_iters, partial(_say, run)
     iteration = saved = run.position.iteration
     tally = Tally(run.position.samples_read, run.position.samples_skipped)
-    patience, guard = Patience(run, say), StepGuard(run, say)
+    patience, guard = Patience(say), StepGuard(run, say)
     saves, validation = Saves(run, say=say, took=patience.save), Validation(run, stop, say)
     samples = Samples(run, stop, say)
-    cut = _cut_short(run, stop)
     overdue = False  # a checkpoint is due, but the last step was bad
     end: BaseException | None = None
     record: dict[str, Value] = {}
@@ -125,14 +123,7 @@ def _train(run: Run, stop: StopRequest, tracer: Tracer, watch: Watch) -> tuple[i
         iteration += 1
         tracer.before(iteration)
         watch.begin_step(iteration)
-        try:
-            step = _step(run, iteration, guard, stop, cut, saves)
-        except StepCutShort:
-            say(f"gives step {iteration} up: it would take too long to end")
-            iteration -= 1
-            run.data_loader.step_back()
-            end = _stopped(run, stop)
-            break
+        step = _step(run, iteration, guard, stop, saves)
         tracer.after(iteration)
         guard.note(step.result)
         tally.add(step.counts, step.data.skipped if run.engine.groups.is_reader else ())
@@ -190,8 +181,8 @@ class _Step:
     error: BaseException | None  # the next step's data cannot be read, or a save must end the run; equal on all ranks
 
 
-def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: CutShort, saves: Saves) -> _Step:
-    """Train on the next batch, or leave it out. Raises StepCutShort if the ranks agree to give the step up."""
+def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, saves: Saves) -> _Step:
+    """Train on the next batch, or leave it out."""
     began = time.perf_counter()
     last = iteration == run.config.train.train_iters
     with profiler_range("data"):
@@ -203,22 +194,12 @@ def _step(run: Run, iteration: int, guard: StepGuard, stop: StopRequest, cut: Cu
     if guard.leaves_out(iteration):
         result = run.engine.leave_out(ahead.counters)
     else:
-        places = run.micro_batches if run.may_cut_steps_short else 0
-        with cut.step(iteration, places), guard.checks(iteration) as judge:
+        with guard.checks(iteration) as judge:
             result = run.engine.train_step(data.batches, ahead.counters, upcoming=upcoming, judge=judge)
     counts = ahead.settled(Counts(*result.counters))
     seconds = time.perf_counter() - began
     record = record_of(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds)
     return _Step(data, result, counts, record, seconds, ahead.error(counts))
-
-
-def _cut_short(run: Run, stop: StopRequest) -> CutShort:
-    """Let ranks agree to give up a step between two micro-batches if the run may be killed before its end."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cut = CutShort(rank, world, wanted=lambda: stop.presses, soon=lambda: stop.requested)
-    run.engine.schedule.before_micro_batch = cut.next_micro_batch
-    run.watch.also(cut.look)
-    return cut
 
 
 def _stopped(run: Run, stop: StopRequest) -> Stopped:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.resilience.signals import may_be_killed, patience_complaint, torchrun_patience
-from megavlm.train.build import Run
 
 _MEASURED = 2  # steps: the first takes longer, since kernels are compiled and chosen
 
@@ -13,9 +12,8 @@ _MEASURED = 2  # steps: the first takes longer, since kernels are compiled and c
 class Patience:
     """Compares the seconds of steps and saves with the patience of torchrun, and says once that it is too short."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._places = run.micro_batches if run.may_cut_steps_short else 1
         self._steps: list[float] = []
         self._save = 0.0
         self._silent = not may_be_killed()
@@ -35,6 +33,6 @@ class Patience:
         if self._silent or len(self._steps) < _MEASURED:
             return
         step = min(self._steps)
-        if line := patience_complaint(step=step, places=self._places, save=self._save, patience=self._patience):
+        if line := patience_complaint(step=step, save=self._save, patience=self._patience):
             self._silent = True
             self._say(line)

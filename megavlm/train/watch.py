@@ -18,7 +18,6 @@ from megavlm.resilience.phases import END, START, Phases
 from megavlm.resilience.progress import Limits
 from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.slow import SlowEvents, Spread, spread
-from megavlm.resilience.store import Store
 from megavlm.resilience.watchdog import Member, Watchdog
 
 
@@ -50,10 +49,6 @@ class Watch:
     def owns_folder(self) -> None:
         """Let a hang be written to the run folder, which is locked now."""
         self._watchdog.owns_folder = True
-
-    def also(self, look: Callable[[Store], bool]) -> None:
-        """Let the thread that watches call `look` every few seconds, and soon again as long as it returns true."""
-        self._watchdog.also(look)
 
     def begin_step(self, iteration: int) -> None:
         self.phases.begin_step(iteration)

@@ -171,7 +171,7 @@ def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
         nonlocal passes
         if passes >= 0:
             passes += 1
-            requests[0].ask("the test", warning=True, urgent=False)
+            requests[0].ask("the test", warning=True)
         return logits(self, batches)
 
     with (

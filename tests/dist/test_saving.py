@@ -158,7 +158,7 @@ def asked_in_a_save(argv: list[str], run_dir: str) -> str:
     def saving(self: Saves, position: Any, record: Any) -> None:
         save(self, position, record)
         if dist.get_rank() == 0 and position.iteration == 2:
-            requests[0].ask("the test", warning=True, urgent=False)
+            requests[0].ask("the test", warning=True)
 
     with patch.object(StopRequest, "training", beginning), patch.object(Saves, "save", saving):
         try:

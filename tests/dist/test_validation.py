@@ -179,7 +179,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
         nonlocal after
         if after >= 0:
             if dist.get_rank() == 0 and not requests[0].requested:
-                requests[0].ask("the test", warning=True, urgent=False)
+                requests[0].ask("the test", warning=True)
             after += 1
         return losses(self, *args, **options)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -158,35 +157,12 @@ def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_step_that_torchrun_would_not_wait_for_is_told():
-    assert patience_complaint(step=20, places=1, save=9, patience=30) is None
-    line = patience_complaint(step=45, places=1, save=9, patience=30)
+    assert patience_complaint(step=20, save=9, patience=30) is None
+    line = patience_complaint(step=45, save=9, patience=30)
     assert line is not None
     assert "--shutdown-timeout 108" in line
-
-
-def test_a_step_that_is_given_up_counts_until_then():
-    assert patience_complaint(step=45, places=50, save=9, patience=30) is None  # 10 + 10 + 45/50 + 9
-    assert patience_complaint(step=45, places=2, save=9, patience=30) is not None
-    assert patience_complaint(step=600, places=50, save=9, patience=30) is not None
 
 
 def test_the_patience_of_a_real_process_is_read_from_its_command_line():
     own = Path(f"/proc/{os.getpid()}/cmdline").read_bytes().decode().split("\0")
     assert signals._words_of(os.getpid()) == own
-
-
-def test_a_request_presses_once_a_third_of_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
-    """A warning does not: nobody knows when its SIGTERM comes."""
-    now = 1000.0
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
-    stop = StopRequest()
-    stop.training()
-    assert not stop.presses
-    stop.ask("SIGUSR1 received", warning=True, urgent=False)
-    now += 100
-    assert not stop.presses
-    stop.ask("SIGTERM received", warning=False, urgent=True)
-    now += 9
-    assert not stop.presses
-    now += 2
-    assert stop.presses
