@@ -46,7 +46,8 @@ EXPERTS = "  experts: {num_experts: 4, router_topk: 2, ffn_hidden_size: 32}\n"
 COMMON = "--train-iters 6 --gbs 4 --mbs 1 --lr 3e-3 --lr-warmup-iters 2 --no-tensorboard"
 COMPUTED = f"{COMMON} --config {{root}}/model.yaml --seq-length 32 --images-per-sample 1 0 2 1 --image-sizes 16 24"
 FILES = (
-    f"{COMMON} --config {{root}}/model.yaml --seq-length 128 --datasets {{root}}/files/train.jsonl"
+    f"{COMMON} --config {{root}}/model.yaml --seq-length 128"
+    " --datasets {root}/files/train.jsonl,image_root={root}/files/images"
     " --tokenizer {root}/files/tokenizer --num-workers 0 --packing-window 16"
 )
 VIDEOS = (
