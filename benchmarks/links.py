@@ -7,7 +7,7 @@ they share gradients or weights, both sleep for as long as a link of the given r
 sends: the throttle is these sleeps, not a network. A ring's share is counted for exact collectives, (n − 1)/n of the
 tensor, and the codes themselves for coded ones. Nothing overlaps on either side (`--no-overlap-grad-reduce`,
 `--no-overlap-param-gather`; ZeRO-3's collectives wait on a CPU), so a network that overlaps gains less. `seconds` is
-the median of steps after the first; with `--outer-steps`, where one step of N sends, the mean of two times N steps.
+the median of steps after the first.
 Appends to `benchmarks/records/links.jsonl`, unless `--quick`.
 """
 
@@ -51,7 +51,6 @@ SIDES = {
     "ZeRO-3, exact": "--data-parallel-sharding full",
     "ZeRO-3, gradients and weights int8": "--data-parallel-sharding full --compress-gradients int8 "
     "--compress-weights int8",
-    "sites, an outer step each 10": "--outer-steps 10",
 }
 RATES = {"1 Gbit/s": 125e6, "100 Mbit/s": 12.5e6}
 
@@ -92,7 +91,7 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
-    link, period = _Link(rate), config.optimizer.outer_steps
+    link = _Link(rate)
     with contextlib.ExitStack() as stack:
         for module, name, share in (
             (buffers, "dist_reduce_scatter_func", scattered),
@@ -107,7 +106,7 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, link.throttled(getattr(module, name), share)))
         seconds = []
-        for number in range(1 + (2 * period or count)):
+        for number in range(1 + count):
             if number == 1:
                 link.sent = 0.0
             batches = run.data_loader.next_step().batches
@@ -117,8 +116,7 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
             seconds.append(time.perf_counter() - began)
     parameters = sum(p.numel() for chunk in run.engine.chunks for p in chunk.parameters())
     close(run)
-    middle = statistics.fmean if period else statistics.median
-    return link.sent / len(seconds[1:]), middle(seconds[1:]), parameters
+    return link.sent / len(seconds[1:]), statistics.median(seconds[1:]), parameters
 
 
 def scattered(ranks: int) -> float:

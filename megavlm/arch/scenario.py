@@ -24,7 +24,6 @@ from megavlm.config.derived import (
     offloaded,
     overlapped,
     sequence_parallel,
-    shard_size,
 )
 from megavlm.config.lora import clipped_parts
 from megavlm.config.resolve import resolve
@@ -74,7 +73,6 @@ class Scenario:
     imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
     optimizer: str = "adamw"  # update rule
     averages: bool = False  # weights are averaged
-    outer_steps: int = 0  # after which shard groups, as sites, share weights; 0: gradients, after each step
     muon_steps: int = 5  # Newton-Schulz steps
     muon_bytes: int = 4  # of a number in them
     clipped: frozenset[str] = frozenset()  # layers whose largest attention logits are looked for (`--qk-clip`)
@@ -185,7 +183,7 @@ def scenario_of(
         precision=config.precision.dtype,
         sequence_parallel=sequence_parallel(config),
         sharding=config.parallel.data_parallel_sharding,
-        shard_size=shard_size(config, dp_cp=dims.dp_cp),
+        shard_size=config.parallel.hybrid_shard_size,
         secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         gradient_code=config.parallel.compress_gradients,
@@ -198,7 +196,6 @@ def scenario_of(
         offload=offloaded(config),
         optimizer=config.optimizer.kind,
         averages=config.optimizer.ema_decay > 0,
-        outer_steps=config.optimizer.outer_steps,
         muon_steps=config.optimizer.muon_num_ns_steps,
         muon_bytes=4 if resolve(config).optimizer.muon_precision == "fp32" else 2,
         clipped=_clipped(config),

@@ -9,7 +9,6 @@ State that every rank has whole (`--data-parallel-sharding none`) is saved as me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,13 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megavlm.optim.adamw import OUTER_MOMENTUM
 from megavlm.optim.held_layouts import held_layouts
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
-from megavlm.optim.shards import ParamShard, ShardLayout
+from megavlm.optim.shards import ParamShard
 from megavlm.parallel.dtensor import local_part
-
-_SHARED = ("param", OUTER_MOMENTUM)  # what sites that train apart have alike after an outer step
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
@@ -49,12 +45,10 @@ def sharded_optimizer_state(
     *,
     loading: bool,
     metadata: Mapping[str, Any],
-    site: int = 0,
 ) -> dict[str, Any]:
     """Return the sharded state dict of an optimizer, to be saved or, when `loading`, to be filled in place.
 
-    `entries` is the model's sharded state dict, `shards` is the result of `param_shards`. Of sites that train apart,
-    all but the first (`site` > 0) have moments under names of their own.
+    `entries` is the model's sharded state dict, `shards` is the result of `param_shards`.
     """
     parts = _parts(optimizer)
     if not _is_shared(parts):  # groups number their parameters: each optimizer keeps its own groups
@@ -64,19 +58,9 @@ def sharded_optimizer_state(
         tensor
         for each in shards
         for kind, held in each.state.items()  # master weights and moments
-        for tensor in _of_site(kind, each.layout, site).parts(held, prefix=_prefix(kind, site))
+        for tensor in each.layout.parts(held, prefix=f"optimizer.state.{kind}.")
     ]
     return {"optimizer": {"param_groups": _groups(parts)}, "param_state": dict(enumerate(tensors))}
-
-
-def _of_site(kind: str, layout: ShardLayout, site: int) -> ShardLayout:
-    """Return the layout of a kind of state: what sites have apart is no copy of what the first has."""
-    return replace(layout, replica=0) if site and kind not in _SHARED else layout
-
-
-def _prefix(kind: str, site: int) -> str:
-    apart = f"site{site}." if site and kind not in _SHARED else ""
-    return f"optimizer.state.{apart}{kind}."
 
 
 def without(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from megavlm.checkpoint.optimizer import (
 )
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.summary import check_model, describe, read_summary
-from megavlm.config.derived import fp8_in, layer_precision, sites_of
+from megavlm.config.derived import fp8_in, layer_precision
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.adamw import AVERAGE, OUTER_MOMENTUM
+from megavlm.optim.adamw import AVERAGE
 from megavlm.optim.averages import average
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
@@ -53,7 +53,6 @@ class Trained:
     chunks: Sequence[VLMChunk | FullyShardedChunk]
     optimizer: Any
     groups: Groups
-    site: int = 0  # which of the sites that train apart this rank belongs to
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def save(
     `data` is what the position depends on (`data_identity`), `metrics` are those of the iteration.
     """
     saver.wait()  # and so no rank gets past the next collective before the last save has ended
-    state = _sharded_state(trained, loading=False, site=trained.site)
+    state = _sharded_state(trained, loading=False)
     state["position"] = asdict(position)
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
@@ -104,16 +103,12 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = read_summary(folder)
     same_layout = summary["plan"] == plan.to_json()
-    sites = summary.get("sites", 0)
-    own_site = trained.site if sites == sites_of(config) else 0  # other numbers of sites begin with the first one's
-    state = _sharded_state(trained, loading=True, site=own_site)
+    state = _sharded_state(trained, loading=True)
     if not same_layout:
         del state["random"]
     begins_averages = config.optimizer.ema_decay > 0 and not summary.get("averages", False)
     if begins_averages:
         state["optimizer"] = without(AVERAGE, state["optimizer"])
-    if not sites:
-        state["optimizer"] = without(OUTER_MOMENTUM, state["optimizer"])
     history = history_of(config)
     resumes_history = history is not None and summary.get("fp8") == history
     if resumes_history:
@@ -155,16 +150,14 @@ def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) ->
         chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
 
 
-def _sharded_state(trained: Trained, *, loading: bool, site: int) -> dict[str, Any]:
+def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     metadata = {**_METADATA, "dp_cp_group": trained.groups.dp_cp}
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
     }
     parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
     shards = param_shards(trained.optimizer, parameters)
-    optimizer = sharded_optimizer_state(
-        trained.optimizer, parameters, shards, loading=loading, metadata=metadata, site=site
-    )
+    optimizer = sharded_optimizer_state(trained.optimizer, parameters, shards, loading=loading, metadata=metadata)
     for name, chunk in chunks.items():
         chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, shards)
     return {

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
-from megavlm.config.derived import sites_of
 from megavlm.config.extensions import extensions_of, missing_extensions
 from megavlm.config.load import as_data, from_dict
 from megavlm.config.lora import frozen_parts
@@ -58,7 +57,6 @@ def describe(
         "fp8": history_of(config),
         "data_parallel_sharding": config.parallel.data_parallel_sharding,
         "optimizer": config.optimizer.kind,
-        "sites": sites_of(config),
         "averages": config.optimizer.ema_decay > 0,
         "data": dict(data),
         "keep_best": [config.checkpoint.keep_best, config.checkpoint.keep_best_mode],

@@ -46,20 +46,6 @@ def shards_gradients(config: Config) -> bool:
     return config.parallel.data_parallel_sharding in ("optimizer_gradients", "full")
 
 
-def sites_of(config: Config) -> int:
-    """Return the number of sites that train apart; 0 if all ranks train together."""
-    return config.optimizer.outer_groups if config.optimizer.outer_steps else 0
-
-
-def shard_size(config: Config, *, dp_cp: int) -> int | None:
-    """Return how many of `dp_cp` neighbouring DP × CP ranks share optimizer state, if not all of them: those of a group
-    of HSDP, or of a site.
-    """
-    if sites := sites_of(config):
-        return dp_cp // sites
-    return config.parallel.hybrid_shard_size
-
-
 def offloaded(config: Config) -> tuple[Offloaded, ...]:
     """Return what `--offload` keeps off the device, wherever it keeps it."""
     words = {word.partition("=")[0] for word in config.execution.offload}

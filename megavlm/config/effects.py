@@ -286,13 +286,6 @@ EFFECTS = (
     ),
     Effect(
         "optimizer",
-        ("outer_groups", "outer_lr", "outer_momentum"),
-        lambda config: config.optimizer.outer_steps > 0,
-        "without --outer-steps",
-        "add --outer-steps 50",
-    ),
-    Effect(
-        "optimizer",
         ("qk_clip_threshold", "qk_clip_alpha"),
         lambda config: config.optimizer.qk_clip,
         "without --qk-clip",

@@ -15,7 +15,6 @@ from megavlm.config.resolve import data_kind, is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES
-from megavlm.config.site_rules import sites_divide
 from megavlm.config.tensor_split import share_runs
 
 
@@ -280,7 +279,6 @@ WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
     world_divides,
     expert_ranks_divide,
     hybrid_shards_divide,
-    sites_divide,
     compressing_groups_divide,
     secondary_shards_divide,
     global_batch_divides,

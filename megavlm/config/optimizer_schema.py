@@ -73,16 +73,6 @@ class OptimizerConfig:
     qk_clip_alpha: float = option(
         0.5, "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest."
     )
-    outer_steps: int = option(
-        0,
-        "Local SGD between sites (DiLoCo): number of steps between outer steps, in which sites share what they have "
-        "learned apart; 0: all data-parallel ranks share the gradients of every step.",
-    )
-    outer_groups: int = option(
-        2, "--outer-steps: number of sites, groups of neighbouring data-parallel ranks; must divide DP."
-    )
-    outer_lr: float = option(0.7, "--outer-steps: learning rate of the outer step.")
-    outer_momentum: float = option(0.9, "--outer-steps: Nesterov momentum of the outer step.")
     ema_decay: float = option(
         0.0,
         "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "

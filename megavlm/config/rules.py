@@ -16,7 +16,6 @@ from megavlm.config.precision_rules import PRECISION_RULES
 from megavlm.config.ranges import out_of_range
 from megavlm.config.run_rules import RUN_RULES
 from megavlm.config.schema import Config
-from megavlm.config.site_rules import SITE_RULES
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 
@@ -26,7 +25,6 @@ RULES = (
     *LAYOUT_RULES,
     *PRECISION_RULES,
     *RUN_RULES,
-    *SITE_RULES,
     options_have_an_effect,
 )
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megavlm.config.derived import sites_of
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import BatchSampler, PackedBatchSampler, SequentialBatchSampler
 from megavlm.data.broadcast import ReplicaBroadcast
@@ -182,24 +181,13 @@ def _loader(
     return RankLoader(
         sampler,
         collator,
-        dp_rank=_place_in_batch(config, groups),
+        dp_rank=groups.coords.dp,
         dp_size=groups.dims.dp,
         micro_batch_size=config.train.micro_batch_size,
         balance=config.data.balance,
         stage=staging,
         reads=reads,
     )
-
-
-def _place_in_batch(config: Config, groups: Groups) -> int:
-    """Return which part of a global batch, of as many as replicas, this rank's replica takes: its own number.
-
-    Of R parts number i has every R-th micro-batch from i on. Those of one site are R/G neighbours; replica i of site g
-    takes part i·G + g, so that the site as a whole gets every G-th from g on, however many replicas it has.
-    """
-    replica, sites = groups.coords.dp, sites_of(config) or 1
-    site, place = divmod(replica, groups.dims.dp // sites)
-    return place * sites + site
 
 
 def _validation_loader(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megavlm.parallel.dtensor import local_part
 
-OUTER_MOMENTUM = "outer_momentum"  # of the outer optimizer (`optim/outer.py`)
 AVERAGE = "ema"  # name of averages in the state, and in checkpoints
 
 
@@ -46,7 +45,6 @@ class AdamW(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         self.matrices: set[Tensor] = set()  # parameters that `optim/muon.py` updates, of which one momentum is kept
         self.finish: Callable[[], None] = lambda: None  # called at the end of a step (`optim/qk_clip.py`)
-        self.outer = False  # whether `optim/outer.py` keeps a momentum of each parameter
         self.averages = False  # whether `optim/averages.py` keeps an average of each parameter
 
     @classmethod
@@ -110,7 +108,6 @@ class AdamW(torch.optim.Optimizer):
         state: dict[str, Tensor] = self.state[p]
         if not state:
             names = ("momentum",) if p in self.matrices else self.moments
-            names += (OUTER_MOMENTUM,) * self.outer
             state.update({name: self._zeros_like(local_part(p)) for name in names})
             self._begin_average(p, state)
         return state

@@ -28,7 +28,6 @@ from megavlm.optim.host_adamw import HostAdamW, HostLion
 from megavlm.optim.lion import Lion
 from megavlm.optim.model_weights import round_in_one_launch
 from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
-from megavlm.optim.outer import Site
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
@@ -48,7 +47,6 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         return [
             FullyShardedChunk(chunk, config, groups, secondary=secondary, compressing=compressing) for chunk in chunks
         ]
-    apart = config.optimizer.outer_steps > 0  # sites, each of which reduces gradients by itself
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
@@ -57,7 +55,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
-        num_distributed_optimizer_instances=1 if apart else groups.dp_cp.size() // groups.shard.size(),
+        num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
         average_in_collective=False,
         fp8_param_gather=config.precision.fp8_param_gather,
     )
@@ -68,7 +66,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
             ddp_config,
             chunk,
             disable_bucketing=index > 0,
-            pg_collection=groups.of_shards if apart else groups.collection,
+            pg_collection=groups.collection,
         )
         for index, chunk in enumerate(chunks)
     ]
@@ -129,10 +127,8 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
             list(chunks),
             config_overrides=_overrides(config),
             use_gloo_process_groups=False,
-            pg_collection=groups.of_shards if options.outer_steps else groups.collection,
+            pg_collection=groups.collection,
         ).chained_optimizers
-        for part in parts if options.outer_steps else ():
-            part.distributed_optimizer_instance_id = Site.of(config, groups).index
     for part in parts:
         if not part.is_stub_optimizer:
             _choose_update(part, config)
@@ -161,7 +157,7 @@ def _choose_update(part: Any, config: Config) -> None:
         part.optimizer = inner
     else:
         part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
-    part.optimizer.averages, part.optimizer.outer = options.ema_decay > 0, options.outer_steps > 0
+    part.optimizer.averages = options.ema_decay > 0
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
 

@@ -91,13 +91,6 @@ class Groups:
         return self.collection.inter_dist_opt if self.shard.size() < self.dp_cp.size() else None
 
     @property
-    def of_shards(self) -> ProcessGroupCollection:
-        """Return the groups as ranks have them that exchange gradients within a shard group alone."""
-        collection = copy(self.collection)
-        collection.dp_cp = collection.expt_dp = self.shard
-        return collection
-
-    @property
     def replica_rank(self) -> int:
         """Return this rank's place in its model replica: tp + TP·(cp + CP·pp)."""
         return self.coords.tp + self.dims.tp * (self.coords.cp + self.dims.cp * self.coords.pp)

@@ -172,7 +172,7 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
     if shards < ranks:
         seconds = _sum_between(
             trained / shards, group_of(hardware, ranks // shards, span=ranks * tp), scenario, hardware
-        ) / max(scenario.outer_steps, 1)
+        )
     if not scenario.shards_gradients:
         return (
             seconds

@@ -16,12 +16,12 @@ _COPIES = 4  # of them: arrived, assembled, together, and in the steps (measured
 
 def kept_numbers(name: str, layout: Scenario, count: float) -> float:
     """Return how many numbers an optimizer keeps of `count` trained parameters of a layer that a rank holds, beside
-    their fp32 weights: moments, averages, and what an outer optimizer has. `layout` is one of `Scenario.layouts`.
+    their fp32 weights: moments and averages. `layout` is one of `Scenario.layouts`.
     """
     moments = count * (1 if layout.optimizer == "lion" else 2)
     if layout.optimizer == "muon":
         moments -= sum(weight.size for weight in _weights(name, layout)) / layout.dims.tp
-    return moments + count * (layout.averages + 2 * (layout.outer_steps > 0))
+    return moments + count * layout.averages
 
 
 def orthogonalization_seconds(names: Sequence[str], scenario: Scenario, hardware: Hardware) -> float:

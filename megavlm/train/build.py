@@ -23,7 +23,7 @@ from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
-from megavlm.config.derived import minutes_to_meet, offloaded, overlapped, shard_size
+from megavlm.config.derived import minutes_to_meet, offloaded, overlapped
 from megavlm.config.device_defaults import with_device_defaults
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.resolve import resolve
@@ -144,7 +144,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         tied_owners=(plan.embedding_owner, plan.output_owner) if ties_output(config.model) else (),
         seed=config.train.seed,
         timeout_minutes=timeout,
-        shard_size=shard_size(config, dp_cp=dims.dp_cp),
+        shard_size=config.parallel.hybrid_shard_size,
     )
     if config.parallel.tp_comm_overlap:
         start_user_buffers(config, backend)

@@ -28,7 +28,6 @@ from megavlm.optim.build import (
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.learning_rate import LearningRate
-from megavlm.optim.outer import OuterOptimizer
 from megavlm.optim.param_gather import count_waits
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
@@ -94,14 +93,12 @@ def build_engine(
     )
     _connect(schedule, config, optimizer)
     clips = bool(clipped_parts(config))
-    outer = OuterOptimizer(optimizer, chunks, config, groups) if config.optimizer.outer_steps else None
     return Engine(
         chunks=chunks,
         schedule=schedule,
         optimizer=optimizer,
         scheduler=LearningRate(config.optimizer, optimizer),
         groups=groups,
-        outer=outer,
         head_logits=HeadLogits(every, config, backend.device) if clips else None,
         evaluates_averages=config.evaluation.eval_ema,
         sequence_multiple=sequence_multiple("language", config, tp=groups.dims.tp),

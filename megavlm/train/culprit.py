@@ -71,8 +71,7 @@ def find_culprit(run: Run, step: StepData, result: StepResult) -> Culprit:
     norms = sorted(each for places, _ in told for each in places)
     if not spike:
         return _named(run, step, norms[0][0], names, "is not finite") if norms else _NOT_AGAIN
-    # The norm is that of the site where it is largest, which has about as many tokens as any other.
-    largest = max(norm for _, norm in told) * run.engine.site.count
+    largest = max(norm for _, norm in told)
     if largest / max(result.trained_tokens, 1) < (result.grad_norm or 0.0) / 2:
         return _NOT_AGAIN
     found = standing_out(norms)

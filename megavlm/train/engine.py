@@ -16,7 +16,6 @@ from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.learning_rate import LearningRate
-from megavlm.optim.outer import OuterOptimizer, Site
 from megavlm.optim.param_gather import gather_parameters
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
@@ -42,7 +41,6 @@ class Engine:
     optimizer: Any
     scheduler: LearningRate
     groups: Groups
-    outer: OuterOptimizer | None = None  # with `--outer-steps`
     head_logits: HeadLogits | None = None  # with `--qk-clip`
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
     evaluates_averages: bool = False  # an evaluation is of averaged weights (`--eval-ema`)
@@ -66,8 +64,6 @@ class Engine:
             self.schedule.colocated.prefetch(upcoming)
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         self.optimizer.zero_grad()
-        if self.outer is not None:
-            self.outer.before_inner_step()
         if self.head_logits is not None:
             self.head_logits.clear()
         totals = self.schedule.train(batches)
@@ -79,25 +75,19 @@ class Engine:
             self.schedule.phases.enter(COMMUNICATION, "sums of the step")
             logits = None if self.head_logits is None else self.head_logits.over_ranks()
             counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
-            sums = sum_over_ranks(
-                totals, squared_norm, counters(), counts=counts, tallies=tallies, logits=logits, site=self.site
-            )
+            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies, logits=logits)
             self.schedule.phases.enter(OPTIMIZER)
-            own = self.site.index
-            norm, tokens = None if squared_norm is None else sums.norms[own], sums.site_tokens[own]
-            mean_norm = None if norm is None else sums.mean_norm
+            norm, mean_norm = (None, None) if squared_norm is None else (sums.norm, sums.mean_norm)
             loss = sums.loss / max(sums.tokens, 1.0)
             loads = layer_loads(sums.tallies, self.schedule.model)
             refused = judge(loss, mean_norm)
             if norm is not None and refused is None:
-                self.optimizer.update(norm=norm, tokens=tokens, logits=logits)
+                self.optimizer.update(norm=norm, tokens=sums.tokens, logits=logits)
                 update_biases(self.schedule.routers, loads)
         self.schedule.phases.enter(OTHER)
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
-        if self.outer is not None:
-            self.outer.after_inner_step(self.scheduler.num_steps)
         return StepResult(
             loss=loss,
             trained_tokens=int(sums.tokens),
@@ -118,9 +108,7 @@ class Engine:
         self.scheduler.step(increment=1)
         forget_errors(self.model_chunks)
         totals = self.schedule.no_totals()
-        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp, site=self.site)
-        if self.outer is not None:
-            self.outer.after_inner_step(self.scheduler.num_steps)
+        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp)
         return StepResult(
             loss=math.nan,
             trained_tokens=0,
@@ -134,16 +122,6 @@ class Engine:
             counters=sums.counters,
         )
 
-    @property
-    def site(self) -> Site:
-        """Return the ranks that train together with this one: all, without `--outer-steps`."""
-        return Site.of_all() if self.outer is None else self.outer.site
-
-    def share(self) -> None:
-        """Let sites share what they have learned apart, if they differ; all ranks call it."""
-        if self.outer is not None:
-            self.outer.step()
-
     def learning_rate(self) -> float:
         """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""
         return self.scheduler.current()
@@ -154,7 +132,6 @@ class Engine:
 
         It leaves no trace: random generators and FP8 histories are afterwards as they were.
         """
-        self.share()
         before = StateBeforeStep.of(self.model_chunks, self.optimizer)
         gather_parameters(self.model_chunks)
         for chunk in self.model_chunks:
@@ -184,13 +161,12 @@ class Engine:
 
     def trained(self) -> Trained:
         """Return what a checkpoint saves of this rank, once updated weights are gathered; all ranks call it."""
-        self.share()
         gather_parameters(self.model_chunks)
         chunks = [
             chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk)
             for chunk in self.model_chunks
         ]
-        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups, site=self.site.index)
+        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups)
 
     @property
     def model_chunks(self) -> list[Any]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
-from megavlm.optim.outer import Site
 from megavlm.train.expert_load import LayerLoad
 
 
@@ -38,8 +35,7 @@ class StepResult:
 class StepSums:
     """What all ranks know of a step before its update."""
 
-    norms: tuple[float, ...]  # of each site's sums of gradients over tokens; without sites, of all ranks'
-    site_tokens: tuple[float, ...]  # trained ones of each site
+    norm: float  # of the sums of gradients over tokens
     loss: float  # sum of cross entropies over the trained tokens
     tokens: float  # trained ones
     sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
@@ -49,9 +45,8 @@ class StepSums:
 
     @property
     def mean_norm(self) -> float:
-        """Return the norm of the mean gradient over tokens: the largest of the sites', or one that is not finite."""
-        means = [norm / max(tokens, 1.0) for norm, tokens in zip(self.norms, self.site_tokens, strict=True)]
-        return next((mean for mean in means if not math.isfinite(mean)), max(means))
+        """Return the norm of the mean gradient over tokens."""
+        return self.norm / max(self.tokens, 1.0)
 
 
 def sum_over_ranks(
@@ -62,34 +57,25 @@ def sum_over_ranks(
     counts: bool,
     tallies: Tensor | None = None,
     logits: Tensor | None = None,
-    site: Site,
 ) -> StepSums:
     """Sum a rank's totals (`Schedule.train`; if it `counts`), counters and routers' tallies over all ranks, and wait
     for the device.
 
-    The gradient norm of the first rank of each site counts (rank 0 without sites), so that all ranks decide alike on
-    it, whatever happens to their own. x − x is 0 of a number and NaN of all else: what is not finite on any rank is not
-    finite in the sum. `logits`, which are the same on all ranks, come to the host on the way.
+    The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
+    of a number and NaN of all else: what is not finite on any rank is not finite in the sum. `logits`, which are the
+    same on all ranks, come to the host on the way.
     """
     own = totals.new_zeros(()) if squared_norm is None else squared_norm
-    shown = own if site.is_first else own - own
+    shown = own if dist.get_rank() == 0 else own - own
     told = totals if counts else totals - totals
-    place = (site.index, site.count - site.index - 1)
     counted = torch.tensor(counters, dtype=totals.dtype).to(totals.device, non_blocking=True)
-    parts = [pad(shown.reshape(1), place), pad(told[1:2], place), told, counted]
+    parts = [shown.reshape(1), told, counted]
     everything = torch.cat(parts if tallies is None else [*parts, tallies])
     dist.all_reduce(everything)
     summed = len(everything)
     found = (everything if logits is None else torch.cat([everything, logits])).tolist()
-    found, beside = found[:summed], tuple(found[summed:])
-    squared, site_tokens, (loss, tokens, *rest) = (
-        found[: site.count],
-        found[site.count : 2 * site.count],
-        found[2 * site.count :],
-    )
+    (squared, loss, tokens, *rest), beside = found[:summed], tuple(found[summed:])
     sources = (len(totals) - 2) // 2
     first = 2 * sources + len(counters)  # of the tallies
     losses = rest[:sources], rest[sources : 2 * sources]
-    norms = tuple(each**0.5 for each in squared)
-    told_counters = tuple(rest[2 * sources : first])
-    return StepSums(norms, tuple(site_tokens), loss, tokens, losses, told_counters, rest[first:], beside)
+    return StepSums(squared**0.5, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:], beside)

@@ -50,9 +50,8 @@ def shortened(example: Example) -> tuple[str, ...]:
     profiled = ("--train-iters", "12") if "--profile" in argv else ()
     short = SHORT[2:] if "--epochs" in argv else SHORT
     warm = ("--lr-warmup-iters", "0") if "--lr-warmup-iters" in argv else ()  # a user's is longer than three steps
-    outer = ("--outer-steps", "1") if "--outer-steps" in argv else ()  # as are so many steps
     split = ("--validation-split", "0.5") if "--validation-split" in argv else ()  # of a few records
-    return (*example.words, *short, *profiled, *warm, *outer, *split) if trains or "local" in argv else example.words
+    return (*example.words, *short, *profiled, *warm, *split) if trains or "local" in argv else example.words
 
 
 @pytest.mark.slow

@@ -759,46 +759,6 @@ RUN = (
     Mistake(
         "--eval-ema --data digits", "--eval-ema has no effect without averaged", "add --ema-decay", "--no-eval-ema"
     ),
-    Mistake(
-        "--outer-steps 2 --optimizer muon",
-        "--outer-steps does not support --optimizer muon",
-        "adamw",
-        "--optimizer lion",
-        2,
-    ),
-    Mistake(
-        "--outer-steps 2 --data-parallel-sharding full",
-        "--outer-steps",
-        "full: use optimizer",
-        "--data-parallel-sharding optimizer",
-        2,
-    ),
-    Mistake(
-        "--outer-steps 2 --compress-gradients int8", "--outer-steps", "leave it out", "--compress-gradients none", 2
-    ),
-    Mistake(
-        "--outer-steps 2 --placement colocated", "--outer-steps", "use --placement stages", "--placement stages", 2
-    ),
-    Mistake(
-        "--outer-steps 2 --ema-decay 0.9",
-        "--outer-steps does not support --ema-decay",
-        "leave it out",
-        "--ema-decay 0",
-        2,
-    ),
-    Mistake(
-        "--outer-steps 4 --save-interval 10", "--save-interval 10 is not a multiple", "use 12", "--save-interval 12", 2
-    ),
-    Mistake(
-        "--outer-steps 2 --outer-groups 3", "--outer-groups 3 does not divide 2", "use a divisor", "--outer-groups 2", 2
-    ),
-    Mistake(
-        "--outer-lr 0.5",
-        "--outer-lr has no effect without --outer-steps",
-        "add --outer-steps 50",
-        "--outer-steps 50",
-        2,
-    ),
     Mistake("--qk-clip --lora-rank 4 --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
     Mistake("--qk-clip --language-qk-norm --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
     Mistake("--qk-clip-alpha 0.3", "--qk-clip-alpha has no effect without --qk-clip", "add it", "--qk-clip"),

@@ -9,7 +9,6 @@ import pytest
 from megavlm.arch.matrices import orthogonalization_flops
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.parallel.dims import Dims
-from megavlm.planner.cost import gradient_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import model_state_bytes, rank_memory
 from megavlm.planner.orthogonal import orthogonalization_bytes, orthogonalization_seconds
@@ -23,20 +22,6 @@ def case(kind: str, *, tp: int = 1, dp: int = 1, averages: float = 0.0) -> Scena
     optimizer = replace(SMALL.optimizer, kind=kind, ema_decay=averages)  # type: ignore[arg-type]
     precision = replace(SMALL.precision, dtype="bf16")
     return scenario_of(replace(SMALL, optimizer=optimizer, precision=precision), Dims(tp, 1, 1, dp), on_gpu=True)
-
-
-def apart(steps: int) -> Scenario:
-    """Four replicas in two sites."""
-    optimizer = replace(SMALL.optimizer, outer_steps=steps, outer_groups=2)
-    return scenario_of(replace(SMALL, optimizer=optimizer), Dims(1, 1, 1, 4), on_gpu=True)
-
-
-def test_sites_keep_two_more_numbers_and_share_them_rarely() -> None:
-    kept = model_state_bytes(LAYER, apart(10))
-    assert kept.optimizer == (12 + 8) * (kept.weights / 2) / 2, "sharded over the two ranks of a site"
-    sums = {steps: gradient_seconds(1e9, apart(steps), H100) for steps in (1, 10, 1000)}
-    assert sums[1] > sums[10] > sums[1000] > 0
-    assert sums[1] - sums[10] == pytest.approx((sums[1] - sums[1000]) * 0.9 / 0.999)
 
 
 def test_state_is_four_bytes_a_number() -> None:
