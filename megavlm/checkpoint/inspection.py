@@ -32,7 +32,7 @@ class Entry:
     saved: datetime
     metrics: Mapping[str, float]  # of its iteration
     is_best: bool  # by the rule of its run (--keep-best)
-    state: str  # "whole", as far as a moment tells; "unverifiable"; or what is wrong
+    state: str  # "whole", as far as a moment tells, or what is wrong
 
 
 def root_of(path: Path) -> Path:
@@ -54,8 +54,7 @@ def entries(path: Path) -> Iterator[Entry]:
     metrics = {iteration: metrics_of(folder) for iteration, folder in found}
     best = best_by(found[-1][1], metrics, summary_of)
     for iteration, folder in found:
-        problem = manifest.first_look(folder)
-        state = problem or ("whole" if manifest.is_verifiable(folder) else "unverifiable: of an earlier version")
+        state = manifest.first_look(folder) or "whole"
         sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
         saved = datetime.fromtimestamp(folder.stat().st_mtime)
         yield Entry(folder.name, iteration, sum(sizes), saved, metrics[iteration], iteration == best, state)
@@ -75,10 +74,7 @@ def best_by(
 
 def problem_of(folder: Path) -> str | None:
     """Read all files of a checkpoint and return what is wrong with it; None if nothing is."""
-    problem = manifest.first_look(folder)
-    if problem is None and not manifest.is_verifiable(folder):
-        return f"it has no {MANIFEST}, since an earlier version saved it: it cannot be verified"
-    return problem or manifest.damage(folder)
+    return manifest.first_look(folder) or manifest.damage(folder)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -115,14 +111,14 @@ def copy(source: Path, to: Path) -> Path:
         holds.add(source)
         if problem := manifest.first_look(source):
             raise UserError(f"{source} is damaged: {problem}")
-        known = manifest.read_manifest(source) if manifest.is_verifiable(source) else {}
+        known = manifest.read_manifest(source)
         shutil.rmtree(temporary, ignore_errors=True)
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             name = file.relative_to(source).as_posix()
             if not file.resolve().is_relative_to(source.resolve()):
                 raise UserError(f"{file} is a link that leads out of its checkpoint: nothing was copied")
             read = _copy_file(file, temporary / name)
-            if known and name != MANIFEST and read != known.get(name, read):
+            if name != MANIFEST and read != known.get(name, read):
                 raise UserError(f"{source} is damaged: {name} is not what was saved. Nothing was copied")
             if manifest.sum_of(temporary / name) != read:
                 raise UserError(f"{temporary / name} does not read back as it was written: the disk is not sound")

@@ -3,8 +3,7 @@
 The manifest is written last. A file of tensors has many items, and each has a sum of its own (`folded_sum.py`): who
 reads an item verifies what was read, and needs nothing else of the file (`verified.py`).
 
-A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece. (Those of
-earlier versions have none; their `megavlm.json` does not announce one, and they load without being verified.)
+A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece.
 
 The checksum is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages. A storage
 system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where CRC-32 has
@@ -16,12 +15,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from megavlm.checkpoint.folded_sum import FoldedSum
@@ -30,7 +27,6 @@ from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
-ANNOUNCED = "manifest"  # the key of the summary that says that there is a manifest
 _PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
 LARGEST = 2**28  # bytes of a manifest: ten million items
 TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
@@ -162,20 +158,9 @@ def sums_in(manifest: bytes) -> dict[str, FileSum]:
     return sums
 
 
-def is_verifiable(folder: Path) -> bool:
-    """Return whether a checkpoint has a manifest."""
-    return (folder / MANIFEST).is_file()
-
-
 def is_complete(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint: it has a manifest, or an earlier version wrote it, without one."""
-    if is_verifiable(folder):
-        return True
-    try:
-        summary = json.loads(read_bytes(folder / SUMMARY, at_most=LARGEST))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(summary, dict) and ANNOUNCED not in summary
+    """Return whether a folder is a checkpoint: it has a manifest."""
+    return (folder / MANIFEST).is_file()
 
 
 def first_look(folder: Path) -> str | None:
@@ -183,8 +168,6 @@ def first_look(folder: Path) -> str | None:
     try:
         if not is_complete(folder):
             return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
-        if not is_verifiable(folder):
-            return None
         sums = read_manifest(folder)
         if SUMMARY not in sums:
             return f"its {MANIFEST} does not list {SUMMARY}"
@@ -225,54 +208,6 @@ def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def share_of(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
-    """Return the files of tensors that a rank verifies whole: those that it wrote, which it likely loads, too.
-
-    These are files without the sums of their items, as earlier versions and imports write them; what a rank reads of
-    others it verifies while it reads. Files of ranks that this run does not have go to the ranks with the fewest bytes.
-    """
-    shares: list[list[str]] = [[] for _ in range(world)]
-    loads = [0] * world
-    tensors = {name: entry.bytes for name, entry in sums.items() if name.endswith(TENSORS) and not entry.items}
-    for name in sorted(tensors, key=lambda each: (-tensors[each], each)):
-        writer = name[2:].split("_")[0] if name.startswith("__") else ""
-        to = int(writer) if writer.isdecimal() and int(writer) < world else min(range(world), key=loads.__getitem__)
-        shares[to].append(name)
-        loads[to] += tensors[name]
-    return shares[rank]
-
-
-class Verification:
-    """Verifies a rank's share of the files without sums of items in a thread, while the checkpoint is loaded."""
-
-    def __init__(self, folder: Path, *, rank: int, world: int) -> None:
-        self._found: str | None = None
-        self._thread = threading.Thread(target=self._verify, args=(folder, rank, world), daemon=True)
-
-    def _verify(self, folder: Path, rank: int, world: int) -> None:
-        if is_verifiable(folder):
-            try:
-                names = share_of(read_manifest(folder), rank=rank, world=world)
-            except (OSError, ValueError) as error:
-                self._found = str(error)
-            else:
-                self._found = damage(folder, names)
-
-    def __enter__(self) -> Verification:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.join()
-
-    def result(self) -> str | None:
-        """Wait for the end and return what is damaged; None if nothing is."""
-        self._thread.join()
-        return self._found
 
 
 _WORDS = {

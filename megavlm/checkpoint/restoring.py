@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.manifest import Verification, first_look, is_verifiable
+from megavlm.checkpoint.manifest import first_look
 from megavlm.checkpoint.retention import Holds
 from megavlm.checkpoint.verified import Damaged
 from megavlm.errors import UserError
@@ -87,8 +87,6 @@ def load_newest(
     """
     for number, folder in enumerate(choices.folders):
         check(folder)
-        if not is_verifiable(folder):
-            say(f"{folder} has no checksums, since an earlier version saved it: it cannot be verified")
         loaded, problem = _load_and_verify(folder, load)
         if problem is None:
             return folder, loaded
@@ -103,26 +101,23 @@ def load_newest(
 
 def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any, str | None]:
     """Return what `load` returns and None, or, on all ranks alike, what is wrong with the checkpoint."""
-    loaded, failure = None, None
-    with Verification(folder, rank=dist.get_rank(), world=dist.get_world_size()) as verification:
-        try:
-            loaded = load(folder)
-        except _NOT_THE_FILES:
-            raise
-        except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
-            failure = error
-        damaged = verification.result()
-    if isinstance(failure, Damaged):
-        damaged, failure = damaged or str(failure), None
+    loaded, damaged, failure = None, None, None
+    try:
+        loaded = load(folder)
+    except _NOT_THE_FILES:
+        raise
+    except Damaged as error:
+        damaged = str(error)
+    except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
+        failure = error
     said = None if failure is None else _in_one_line(failure, folder)
     found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (damaged, said))
-    problems = [each for each, _ in found if each]
-    if not problems and any(each for _, each in found):
-        problems = [each for _, each in found if each]
-        if is_verifiable(folder):  # every byte is what was written: an older checkpoint would not load either
-            raise UserError(problems[0]) from failure
-    return loaded, problems[0] if problems else None
+    if problems := [each for each, _ in found if each]:
+        return loaded, problems[0]
+    if failures := [each for _, each in found if each]:
+        raise UserError(failures[0]) from failure  # every byte is what was written: an older one would not load either
+    return loaded, None
 
 
 def _in_one_line(error: BaseException, folder: Path) -> str:

@@ -58,7 +58,7 @@ def best_of(metric: Mapping[int, float], mode: Literal["min", "max"]) -> int | N
 
 
 def metrics_of(folder: Path) -> dict[str, float]:
-    """Return the metrics that a checkpoint's description has; those of earlier versions and imports have none."""
+    """Return the metrics that a checkpoint's description has; imports have none."""
     try:
         return metrics_in(read_bytes(folder / SUMMARY, at_most=2**24))
     except OSError:

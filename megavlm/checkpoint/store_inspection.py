@@ -92,8 +92,6 @@ def _copy_to_store(source: Path, store: Store) -> str:
     holds = Holds()
     try:
         holds.add(source)
-        if not manifest.is_verifiable(source):
-            raise UserError(f"{source} has no {MANIFEST}: it cannot be verified, and a store takes no other")
         if problem := manifest.first_look(source):
             raise UserError(f"{source} is damaged: {problem}")
         if any(each.name == source.name for each in remote.complete_in(store)):

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY
+from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.config.extensions import extensions_of, missing_extensions
 from megavlm.config.load import as_data, from_dict
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import shown
 from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
-from megavlm.config.schema import Config, LoraConfig
+from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError
 from megavlm.json_files import OBJECT, TEXT, check, read_json, whole
@@ -47,7 +47,6 @@ def describe(
     """
     return {
         "format": FORMAT,
-        ANNOUNCED: MANIFEST,
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "plan": plan.to_json(),
@@ -78,15 +77,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def model_of(summary: Mapping[str, Any], folder: Path, *, vocab_size: int | None = None) -> Config:
+def model_of(summary: Mapping[str, Any], folder: Path) -> Config:
     """Return the configuration of a checkpoint's model and adapters. Raises UserError if there is no such model."""
     lacking = missing_extensions(summary.get("extensions"))
     try:
         saved = from_dict({name: summary[name] for name in ("model", "lora") if summary.get(name) is not None})
         if wrong := next(out_of_range(saved), None):
             raise UserError(wrong)
-        # Earlier versions saved sizes that follow from others as null.
-        return resolve(saved, vocab_size=vocab_size)
+        return resolve(saved)
     except (UserError, ArithmeticError, TypeError, ValueError) as error:
         if lacking is not None:
             raise UserError(f"{folder} was made with {lacking}: add that") from None
@@ -100,7 +98,7 @@ def is_weights_only(folder: Path) -> bool:
 
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise UserError for a checkpoint of another model, naming the first option that differs."""
-    made_with = model_of(summary, folder, vocab_size=config.model.language.vocab_size).model
+    made_with = model_of(summary, folder).model
     expected, saved = (dict(_leaves(as_data(model, chosen=True))) for model in (config.model, made_with))
     # The projector last: its width follows from the language model's, whose option is the one to name.
     for name in sorted(expected, key=lambda name: name.startswith("projector.")):
@@ -127,7 +125,7 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
     if (lacking := missing_extensions(summary.get("extensions"))) is not None:
         raise UserError(f"checkpoint {folder} was made with {lacking}: add that to go on")
     check_model(summary, config, folder)
-    kind, placement = _sharding(summary), summary["plan"].get("placement", "stages")
+    kind, placement = summary.get("data_parallel_sharding"), summary["plan"].get("placement")
     # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
     if (kind == "none") != (config.parallel.data_parallel_sharding == "none"):
         raise UserError(
@@ -138,14 +136,14 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
             f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
             "--placement to resume it"
         )
-    if (before := summary.get("optimizer", "adamw")) != config.optimizer.kind:
+    if (before := summary.get("optimizer")) != config.optimizer.kind:
         raise UserError(
             f"checkpoint {folder} was made with --optimizer {shown(before)}, whose state {config.optimizer.kind} does "
             "not have: give the same option, or export the weights and begin with them (--init-from)"
         )
-    saved = {**_jsonable(asdict(LoraConfig())), **summary.get("lora", {})}
+    saved = summary.get("lora") or {}
     for name, value in _jsonable(asdict(config.lora)).items():
-        if (before := saved[name]) != value:
+        if (before := saved.get(name)) != value:
             flag = f"--lora-{name.replace('_', '-')}"
             raise UserError(
                 f"checkpoint {folder} was made with {flag} {before}, but this run has {value}: use the saved value, or "
@@ -176,13 +174,6 @@ _MAY_CHANGE = (
     *("pooling", "temperature", "symmetric", "matryoshka_widths", "query_prefix", "document_prefix"),
     *("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing"),
 )
-
-
-def _sharding(summary: dict[str, Any]) -> str:
-    """Return `--data-parallel-sharding` of the run that wrote a checkpoint, also of an earlier version."""
-    if (kind := summary.get("data_parallel_sharding")) is not None:
-        return str(kind)
-    return "optimizer" if summary.get("use_distributed_optimizer", True) else "none"
 
 
 def _jsonable(value: Any) -> Any:

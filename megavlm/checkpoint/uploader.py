@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megavlm.checkpoint import folders, remote
-from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, attempt_in, attempt_of, is_verifiable, read_manifest
+from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, attempt_in, attempt_of, read_manifest
 from megavlm.checkpoint.remote import RemoteCheckpoint
 from megavlm.checkpoint.retention import Holds, Keep, kept, metrics_in, metrics_of
 from megavlm.checkpoint.upload_shares import Nodes, answer
@@ -88,8 +88,8 @@ class Mirror:
         return sum(total.bytes for total in sums.values())
 
     def _here(self) -> dict[int, Path]:
-        """Return the checkpoints of this machine that can be verified, by iteration."""
-        return {iteration: path for iteration, path in folders.complete(self.root) if is_verifiable(path)}
+        """Return the checkpoints of this machine by iteration."""
+        return dict(folders.complete(self.root))
 
     def _copies(self) -> dict[int, str | None]:
         if self._there is None:

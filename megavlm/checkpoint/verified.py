@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from megavlm.checkpoint.folded_sum import BLOCK, FoldedSum
-from megavlm.checkpoint.manifest import FileSum, is_verifiable, read_manifest
+from megavlm.checkpoint.manifest import MANIFEST, FileSum, read_manifest
 from megavlm.errors import UserError
 
 
@@ -17,7 +17,7 @@ class Damaged(UserError):
 
 
 class VerifiedItems:
-    """Reads items of files. Those of which the manifest has no sum are read unverified."""
+    """Reads items of files."""
 
     def __init__(self, sums: Mapping[str, FileSum]) -> None:
         """Take the sums of a checkpoint's files, by name."""
@@ -32,13 +32,9 @@ class VerifiedItems:
     def of(cls, folder: Path) -> VerifiedItems:
         """Return the reader for a checkpoint. Raises Damaged for a damaged manifest."""
         try:
-            return cls(read_manifest(folder) if is_verifiable(folder) else {})
+            return cls(read_manifest(folder))
         except ValueError as error:
             raise Damaged(str(error)) from error
-
-    def knows(self, file: str) -> bool:
-        """Return whether the items of a file are verified."""
-        return file in self._items
 
     def read(self, file: IO[bytes], name: str, start: int, into: memoryview) -> None:
         """Fill `into` with the item that begins at `start` of the file `name`. Raises Damaged."""
@@ -52,8 +48,9 @@ class VerifiedItems:
     def _read(self, file: IO[bytes], name: str, start: int, length: int, blocks: Iterable[memoryview]) -> None:
         """Fill blocks and sum up each while it is in the cache: the item is read from memory once."""
         end, total = start + length, FoldedSum()
-        items = self._items.get(name)
-        expected_end, expected = (end, 0) if items is None else items.get(start, (-1, 0))
+        if (items := self._items.get(name)) is None:
+            raise Damaged(f"its {MANIFEST} has no sums of what is in {name}")
+        expected_end, expected = items.get(start, (-1, 0))
         if expected_end != end:
             raise Damaged(f"{name} is damaged: no item of it lies at bytes {start:,} to {end:,}")
         at = start
@@ -64,7 +61,6 @@ class VerifiedItems:
                 if not count:
                     raise Damaged(f"{name} is damaged: it ends {end - at:,} bytes too early")
                 left, at = left[count:], at + count
-            if items is not None:
-                total.update(block)
-        if items is not None and total.value != expected:
+            total.update(block)
+        if total.value != expected:
             raise Damaged(f"{name} is damaged: the sum of bytes {start:,} to {end:,} is not what was written")

@@ -19,7 +19,7 @@ from megavlm.config.commands import Parser
 from megavlm.config.effects import idle, options_have_an_effect, without_idle
 from megavlm.config.extensions import load_extensions, words_after
 from megavlm.config.fields import Kind, Option, options, with_values
-from megavlm.config.messages import DASHES, did_you_mean, plain, renamed
+from megavlm.config.messages import DASHES, did_you_mean, plain
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -274,7 +274,10 @@ def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
         before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
         for option in options():
             if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
-                hint = renamed(before[-1]) or f": write {option.flags[0]} or {option.negations[0]}"
+                hint = (
+                    elsewhere.exact_hint(before[-1], written=str)
+                    or f": write {option.flags[0]} or {option.negations[0]}"
+                )
                 return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
     word, equals, value = flags[0].partition("=")
@@ -284,7 +287,8 @@ def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
     aside = [flag for option in options() if option.registers for flag in option.flags]
     hint = _switched_off(word) if value.lower() in ("false", "no") else ""
-    hint = hint or renamed(word) or did_you_mean(word, known, aside=aside) or elsewhere.hint(word, written=str)
+    hint = hint or elsewhere.exact_hint(word, written=str) or did_you_mean(word, known, aside=aside)
+    hint = hint or elsewhere.hint(word, written=str)
     return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"
 
 

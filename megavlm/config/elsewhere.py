@@ -157,6 +157,8 @@ _MEANINGS = {
     "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-rope-fusion cross-entropy-loss-fusion "
     "moe-grouped-gemm moe-permute-fusion",
     # processes and layout
+    "--data-parallel-sharding optimizer": "use-distributed-optimizer",
+    "--data-parallel-sharding none": "no-use-distributed-optimizer",
     _SHARDING: "deepspeed deepspeed-config zero-stage zero-optimization fsdp fsdp-config use-fsdp use-torch-fsdp2 "
     "use-megatron-fsdp data-parallel-sharding-strategy strategy",
     "--tensor-model-parallel-size": "tensor-parallel-size tp-size",
@@ -272,6 +274,11 @@ def hint(word: str, *, written: Callable[[str], str]) -> str:
     meaning = re.sub("megavlm ([a-z]+)", lambda found: program(found[1]), ELSEWHERE[near[0]])
     said = f": here it is {written(meaning)}" if meaning.startswith("--") else f": {meaning}"
     return said if near[0] == bare else f": did you mean {near[0]}?{said[1:]}"
+
+
+def exact_hint(word: str, *, written: Callable[[str], str]) -> str:
+    """Return what `hint` says of a word that is spelt as another trainer spells it; an empty string for others."""
+    return hint(word, written=written) if meaning_of(word) else ""
 
 
 def value_hint(word: str, choices: Collection[str]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megavlm.config.elsewhere import hint, meaning_of, trainer_of
+from megavlm.config.elsewhere import exact_hint, hint, meaning_of, trainer_of
 from megavlm.config.fields import Option, options, with_values
-from megavlm.config.messages import nearest_names, plain, renamed, shown
+from megavlm.config.messages import nearest_names, plain, shown
 from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -58,44 +58,10 @@ def _of_chosen(section: Any, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-# Where options of configurations written by earlier versions are now.
-_MOVED = {
-    "data.source": "data.kind",
-    "data.sources": "data.datasets",
-    "parallel.placement": "placement.encoder",
-    "parallel.offload": "execution.offload",
-    "train.precision": "precision.dtype",
-    **{f"train.{name}": f"run.{name}" for name in ("run_dir", "dry_run")},
-    **{
-        f"parallel.{name}": f"placement.{name}"
-        for name in (
-            *("encoder_chunk_patches", "encoder_keep_chunks", "encode_ahead", "vision_cache", "vision_cache_size"),
-            *("plan", "hardware", "pipeline_cuts"),
-        )
-    },
-    **{
-        f"train.{name}": f"execution.{name}"
-        for name in (
-            *("transformer_impl", "gradient_accumulation_fusion", "recompute_granularity"),
-            "compile_small_ops",
-        )
-    },
-    **{
-        f"train.{name}": f"precision.{name}"
-        for name in (
-            *("fp8", "fp8_recipe", "fp8_parts", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-            *("fp8_param_gather", "first_last_layers_bf16"),
-            *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        )
-    },
-}
-
-
 def from_dict(data: object) -> Config:
     """Return the configuration of nested mappings as YAML returns them; absent keys keep their defaults.
 
-    Keys of earlier versions are accepted where the option only moved (`_MOVED`). Raises UserError naming
-    `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
+    Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
     """
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
@@ -118,13 +84,13 @@ def _values(
             f"{where} expects a mapping of options, got {shown(data)}: give it `key: value` lines or leave it out"
         )
     for name, value in data.items():
-        key = _MOVED.get(f"{prefix}{name}", f"{prefix}{name}")
+        key = f"{prefix}{name}"
         if key in table:
             yield table[key].path, table[key].kind.from_yaml(value, name=key)
         elif key in sections:
             yield from _values(value, prefix=f"{key}.", table=table, sections=sections)
         else:
-            meant = renamed(str(name), written=in_yaml)
+            meant = exact_hint(str(name), written=in_yaml)
             meant = meant or _suggestion(str(name), prefix=prefix, table=table, sections=sections)
             raise UserError(f"unknown key {plain(key)}{meant}")
 

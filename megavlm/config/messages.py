@@ -6,10 +6,8 @@ import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-
-from megavlm.config.elsewhere import hint, meaning_of
 
 # Larger divisors are not listed: no layer is split over more processes.
 _LARGEST = 256
@@ -19,24 +17,6 @@ _LIKE = 0.75
 
 # What begins a flag, and what word processors and chats make of it.
 DASHES = "-–—−"
-
-# Renamed options: the old name and what replaces it.
-_RENAMED = {
-    "sources": "--datasets",
-    "source": "--data",
-    "use-distributed-optimizer": "--data-parallel-sharding optimizer",
-    "no-use-distributed-optimizer": "--data-parallel-sharding none",
-}
-
-
-def renamed(word: str, *, written: Callable[[str], str] = str) -> str:
-    """Return the end of a message for an option of an earlier version (`": it is now X"`) or of another trainer
-    (`": here it is X"`), else an empty string. `written` is as for `elsewhere.hint`.
-    """
-    name = word.lstrip("-").replace("_", "-")
-    if name in _RENAMED:
-        return f": it is now {written(_RENAMED[name])}"
-    return hint(word, written=written) if meaning_of(word) else ""
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> str:

@@ -236,7 +236,7 @@ def from_json(data: Mapping[str, Any]) -> Hardware:
     fields: dict[str, Any] = dict(data)
     rates = {side: _part(Rates, fields.pop(side), side) for side in ("forward", "backward")}
     links = {side: _part(Link, fields.pop(side), side) for side in ("near", "far")}
-    host = fields.pop("host", None)  # profiles of earlier versions have none
+    host = fields.pop("host")
     if host is not None:
         host = _part(Host, {**host, "link": _part(Link, host["link"], "host's link")}, "host")
     hardware: Hardware = _part(Hardware, {**fields, **rates, **links, "host": host}, "the profile")

@@ -194,27 +194,6 @@ def test_all_ranks_leave_out_what_one_of_them_finds_damaged(pools: Pools, tmp_pa
     assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
-def test_a_checkpoint_of_an_earlier_version_loads_and_says_that_nothing_verifies_it(
-    pools: Pools, three: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(three, tmp_path / "run")
-    newest = tmp_path / "run/checkpoints/iter_0000003"
-    (newest / "manifest.json").unlink()
-    summary = json.loads((newest / "megavlm.json").read_text())
-    (newest / "megavlm.json").write_text(json.dumps({key: summary[key] for key in summary if key != "manifest"}))
-    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
-    assert error == ""
-    assert "cannot be verified" in printed
-    assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(undisturbed))
-    # Damaged, it is left out by what torch says of it.
-    empty(newest / "__0_0.distcp")
-    shutil.rmtree(tmp_path / "run/checkpoints/iter_0000004")
-    ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
-    assert error == ""
-    assert "Going on from iter_0000002" in printed
-    assert "Traceback" not in printed
-
-
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tmp_path: Path, copied: bool) -> None:
     root = tmp_path / "run/checkpoints"
@@ -231,16 +210,16 @@ def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tm
 
 
 def test_a_foreign_common_pt_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
-    """Without a manifest nothing is compared, and the file may hold any values."""
+    """Whoever writes the manifest anew may put any values into the file."""
     import torch
 
+    from tests.support.manifests import write_sums
+
     shutil.copytree(three / "checkpoints/iter_0000003", newest := tmp_path / "run/checkpoints/iter_0000003")
-    (newest / "manifest.json").unlink()
-    summary = json.loads((newest / "megavlm.json").read_text())
-    (newest / "megavlm.json").write_text(json.dumps({key: summary[key] for key in summary if key != "manifest"}))
     whole = torch.load(newest / "common.pt", weights_only=True)
     for changed in ({}, {**whole, "position": {"x": 1}}, {**whole, "optimizer": {}}):
         torch.save(changed, newest / "common.pt")
+        write_sums(newest)
         ((_, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
         assert "common.pt" in error
         assert "use another checkpoint" in error

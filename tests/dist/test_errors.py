@@ -18,6 +18,7 @@ from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import write_manifest
 from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
+from tests.support.manifests import write_sums
 from tests.support.training import SMALL, train
 
 
@@ -146,10 +147,11 @@ def test_checkpoint_that_runs_code_is_refused(finished: Path, tmp_path: Path, ca
     torch.save({"state": Opens(proof)}, saved)
     if carrier == "random state":
         replace_random_state(checkpoint, saved.getvalue())
+        write_sums(checkpoint)
     else:
         code = pickle.dumps(Opens(proof)) if carrier == ".metadata" else saved.getvalue()
         (checkpoint / carrier).write_bytes(code)
-    write_manifest(checkpoint, {})
+        write_manifest(checkpoint, {})
     status, output = resume(run_dir)
     assert status == 2, output
     (line,) = lines_of_ours(output)

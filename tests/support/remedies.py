@@ -104,7 +104,7 @@ def answer(start: T, ask: Callable[[T], object]) -> str | None:
 
 def _names(text: str) -> list[list[str]]:
     """Return the words of each option that a hint names."""
-    if there := re.search(r"(?:here it is|it is now) ([^,]+)", text):
+    if there := re.search(r"here it is ([^,]+)", text):
         return [there[1].split()]
     meant = re.match(r"did you mean (.*)\?", text)
     return [[name] for name in meant[1].split(" or ")] if meant else []

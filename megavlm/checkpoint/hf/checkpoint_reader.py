@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megavlm.checkpoint.hf.raw import for_each, read_into
-from megavlm.checkpoint.manifest import damage, first_look, is_verifiable
+from megavlm.checkpoint.manifest import first_look
 from megavlm.checkpoint.records import Part, check_record
 from megavlm.checkpoint.safety import read_metadata
 from megavlm.checkpoint.verified import Damaged, VerifiedItems
@@ -72,13 +72,10 @@ class CheckpointReader:
     def verify(self, keys: Iterable[str]) -> None:
         """Read tensors and compare them with the checkpoint's sums. Raises UserError if they are not what was saved."""
         items, records = VerifiedItems.of(self._checkpoint), [each for key in keys for each in self._records[key]]
-        problem = first_look(self._checkpoint)
-        if problem is None and is_verifiable(self._checkpoint):  # earlier versions summed up files, not their items
-            problem = damage(self._checkpoint, {each.file.name for each in records if not items.knows(each.file.name)})
         try:
-            if problem is not None:
+            if problem := first_look(self._checkpoint):
                 raise Damaged(problem)
-            for_each(partial(_verify, items), (each for each in records if items.knows(each.file.name)))
+            for_each(partial(_verify, items), records)
         except Damaged as error:
             raise UserError(f"{self._checkpoint} is damaged: {error}. Use another checkpoint") from error
 

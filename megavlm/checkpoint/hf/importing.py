@@ -32,7 +32,7 @@ from megavlm.checkpoint.hf.checkpoint_reader import Stored
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
-from megavlm.checkpoint.manifest import ANNOUNCED, MANIFEST, SUMMARY, FileSum, SummingFile
+from megavlm.checkpoint.manifest import SUMMARY, FileSum, SummingFile
 from megavlm.checkpoint.summary import FORMAT
 from megavlm.checkpoint.tensor_files import without_record_sums
 from megavlm.config.schema import Config
@@ -64,7 +64,6 @@ def import_checkpoint(
     summary = {
         "format": FORMAT,
         "contents": "weights",
-        ANNOUNCED: MANIFEST,
         "iteration": 0,
         "consumed_samples": 0,
         "plan": plan.to_json(),

@@ -43,7 +43,7 @@ class Sidecar:
     files: Path  # the folder of files that were copied as they are
     variant: int  # index of the family's name_prefixes that its files use
     file_of: dict[str, str]  # tensor → file, in the order of the files
-    types: dict[str, str]  # tensor → type, in safetensors' spelling; of runs of earlier versions empty
+    types: dict[str, str]  # tensor → type, in safetensors' spelling
 
 
 def write_sidecar(pretrained: Pretrained, target: Path, config: Config | None = None) -> None:

@@ -33,6 +33,7 @@ from megavlm.checkpoint.records import check_record  # noqa: E402
 from megavlm.checkpoint.safety import read_metadata  # noqa: E402
 from megavlm.checkpoint.tensor_files import without_record_sums  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
+from tests.support.manifests import write_sums  # noqa: E402
 
 
 class Touch:
@@ -115,6 +116,7 @@ def rewritten(folder: Path, change: Callable[[Metadata], None]) -> Path:
 
 def test_what_torch_writes_is_read_as_torch_reads_it(tmp_path: Path):
     saved(tmp_path)
+    write_sums(tmp_path)
     expected = pickle.loads((tmp_path / ".metadata").read_bytes())
     found = read_metadata(tmp_path)
     assert (found.state_dict_metadata, found.storage_data) == (expected.state_dict_metadata, expected.storage_data)
@@ -271,6 +273,7 @@ def test_no_entry_runs_anything(tmp_path: Path, name: str, entry: BytesStorageMe
     folder, buffer = saved(tmp_path / "checkpoint"), io.BytesIO()
     torch.save({"cpu": Touch(tmp_path / "ran")}, buffer, _use_new_zipfile_serialization=as_zip)
     replace_entry(folder, name, buffer.getvalue(), entry)
+    write_sums(folder)
     wanted = {"weight": torch.zeros(2, 3)} if name == "weight" else {name: None}
     with pytest.raises(dcp.api.CheckpointException):
         dcp.load(wanted, storage_reader=Reader(folder), planner=Planner(), no_dist=True)

@@ -67,12 +67,10 @@ def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path, total: FileSum) -
         read(tmp_path, VerifiedItems({"a.distcp": total}), 3)
 
 
-def test_a_file_without_sums_of_items_is_read_unverified(tmp_path: Path, total: FileSum) -> None:
-    """Another pass verifies it."""
-    flip(tmp_path / "a.distcp", 0)
+def test_a_file_without_sums_of_items_is_refused(tmp_path: Path, total: FileSum) -> None:
     items = VerifiedItems({"a.distcp": FileSum(total.bytes, total.crc32)})
-    assert not items.knows("a.distcp")
-    assert read(tmp_path, items, 0) != ITEMS[0]
+    with pytest.raises(Damaged, match=r"no sums of what is in a\.distcp"):
+        read(tmp_path, items, 0)
 
 
 def folded(data: bytes, *, pieces: int = BLOCK) -> int:

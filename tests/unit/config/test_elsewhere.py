@@ -15,7 +15,6 @@ from megavlm.config.cli import parse
 from megavlm.config.elsewhere import ELSEWHERE
 from megavlm.config.fields import options
 from megavlm.config.load import from_dict, in_yaml
-from megavlm.config.messages import _RENAMED
 from megavlm.errors import UserError
 from tests.support.remedies import answer, followed
 
@@ -23,7 +22,7 @@ FLAGS = {flag: option for option in options() for flag in (*option.flags, *optio
 VALUES = {int: "1", float: "0.5", str: "x"}
 
 
-@pytest.mark.parametrize("meaning", dict.fromkeys([*ELSEWHERE.values(), *_RENAMED.values()]))
+@pytest.mark.parametrize("meaning", dict.fromkeys(ELSEWHERE.values()))
 def test_what_is_named_exists_and_parses(meaning: str) -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]*", meaning)) - {"--nproc-per-node", "--nnodes"}
     assert named <= set(FLAGS)

@@ -13,11 +13,6 @@ import pytest
 from megavlm.config.load import from_dict, from_yaml_file, to_yaml
 from megavlm.config.schema import (
     Config,
-    ExecutionConfig,
-    ParallelConfig,
-    PlacementConfig,
-    PrecisionConfig,
-    RunConfig,
     TrainConfig,
 )
 from megavlm.errors import UserError
@@ -49,47 +44,6 @@ def test_lists_become_tuples_and_the_rest_keeps_its_default(tmp_path: Path) -> N
 
 def test_text_stays_text(tmp_path: Path) -> None:
     assert from_yaml_file(written(tmp_path, "run: {run_dir: Läufe/1e-4}")).run.run_dir == "Läufe/1e-4"
-
-
-def test_a_file_of_before_the_sections_were_divided_means_what_it_meant() -> None:
-    """`earlier.yaml` is what `--print-config` wrote then, with another value than the default for each moved option."""
-    config = from_yaml_file(Path(__file__).parent / "earlier.yaml")
-    assert config.placement == PlacementConfig(
-        encoder="colocated",
-        encoder_chunk_patches=6,
-        encoder_keep_chunks=7,
-        encode_ahead=True,
-        vision_cache="cache",
-        vision_cache_size=8.0,
-        plan="auto",
-        hardware="h100",
-        pipeline_cuts=(3, 9),
-    )
-    assert config.execution == ExecutionConfig(
-        transformer_impl="torch",
-        recompute_granularity="full",
-        offload=("optimizer",),
-        gradient_accumulation_fusion=False,
-        compile_small_ops=True,
-    )
-    assert config.precision == PrecisionConfig(
-        dtype="bf16",
-        fp8="hybrid",
-        fp8_recipe="delayed",
-        fp8_parts=("vision",),
-        first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=2,
-        num_layers_at_end_in_bf16=3,
-        fp8_margin=4,
-        fp8_amax_history_len=5,
-        fp8_amax_compute_algo="most_recent",
-        fp8_param_gather=True,
-    )
-    assert config.run == RunConfig(run_dir="runs/old", dry_run=True)
-    assert config.data.kind == "files"
-    assert [(each.path, each.weight) for each in config.data.datasets] == [("a.json", 2.0), ("b.parquet", 1.0)]
-    assert config.parallel == ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=False)
-    assert config.train == TrainConfig(train_iters=520, micro_batch_size=64, global_batch_size=128, seq_length=24)
 
 
 def test_an_empty_mapping_is_the_defaults() -> None:

@@ -53,7 +53,9 @@ SPELLING = (
     Mistake("-tp 2", "-tp", "did you mean --tp?"),
     Mistake("--tensor-model 2", "unknown option --tensor-model:", "did you mean --tensor-model-parallel-size?"),
     Mistake("--no-tensorbord", "--no-tensorbord", "did you mean --no-tensorboard?"),
-    Mistake("--no-use-distributed-optimizer", "--no-use-distributed-optimizer", "now --data-parallel-sharding none"),
+    Mistake(
+        "--no-use-distributed-optimizer", "--no-use-distributed-optimizer", "here it is --data-parallel-sharding none"
+    ),
     Mistake("--learning-rate 1e-5", "--learning-rate", "here it is --lr"),
     Mistake("--bf16", "--bf16", "here it is --precision bf16"),
     Mistake("--qqqq", "--qqqq", "--help-all lists all options"),

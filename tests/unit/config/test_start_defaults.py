@@ -88,7 +88,7 @@ def test_values_follow_the_run() -> None:
 
 
 def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
-    """An earlier version wrote all its values, those of a toy among them; a later one has another table."""
+    """What it wrote wins over the table, here the values of a toy."""
     run = tmp_path / "run"
     (run / "checkpoints/iter_0000005").mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(with_start_defaults(Config())))
@@ -112,7 +112,6 @@ def test_what_the_begun_run_had_and_a_flag_makes_idle_is_no_mistake(tmp_path: Pa
 
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight: float | None) -> None:
-    """An earlier version gave all data sets the weight 1; now they are mixed by size."""
     (tmp_path / "checkpoints/iter_0000005").mkdir(parents=True)
     config = parse(["--datasets", "a.json", "b.json", "--run-dir", str(tmp_path)])
     begun = tuple(replace(each, weight=weight) for each in config.data.datasets)
