@@ -32,7 +32,6 @@ class FeatureCache:
         self._folder = folder
         self._size = size
         self._encoder = encoder
-        self.hits = self.misses = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._bytes = sum(size for _, size, _ in _files(folder))
@@ -55,14 +54,12 @@ class FeatureCache:
                 intact = (file.metadata() or {}).get("sha256") == hashlib.sha256(_raw(features)).hexdigest()
             if intact:
                 os.utime(path)  # the modification time is the time of last use, for eviction
-                self.hits += 1
                 return features
             path.unlink(missing_ok=True)
         except (FileNotFoundError, RuntimeError):
             pass  # another process evicted it between opening and mapping (torch maps the file by its name)
         except (SafetensorError, OSError):
             path.unlink(missing_ok=True)
-        self.misses += 1
         return None
 
     def put(self, key: str, features: Tensor) -> None:

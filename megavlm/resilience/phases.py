@@ -76,7 +76,6 @@ class Phases:
     def __init__(self, clock: Clock | None = None) -> None:
         self.now = Now(0, START, "", 0)
         self.totals = Totals(0, {})
-        self.last_step: Mapping[str, float] = {}  # seconds by phase, of the last step that could be read
         self._clock: Clock = clock if clock is not None else HostClock()
         self._moments: list[tuple[str, Any]] = []  # of the step; empty between steps
         self._unread: deque[list[tuple[str, Any]]] = deque()  # of steps that the device had not ended when last asked
@@ -113,7 +112,6 @@ class Phases:
         seconds: dict[str, float] = {}
         for (phase, began), (_, ended) in pairwise(moments):
             seconds[phase] = seconds.get(phase, 0.0) + self._clock.seconds(began, ended)
-        self.last_step = seconds
         self._add(seconds, steps=1)
 
     def _lap(self) -> float:

@@ -63,7 +63,6 @@ def test_a_damaged_file_is_missed_and_deleted(tmp_path, damage):
     path.write_bytes({"flip": bytes(data), "cut": bytes(data[:-7]), "empty": b""}[damage])
     assert cache.get("ab12") is None
     assert files(tmp_path) == []
-    assert (cache.hits, cache.misses) == (0, 1)
 
 
 def test_stays_within_its_size_and_keeps_what_was_used_last(tmp_path):
