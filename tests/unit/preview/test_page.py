@@ -235,7 +235,7 @@ def test_the_tool(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*flags(data), "--out", str(out), "--samples", "3"]) == 0
     assert "train.jsonl:1" in Read(out.read_text(encoding="utf-8")).text
     config = tmp_path / "run.yaml"
-    config.write_text(f"data: {{tokenizer: {data / 'tokenizer'}, sources: [{{path: {data / 'book.txt'}}}]}}\n")
+    config.write_text(f"data: {{tokenizer: {data / 'tokenizer'}, datasets: [{{path: {data / 'book.txt'}}}]}}\n")
     assert main([str(config), "--out", str(out), "--packing-window", "32"]) == 0
     assert "book" in Read(out.read_text(encoding="utf-8")).text
     capsys.readouterr()
