@@ -28,8 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
 
-from megavlm.optim.disk_adamw import DiskAdamW
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.disk_store import DiskStore
+from megavlm.optim.elementwise import ElementwiseOptimizer
+from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.stores import HostStore
 
 TENSOR = 2**22  # numbers of a parameter
 SIDES = ("host", "disk", "disk, page cache dropped")
@@ -61,26 +63,24 @@ def measured(side: str, millions: int, folder: Path, *, steps: int = 4) -> dict[
     values = [torch.zeros(TENSOR) for _ in range(max(1, millions * 2**20 // TENSOR))]
     for each in values:
         each.grad = torch.full_like(each, 1e-3)
-    optimizer = HostAdamW(values) if side == "host" else DiskAdamW(values)
     before = _anonymous()
-    if isinstance(optimizer, DiskAdamW):
-        optimizer.reserve(folder)
+    store = HostStore() if side == "host" else DiskStore(folder, values, ADAMW.state)
+    optimizer = ElementwiseOptimizer(values, ADAMW, store)
     seconds = []
     with _Peak() as peak:
         for _ in range(steps):
             if side.endswith("dropped"):
-                assert isinstance(optimizer, DiskAdamW)
-                _drop(optimizer)
+                assert isinstance(store, DiskStore)
+                _drop(store)
             began = time.perf_counter()
             optimizer.step()
             seconds.append(time.perf_counter() - began)
     return {"seconds": statistics.median(seconds[1:]), "memory": (peak.largest - before) / 2**30}
 
 
-def _drop(optimizer: DiskAdamW) -> None:
+def _drop(store: DiskStore) -> None:
     """Write the file's pages to the disk and take them out of memory."""
-    assert optimizer._scratch is not None
-    descriptor = optimizer._scratch._file.fileno()
+    descriptor = store._scratch._file.fileno()
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -28,9 +28,10 @@ from record import append, circumstances
 
 from megavlm.arch.kinds import kind_in
 from megavlm.arch.layers import layer_names
-from megavlm.arch.matrices import orthogonalization_flops
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
+from megavlm.config.schema import OptimizerConfig
+from megavlm.config.update_rules import newton_schulz_flops
 from tests.support.pool import Pools
 from tests.support.training import metrics, train
 
@@ -109,7 +110,8 @@ def curves(pools: Pools, folder: str, *, steps: int) -> dict[str, Any]:
             found[f"{kind} at {rate:g}"] = means
             print(f"demo, {kind} at {rate:g}: {' '.join(f'{mean:.3f}' for mean in means)}", flush=True)
     found["step_flops"] = 1e12 * records[-1]["model_tflops_per_device"] * records[-1]["step_time_s"]
-    found["newton_schulz_flops"] = sum(orthogonalization_flops(rows, columns, 5) for rows, columns in shapes(DEMO))
+    options = OptimizerConfig(muon_num_ns_steps=5)
+    found["newton_schulz_flops"] = sum(newton_schulz_flops(options, *each) for each in shapes(DEMO))
     print(f"Newton-Schulz adds {found['newton_schulz_flops'] / found['step_flops']:.2%} to the FLOPs of a step")
     return found
 

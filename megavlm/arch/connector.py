@@ -90,8 +90,8 @@ class Connector(ABC):
         """Return the parameters of its matrices and the FLOPs of a forward pass, of all ranks together."""
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        """Return the weights that are matrices between hidden states, by their names in the module: Muon's. All others
-        are AdamW's.
+        """Return the weights that are matrices between hidden states, by their names in the module. To an update rule
+        of whole matrices all others are no matrices.
         """
         return {}
 

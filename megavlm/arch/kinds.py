@@ -123,7 +123,7 @@ def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
 def hidden_weight_of(key: str, model: ModelConfig) -> HiddenWeight | None:
     """Return what is known of a parameter that is matrices between hidden states, by its global name; None for another.
 
-    Adapters are none: their scale is that of AdamW's recipes.
+    Adapters are none: their scale is that of recipes for elementwise rules.
     """
     name, path = name_and_path(key)
     return _hidden_weights(name, model).get(path)

@@ -1,6 +1,6 @@
 """Which weights are matrices between hidden states, and which of their rows are one matrix. No torch.
 
-An optimizer that treats a matrix as a whole (Muon) must know that `linear_qkv` holds queries, keys and values, that
+An update rule that treats a matrix as a whole must know that `linear_qkv` holds queries, keys and values, that
 the first layer of a gated MLP holds gate and up, and that a tensor of experts holds one matrix of each. Embeddings,
 the output layer, the patch embedding and position tables are not of this sort: each of their rows (or columns) belongs
 to a token, a pixel or a position, and not to a hidden channel.
@@ -76,9 +76,3 @@ def hidden_weight(columns: int, *counts: int, periods: int = 1, experts: int = 0
     ends = accumulate(counts, initial=0)
     bands = tuple(Band(first, end - first, period) for first, end in pairwise(ends))
     return HiddenWeight(periods * period, columns, bands, experts)
-
-
-def orthogonalization_flops(rows: int, columns: int, steps: int) -> float:
-    """Return the FLOPs of Newton-Schulz steps on a matrix m × n, m ≤ n: XXᵀ, its square, and the product with X."""
-    m, n = sorted((rows, columns))
-    return steps * (4.0 * m * m * n + 2.0 * m**3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -27,7 +27,7 @@ from megavlm.config.derived import (
 )
 from megavlm.config.lora import clipped_parts
 from megavlm.config.resolve import resolve
-from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
 from megavlm.parallel.dims import Dims
 
 Recompute = Literal["none", "selective", "full"]
@@ -71,10 +71,7 @@ class Scenario:
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
     gathers_tokens: bool = False  # ranks that share experts gather all tokens; else each token travels (all-to-all)
     imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
-    optimizer: str = "adamw"  # update rule
-    averages: bool = False  # weights are averaged
-    muon_steps: int = 5  # Newton-Schulz steps
-    muon_bytes: int = 4  # of a number in them
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clipped: frozenset[str] = frozenset()  # layers whose largest attention logits are looked for (`--qk-clip`)
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
@@ -194,10 +191,7 @@ def scenario_of(
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         offload=offloaded(config),
-        optimizer=config.optimizer.kind,
-        averages=config.optimizer.ema_decay > 0,
-        muon_steps=config.optimizer.muon_num_ns_steps,
-        muon_bytes=4 if resolve(config).optimizer.muon_precision == "fp32" else 2,
+        optimizer=resolve(config).optimizer,
         clipped=_clipped(config),
         moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),

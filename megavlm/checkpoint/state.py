@@ -33,8 +33,8 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.adamw import AVERAGE
 from megavlm.optim.averages import average
+from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.random_states import random_states, set_random_states

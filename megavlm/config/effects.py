@@ -18,6 +18,7 @@ from megavlm.config.registry import registered
 from megavlm.config.resolve import data_kind, has_validation
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.config.start_defaults import is_start_default
+from megavlm.config.update_rules import idle_options
 
 
 @dataclass(frozen=True)
@@ -291,26 +292,6 @@ EFFECTS = (
         "without --qk-clip",
         "add it",
     ),
-    Effect(
-        "optimizer",
-        ("adam_beta1", "adam_beta2", "adam_eps"),
-        lambda config: config.optimizer.kind != "lion",
-        "with --optimizer lion",
-        "use --optimizer adamw, or muon",
-    ),
-    *(
-        Effect(
-            "optimizer",
-            names,
-            lambda config, kind=kind: config.optimizer.kind == kind,  # type: ignore[misc]
-            f"without --optimizer {kind}",
-            "add it",
-        )
-        for kind, names in (
-            ("muon", ("muon_momentum", "muon_num_ns_steps", "muon_precision")),
-            ("lion", ("lion_beta1", "lion_beta2")),
-        )
-    ),
     *(
         Effect("optimizer", (f"{module}_lr",), _trains(module), f"with --freeze {module}", f"do not freeze {module}")
         for module in ("vision", "projector", "language")
@@ -383,7 +364,7 @@ def idle(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator
     path was `typed` and the default is more than "off": `--lora-alpha 16` without a rank is meant to train adapters.
     """
     known = {option.key: option for option in options()}
-    for effect in (*_of_names(config), *EFFECTS):
+    for effect in (*_of_names(config), *_of_rules(config), *EFFECTS):
         if effect.there(config):
             continue
         for name in effect.options:
@@ -409,6 +390,12 @@ def _of_names(config: Config) -> Iterator[Effect]:
     ignored = {field.name for field in fields(ProjectorConfig)} - {"kind", "connectors", *connector.reads}
     lacking = f"with --projector-kind {connector.name}"
     yield Effect("model.projector", tuple(sorted(ignored)), _never, lacking, "use another kind")
+
+
+def _of_rules(config: Config) -> Iterator[Effect]:
+    """Yield what has an effect only with another update rule."""
+    for names, lacking, remedy in idle_options(config.optimizer.rule):
+        yield Effect("optimizer", tuple(sorted(names)), _never, lacking, remedy)
 
 
 def _never(config: Config) -> bool:

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection
 
+from megavlm.config.update_rules import RULES
 from megavlm.program import program
 
 _SHARDING = (
@@ -229,7 +230,7 @@ _VALUES = {
     "optimizer": "zero-1 zero1 stage-1",
     "optimizer_gradients": "zero-2 zero2 stage-2 shard-grad-op optim-grads",
     "full": "zero-3 zero3 stage-3 fsdp full-shard optim-grads-params",
-    "adamw": "adam adamw-torch adamw-torch-fused adamw-hf",
+    **{rule.name: rule.elsewhere for rule in RULES.values()},
     "WSD": "warmup-stable-decay",
     "constant": "constant-with-warmup",
     "interleaved": "interleaved-1f1b",

@@ -7,22 +7,27 @@ from collections.abc import Callable
 from megavlm.config.derived import moments_folder
 from megavlm.config.lora import clipped_parts, frozen_parts, trained_whole
 from megavlm.config.schema import Config
+from megavlm.config.update_rules import one_of
+
+_ELEMENTWISE = one_of(lambda rule: rule.others is None)
 
 
-def muon_has_matrices(config: Config) -> str | None:
-    if config.optimizer.kind == "muon" and not (trained_whole(config) or config.lora.train_router):
+def there_are_matrices(config: Config) -> str | None:
+    rule = config.optimizer.rule
+    if rule.others is not None and not (trained_whole(config) or config.lora.train_router):
         return (
-            "--optimizer muon has no matrices to train: adapters are AdamW's, and all else is frozen; use --optimizer "
-            "adamw, or lion"
+            f"--optimizer {rule.name} has no matrices to train: adapters are left to {rule.others.name}, and all "
+            f"else is frozen; use --optimizer {_ELEMENTWISE}"
         )
     return None
 
 
-def moments_on_disk_are_adams(config: Config) -> str | None:
-    if config.optimizer.kind != "adamw" and moments_folder(config) is not None:
+def state_on_disk_is_elementwise(config: Config) -> str | None:
+    rule = config.optimizer.rule
+    if rule.others is not None and moments_folder(config) is not None:
         return (
-            f"--offload optimizer=nvme:DIR keeps Adam's moments, which --optimizer {config.optimizer.kind} does not "
-            "have: use --offload optimizer, or --optimizer adamw"
+            f"--offload optimizer=nvme:DIR keeps the state of elementwise updates, and --optimizer {rule.name} updates "
+            f"whole matrices: use --offload optimizer, or --optimizer {_ELEMENTWISE}"
         )
     return None
 
@@ -49,8 +54,8 @@ def clipping_has_projections(config: Config) -> str | None:
 
 
 OPTIMIZER_RULES: tuple[Callable[[Config], str | None], ...] = (
-    muon_has_matrices,
-    moments_on_disk_are_adams,
+    there_are_matrices,
+    state_on_disk_is_elementwise,
     one_optimizer_scales_the_loss,
     clipping_has_projections,
 )

@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megavlm.config.option import TRAINING, option
+from megavlm.config.update_rules import RuleOptions
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """Learning rates and their schedule, the update rule, clipping, and the loss scale of fp16."""
+class OptimizerConfig(RuleOptions):
+    """The update rule, learning rates and their schedule, clipping, and the loss scale of fp16."""
 
-    kind: Literal["adamw", "muon", "lion"] = option(
-        "adamw",
-        "Update rule.",
-        flag="--optimizer",
-        common=TRAINING,
-    )
     lr: float = option(
         None,
         "Peak learning rate; default: 1e-3, from given weights 1e-5.",
@@ -52,18 +47,6 @@ class OptimizerConfig:
         None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
     )
     weight_decay: float = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
-    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.")
-    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.")
-    adam_eps: float = option(1e-8, "Epsilon of AdamW.")
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.")
-    muon_num_ns_steps: int = option(5, "Muon: number of Newton-Schulz steps that make an update orthogonal.")
-    muon_precision: Literal["fp32", "bf16"] = option(
-        None,
-        "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
-        "--precision fp32, else bf16.",
-    )
-    lion_beta1: float = option(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.")
     qk_clip: bool = option(
         False,
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "

@@ -27,12 +27,11 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
             warmup = int(optimizer.lr_warmup_fraction * optimizer.lr_decay_iters)
             optimizer = replace(optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
     config = with_start_defaults(replace(config, train=train, optimizer=optimizer))
-    muon = {"muon_precision": "fp32" if config.precision.dtype == "fp32" else "bf16"}
     intervals = {"eval_interval": config.checkpoint.save_interval} if has_validation(config) else {}
     return replace(
         config,
         model=resolve_model(config.model, vocab_size=vocab_size),
-        optimizer=_filled(config.optimizer, **(muon if config.optimizer.kind == "muon" else {})),
+        optimizer=_filled(config.optimizer, **config.optimizer.rule.defaults(config.precision.dtype)),
         evaluation=_filled(config.evaluation, **intervals),
         data=_filled(config.data, kind=data_kind(config)),
     )

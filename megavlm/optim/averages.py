@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.optim.adamw import AVERAGE
+from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.model_weights import give_model
 from megavlm.parallel.dtensor import local_part
 

@@ -19,19 +19,19 @@ from megavlm.config.derived import moments_folder, offloaded, shards_gradients
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.adamw import AdamW
 from megavlm.optim.chained import MeanGradientOptimizer
-from megavlm.optim.disk_adamw import DiskAdamW
+from megavlm.optim.disk_store import DiskStore
+from megavlm.optim.elementwise import AVERAGE, ElementwiseOptimizer
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.held_layouts import entries_of, held_layouts
-from megavlm.optim.host_adamw import HostAdamW, HostLion
-from megavlm.optim.lion import Lion
+from megavlm.optim.matrices import MatrixShard, MatrixUpdates
 from megavlm.optim.model_weights import round_in_one_launch
-from megavlm.optim.muon import MatrixShard, Muon, MuonOptions
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
+from megavlm.optim.rules import ELEMENTWISE, OF_MATRICES
 from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.optim.slow_links import compress_links
+from megavlm.optim.stores import HostStore, StateStore
 from megavlm.parallel.groups import Groups, Levels, levels_of
 
 
@@ -100,13 +100,10 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
     options = config.optimizer
     dtype = DTYPES[config.precision.dtype]
     megatron_config = MegatronOptimizerConfig(
-        optimizer="adam",
+        optimizer="adam",  # until `_choose_update`
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,
-        adam_beta1=options.adam_beta1,
-        adam_beta2=options.adam_beta2,
-        adam_eps=options.adam_eps,
         clip_grad=0.0,  # part of the update: `MeanGradientOptimizer`
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -133,37 +130,43 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         if not part.is_stub_optimizer:
             _choose_update(part, config)
             round_in_one_launch(part)
-    muon = _muon(parts, chunks, config, groups)
+    matrices = _matrices(parts, chunks, config, groups)
     qk_clip = _qk_clip(parts, chunks, config)
-    return MeanGradientOptimizer(parts, clip=options.clip_grad, muon=muon, qk_clip=qk_clip, ema_decay=options.ema_decay)
+    return MeanGradientOptimizer(
+        parts, clip=options.clip_grad, matrices=matrices, qk_clip=qk_clip, ema_decay=options.ema_decay
+    )
 
 
 def _choose_update(part: Any, config: Config) -> None:
-    """Make one of megatron-core's optimizers, before it has state, update with ours: on the device or the host, AdamW
-    there also with moments on disk. Where parameters are on the host, an update there copies nothing.
+    """Make one of megatron-core's optimizers, before it has state, update by the elementwise rule of the run.
 
     Ours divide gradients as they read them, which Transformer Engine's does not, and resume a sharded run, which
     torch's does not.
     """
-    options, beside = config.optimizer, "parameters" in offloaded(config) and shards_gradients(config)
-    on_host = "optimizer" in offloaded(config) and not beside
-    if options.kind == "lion":
-        part.optimizer = (HostLion if on_host else Lion).in_place_of(part.optimizer)
-        for group in part.optimizer.param_groups:
-            group["betas"] = (options.lion_beta1, options.lion_beta2)
-    elif (folder := moments_folder(config)) is not None:
-        inner = DiskAdamW.in_place_of(part.optimizer)
-        inner.reserve(folder)
-        part.optimizer = inner
-    else:
-        part.optimizer = (HostAdamW if on_host else AdamW).in_place_of(part.optimizer)
-    part.optimizer.averages = options.ema_decay > 0
+    options = config.optimizer
+    rule = ELEMENTWISE[options.rule.elementwise.name]
+    store = _store(part.optimizer, rule.state, config)
+    part.optimizer = ElementwiseOptimizer.in_place_of(part.optimizer, rule, store, options)
+    part.optimizer.beside = (AVERAGE,) * (options.ema_decay > 0)
     part.init_state_fn = lambda inner, config=None: inner.begin()
 
 
-def _muon(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: Groups) -> tuple[Muon, ...]:
-    """Return what updates the matrices of these optimizers; with another optimizer nothing."""
-    if config.optimizer.kind != "muon":
+def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Config) -> StateStore:
+    """Return where the state of an optimizer is. Where parameters are on the host, an update there copies nothing."""
+    if (folder := moments_folder(config)) is not None:
+        return DiskStore(folder, [p for group in optimizer.param_groups for p in group["params"]], names)
+    on_host = "optimizer" in offloaded(config)
+    return (
+        HostStore()
+        if on_host and not ("parameters" in offloaded(config) and shards_gradients(config))
+        else StateStore()
+    )
+
+
+def _matrices(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: Groups) -> tuple[MatrixUpdates, ...]:
+    """Return what updates the matrices of these optimizers; with an elementwise rule nothing."""
+    rule_of = OF_MATRICES.get(config.optimizer.kind)
+    if rule_of is None:
         return ()
     entries = entries_of(chunks)
     shards = [
@@ -172,13 +175,8 @@ def _muon(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: G
         for _, weights, layout in held_layouts(part, entries)
         if hidden_weight_of(layout.key, config.model) is not None
     ]
-    options = MuonOptions(
-        momentum=config.optimizer.muon_momentum,
-        steps=config.optimizer.muon_num_ns_steps,
-        dtype=DTYPES[config.optimizer.muon_precision],
-    )
     device = chunks[0].device if shards_gradients(config) else next(chunks[0].parameters()).device
-    return (Muon(shards, config.model, options, groups.collection.tp_dp_cp, device),)
+    return (MatrixUpdates(shards, config.model, rule_of(config.optimizer), groups.collection.tp_dp_cp, device),)
 
 
 def _qk_clip(parts: Sequence[Any], chunks: Sequence[Any], config: Config) -> tuple[QKClip, ...]:
@@ -200,9 +198,9 @@ def loss_scale(optimizer: Any) -> float | None:
 def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimizer) -> MeanGradientOptimizer:
     """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
-    muon = tuple(each for optimizer in (first, *others) for each in optimizer.muon)
+    matrices = tuple(each for optimizer in (first, *others) for each in optimizer.matrices)
     qk_clip = tuple(each for optimizer in (first, *others) for each in optimizer.qk_clip)
-    return MeanGradientOptimizer(parts, clip=first.clip, muon=muon, qk_clip=qk_clip, ema_decay=first.ema_decay)
+    return MeanGradientOptimizer(parts, clip=first.clip, matrices=matrices, qk_clip=qk_clip, ema_decay=first.ema_decay)
 
 
 def _overrides(config: Config) -> dict[ParamKey, Any]:

@@ -24,7 +24,7 @@ from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
 from megavlm.optim.averages import average
-from megavlm.optim.muon import Muon
+from megavlm.optim.matrices import MatrixUpdates
 from megavlm.optim.qk_clip import QKClip
 
 
@@ -36,17 +36,17 @@ class MeanGradientOptimizer(ChainedOptimizer):
         parts: Sequence[Any],
         *,
         clip: float,
-        muon: Sequence[Muon] = (),
+        matrices: Sequence[MatrixUpdates] = (),
         qk_clip: Sequence[QKClip] = (),
         ema_decay: float = 0.0,
     ) -> None:
-        """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with `optim.adamw`, after
-        `muon` has updated their matrices, and end with `qk_clip`; then weights enter their averages, if `ema_decay` is
-        not 0.
+        """`clip` is the largest norm of the mean gradient; 0 does not clip. The parts update with
+        `optim.elementwise`, after `matrices` have been, and end with `qk_clip`; then weights enter their averages, if
+        `ema_decay` is not 0.
         """
         super().__init__(list(parts))
         self.clip = clip or math.inf
-        self.muon, self.qk_clip, self.ema_decay = tuple(muon), tuple(qk_clip), ema_decay
+        self.matrices, self.qk_clip, self.ema_decay = tuple(matrices), tuple(qk_clip), ema_decay
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor | None:
@@ -72,8 +72,8 @@ class MeanGradientOptimizer(ChainedOptimizer):
         for part in self.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.optimizer.divisor = divisor
-        for matrices in self.muon:
-            matrices.update(divisor)
+        for wholes in self.matrices:
+            wholes.update(divisor)
         for projections in self.qk_clip:
             assert logits is not None, "all ranks have looked at the logits of the step"
             projections.expect(logits)

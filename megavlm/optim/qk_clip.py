@@ -28,7 +28,7 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, vision_split
-from megavlm.optim.adamw import AdamW
+from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.shards import Place, ShardLayout
 from megavlm.parallel.dtensor import local_part
 
@@ -70,14 +70,14 @@ class QKClip:
 
     def __init__(
         self,
-        held: Iterable[tuple[AdamW, Tensor, ShardLayout]],
+        held: Iterable[tuple[ElementwiseOptimizer, Tensor, ShardLayout]],
         layers: Mapping[str, HeadSplit],
         options: ClipOptions,
     ) -> None:
         """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
         self._layers, self._options = layers, options
         self._factors: dict[str, Tensor] = {}
-        parts: dict[int, tuple[AdamW, list[tuple[str, Tensor, Place]]]] = {}
+        parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[str, Tensor, Place]]]] = {}
         for inner, weights, layout in held:
             layer, projection, _ = layout.key.partition(_PROJECTION)
             if projection and layer in layers:

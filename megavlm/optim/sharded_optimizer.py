@@ -1,22 +1,25 @@
-"""AdamW over the rows that a rank holds of each parameter (ZeRO-2 and 3)."""
+"""An optimizer over the rows that a rank holds of each parameter (ZeRO-2 and 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.optimizer import FP32Optimizer, _get_param_groups
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
-from megavlm.optim.adamw import AdamW
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's optimizer on rows; the gradient norm is summed over the ranks that together hold one model."""
+    """megatron-core's optimizer on rows, without an update rule so far.
+
+    The gradient norm is summed over the ranks that together hold one model.
+    """
 
     def __init__(
         self,
@@ -26,10 +29,9 @@ class ShardedOptimizer(FP32Optimizer):
         groups: Groups,
     ) -> None:
         param_groups = _get_param_groups(list(chunks), config, dict(overrides))
-        betas = (config.adam_beta1, config.adam_beta2)
         inner = None  # a rank without trained parameters still takes part in the norm
         if param_groups:
-            inner = AdamW(param_groups, config.lr, betas, config.adam_eps, config.weight_decay)
+            inner = torch.optim.Optimizer(param_groups, {"lr": config.lr, "weight_decay": config.weight_decay})
         super().__init__(inner, config, lambda inner, config=None: inner.begin())
         self.chunks = chunks
         self.grad_stats_parallel_group = groups.collection.intra_dist_opt

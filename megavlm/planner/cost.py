@@ -31,11 +31,12 @@ from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded, parameters_here
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
 from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms, rank_flops
+from megavlm.planner.update_rules import state_numbers
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
 _LINEARS, _WEIGHT_LAUNCHES = 4, 2  # linear layers of a transformer layer; of each a product and its addition to a sum
 _CODING = 100  # bytes of memory that coding, decoding and what is lost read and write for a number, counted by hand
-_CPU_UPDATE = Update(over_tokens=0, clip=0, adam=32, copy=0)
+_CPU_UPDATE = Update(over_tokens=0, clip=0, rule=32, copy=0)
 
 
 @dataclass(frozen=True)
@@ -236,14 +237,15 @@ def coded_bytes(code: Code) -> float:
 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of AdamW's memory traffic. With `--offload optimizer` the host updates: 12 bytes per parameter
-    cross the bus, and 8 are read from a disk and written to it where moments are there.
+    """Return the seconds of an update's memory traffic. With `--offload optimizer` the host updates: 12 bytes per
+    parameter cross the bus, and its state is read from a disk and written to it where it is there.
     """
     own = trained / scenario.shards
     rest, update = update_bytes(trained, scenario)
     if "optimizer" in scenario.offload:
         beside = scenario.shards_gradients and not parameters_here(scenario)
-        seconds = host_update_seconds(own, hardware, on_disk=scenario.moments_on_disk, beside=beside)
+        state = state_numbers(scenario)
+        seconds = host_update_seconds(own, hardware, state=state, on_disk=scenario.moments_on_disk, beside=beside)
         if not beside:
             return seconds + rest / hardware.memory_bandwidth
         added = 3 * FP32 * own * (scenario.micro_batches - 1)  # gradients to those before, while the device waits
@@ -261,17 +263,19 @@ def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
     gradients = own if scenario.shards_gradients else trained
     each = program_of(scenario).update if scenario.on_gpu else _CPU_UPDATE
     copied = each.copy * (scenario.bytes_each != FP32)
-    return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.adam + copied)
+    return gradients * each.zero + own * (each.over_tokens + each.norm + each.clip), own * (each.rule + copied)
 
 
-def host_update_seconds(own: float, hardware: Hardware, *, on_disk: bool = False, beside: bool = False) -> float:
+def host_update_seconds(
+    own: float, hardware: Hardware, *, state: int = 2, on_disk: bool = False, beside: bool = False
+) -> float:
     """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates.
 
-    With both moments `on_disk`, pieces of them are read and written meanwhile. `beside`: parameters and gradients are
-    on the host.
+    `state` numbers are kept of each. With them `on_disk`, pieces of them are read and written meanwhile. `beside`:
+    parameters and gradients are on the host.
     """
     host = hardware.own_host
-    parts = [7 * FP32 / host.bandwidth, *[2 * FP32 / host.disk] * (2 * on_disk)]
+    parts = [(3 + 2 * state) * FP32 / host.bandwidth, *[state * FP32 / host.disk] * (2 * on_disk)]
     parts += [] if beside else [3 * FP32 / host.link.bandwidth]
     piece = min(own, HOST_PIECE)
     return piece * sum(parts) + (own - piece) * max(parts)

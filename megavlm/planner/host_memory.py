@@ -13,6 +13,7 @@ from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here, parameters_here
 from megavlm.planner.schedules import peak_in_flight, scenario_shape
+from megavlm.planner.update_rules import state_numbers
 
 GIB = 2**30
 # torch gives out pinned memory in powers of two: at worst twice what is asked for, on average over sizes 1 / ln 2.
@@ -71,15 +72,18 @@ def of_rows(own: float, held: float, scenario: Scenario) -> HostMemory:
 
 
 def of_update(own: float, scenario: Scenario) -> HostMemory:
-    """Of a rank that updates `own` numbers; moments of what is trained alone, two of each with Muon, at most."""
+    """Of a rank that updates `own` numbers: the state of what is trained alone, where all are updated elementwise,
+    which keeps the most.
+    """
     if moments_here(scenario):
         return HostMemory()
-    kept = (1 if scenario.optimizer == "lion" else 2) + scenario.averages
+    state = state_numbers(scenario)
+    kept = state + (scenario.optimizer.ema_decay > 0)
     moments, pieces = kept * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
     if not (parameters_here(scenario) or scenario.moments_on_disk):  # all that an update needs is there
         pieces = 0.0
     if scenario.moments_on_disk:  # but for those of three pieces
-        return HostMemory(pieces=pieces + 2 * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
+        return HostMemory(pieces=pieces + state * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
     return HostMemory(moments=moments, pieces=pieces)
 
 

@@ -30,10 +30,10 @@ from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.transformer import logits_at_once
-from megavlm.planner.orthogonal import kept_numbers, orthogonalization_bytes
 from megavlm.planner.schedules import held_at_peaks, scenario_shape
+from megavlm.planner.update_rules import kept_numbers, matrix_bytes
 
-HOST_PIECE = 2**24  # numbers that `optim/host_adamw.py` moves together
+HOST_PIECE = 2**24  # numbers that `optim/stores.py` moves together
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
 
 
@@ -295,7 +295,7 @@ def rank_memory(
     held_names = [
         name for chunk in scenario.dims.chunks_of(rank) for name in spans[chunk][max(0, skip - bounds[chunk]) :]
     ]
-    update = orthogonalization_bytes(held_names, scenario)
+    update = matrix_bytes(held_names, scenario)
     transient = max(transient, max(total.gradients * copies, update) - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)

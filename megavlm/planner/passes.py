@@ -46,7 +46,7 @@ class Update:
     over_tokens: float = 8  # ÷ trained tokens: read, written
     norm: float = 4  # read
     clip: float = 8  # read, written
-    adam: float = 28  # gradient, master and two moments read, all but the gradient written
+    rule: float = 28  # AdamW's: gradient, master and two moments read, all but the gradient written
     copy: float = 6  # master read, weight written
 
     @property
@@ -102,7 +102,7 @@ TORCH = replace(
     quick_gelu=(7, 5),
     rotation_splits=True,
     cross_entropy=(54, 4),
-    update=Update(over_tokens=0, clip=0, adam=32),  # divided gradients are written back
+    update=Update(over_tokens=0, clip=0, rule=32),  # divided gradients are written back
     launches_language=(18, 30),
     launches_vision=(16, 32),
     launches_output=(30, 5),

@@ -23,10 +23,10 @@ from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinned_bytes
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
-from megavlm.planner.orthogonal import orthogonalization_seconds
 from megavlm.planner.partition import simulate_partition
 from megavlm.planner.schedules import PipelineShape, scenario_shape
 from megavlm.planner.timeline import Timeline
+from megavlm.planner.update_rules import matrix_seconds
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def step_of(
         count = trained_parameters(encoder.scenario, 0, profiles.first)
         gradients += gradient_seconds(count, encoder.scenario, hardware)
         optimizer += optimizer_seconds(count, encoder.scenario, hardware)
-        optimizer += orthogonalization_seconds(scenario.names[: profiles.first], encoder.scenario, hardware)
+        optimizer += matrix_seconds(scenario.names[: profiles.first], encoder.scenario, hardware)
     return StepEstimate(
         pipeline=timeline.seconds + cached_seconds(profiles, cuts),
         encoder=encoder.seconds if encoder is not None else 0.0,
@@ -250,4 +250,4 @@ def _ending(scenario: Scenario, bounds: Sequence[int], rank: int, hardware: Hard
         gradients += gradient_seconds(trained, layout, hardware, held=held)
         optimizer += optimizer_seconds(trained, layout, hardware)
     names = [name for chunk in chunks for name in scenario.names[slice(*spans[chunk])]]
-    return gradients, optimizer + orthogonalization_seconds(names, scenario, hardware)
+    return gradients, optimizer + matrix_seconds(names, scenario, hardware)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,15 +14,22 @@ from tests.support.training import SMALL, metrics, train, without_wall_time
 
 
 def train_with_fused_adam(argv: list[str], run_dir: str) -> None:
-    """As `train`, with megatron-core told what it finds on such a machine. Ours takes the same arguments as theirs."""
+    """As `train`, with megatron-core told what it finds on such a machine."""
+    import torch
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from megavlm.optim.adamw import AdamW
+    class FusedAdam(torch.optim.AdamW):
+        """Takes the arguments of Transformer Engine's, and has the option that it has in a group."""
+
+        def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
+            super().__init__(params, **options)
+            for group in self.param_groups:
+                group["bias_correction"] = adam_w_mode
 
     with (
-        patch.multiple(optimizer, Adam=AdamW, USING_PYTORCH_OPTIMIZER=False),
-        patch.multiple(distrib_optimizer, Adam=AdamW, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True),
+        patch.multiple(optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False),
+        patch.multiple(distrib_optimizer, Adam=FusedAdam, HAVE_APEX_OR_TE=True, USING_APEX_OPTIMIZER=True),
     ):
         train(argv, run_dir)
 

@@ -173,10 +173,10 @@ CASES = {
 def offloaded_apart(counter: Any) -> Iterator[None]:
     """Count what offloading allocates on the host as the host's: here both are one memory."""
     from megavlm.backend import host_copies as host
-    from megavlm.optim import host_adamw as optimizer
+    from megavlm.optim import stores
 
     allocate = counter.on_host(host.empty_on_host)
-    with patch.object(host, "empty_on_host", allocate), patch.object(optimizer, "empty_on_host", allocate):
+    with patch.object(host, "empty_on_host", allocate), patch.object(stores, "empty_on_host", allocate):
         yield
 
 

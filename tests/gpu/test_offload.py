@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.model.offload import Offload
-from megavlm.optim.adamw import AdamW
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.elementwise import ElementwiseOptimizer
+from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.stores import HostStore
 
 WIDTH, LAYERS, ROWS = (1024, 8, 2048) if torch.cuda.is_available() else (64, 8, 32)
 
@@ -77,9 +78,10 @@ def test_updates_on_the_host_are_those_of_a_cpu(world: Any) -> None:
     torch.manual_seed(1)
     there = [nn.Parameter(torch.randn(size, device=world.device)) for size in (1_000_003, 17, 4096)]
     here = [nn.Parameter(param.detach().cpu()) for param in there]
-    optimizer = HostAdamW.in_place_of(torch.optim.AdamW(there, lr=1e-2))
-    optimizer.piece = 2**16
-    reference = AdamW(here, lr=1e-2, weight_decay=1e-2)
+    store = HostStore()
+    store.piece = 2**16
+    optimizer = ElementwiseOptimizer(there, ADAMW, store, lr=1e-2, weight_decay=1e-2)
+    reference = ElementwiseOptimizer(here, ADAMW, lr=1e-2, weight_decay=1e-2)
     for _ in range(5):
         for mine, other in zip(there, here, strict=True):
             other.grad = torch.randn(other.shape)

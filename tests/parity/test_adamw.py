@@ -8,21 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.optim import host_adamw
-from megavlm.optim.adamw import AdamW
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.config.schema import OptimizerConfig
+from megavlm.optim import stores
+from megavlm.optim.elementwise import ElementwiseOptimizer
+from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.stores import HostStore, StateStore
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SIZES = ((5,), (33, 17), (10_003,), (0,))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_adamw_equals_torch(decoupled: bool) -> None:
+def adamw(params: list[Any]) -> ElementwiseOptimizer:
+    return ElementwiseOptimizer(params, ADAMW, **OPTIONS)
+
+
+def in_place_of_torchs(params: list[Any], store: StateStore) -> ElementwiseOptimizer:
+    return ElementwiseOptimizer.in_place_of(torch.optim.AdamW(params, **OPTIONS), ADAMW, store, OptimizerConfig())
+
+
+def in_pieces(size: int) -> HostStore:
+    store = HostStore()
+    store.piece = size
+    return store
+
+
+def test_adamw_equals_torch() -> None:
     generator = torch.Generator().manual_seed(1)
     ours = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
     theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
-    reference = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizers = (AdamW(ours, adam_w_mode=decoupled, **OPTIONS), reference(theirs, fused=True, **OPTIONS))
+    optimizers = (adamw(ours), torch.optim.AdamW(theirs, fused=True, **OPTIONS))
     for _ in range(10):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)
@@ -37,7 +51,7 @@ def test_adamw_equals_torch(decoupled: bool) -> None:
 def test_parameters_without_gradient_stay() -> None:
     trained, frozen = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     trained.grad = torch.ones(3)
-    AdamW([trained, frozen], **OPTIONS).step()
+    adamw([trained, frozen]).step()
     assert not torch.equal(trained, torch.ones(3))
     assert torch.equal(frozen, torch.ones(3))
 
@@ -48,18 +62,16 @@ def test_updates_on_the_host_are_the_same(tmp_path: Path, piece: int) -> None:
     generator = torch.Generator().manual_seed(1)
     ours = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
     theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
-    here: AdamW = AdamW(ours, **OPTIONS)
-    there = HostAdamW.in_place_of(AdamW(theirs, **OPTIONS))
-    there.piece = piece
+    here, there = adamw(ours), in_place_of_torchs(theirs, in_pieces(piece))
     for step in range(6):
         if step == 3:
             torch.save(there.state_dict(), tmp_path / "state.pt")
-            again = HostAdamW.in_place_of(AdamW(theirs, **OPTIONS))
+            again = in_place_of_torchs(theirs, in_pieces(piece))
             again.load_state_dict(torch.load(tmp_path / "state.pt"))
             assert not any(
                 moment is there.state[param][name] for param in theirs for name, moment in again.state[param].items()
             )
-            there, there.piece = again, piece
+            there = again
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn(mine.shape, generator=generator)
             other.grad = mine.grad.clone()
@@ -72,8 +84,8 @@ def test_updates_on_the_host_are_the_same(tmp_path: Path, piece: int) -> None:
 def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
     """Not beside each parameter, of which a rank may have none in a group; a count that was read as a float goes on."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    ours = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": [], "lr": 1.0}], **OPTIONS))
-    assert ours.param_groups[0].keys() == AdamW([parameter], **OPTIONS).param_groups[0].keys()
+    ours = in_place_of_torchs([{"params": [parameter]}, {"params": [], "lr": 1.0}], StateStore())
+    assert ours.param_groups[0].keys() == adamw([parameter]).param_groups[0].keys()
     for _ in range(3):
         parameter.grad = torch.ones(3)
         ours.step()
@@ -81,7 +93,7 @@ def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
     assert [group["step"] for group in found["param_groups"]] == [3, 3]
     assert "step" not in ours.state[parameter]
     found["param_groups"][0]["step"] = 3.0
-    again = AdamW.in_place_of(torch.optim.AdamW([{"params": [parameter]}, {"params": []}], **OPTIONS))
+    again = in_place_of_torchs([{"params": [parameter]}, {"params": []}], StateStore())
     again.load_state_dict(found)
     assert again.param_groups[0]["step"] == 3
     assert isinstance(again.param_groups[0]["step"], int)
@@ -90,15 +102,15 @@ def test_in_place_of_torchs_it_counts_steps_in_the_group() -> None:
 
 def test_a_piece_is_sent_before_the_one_before_it_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    for name in ("send", "arrive", "send_back"):
-        plain = getattr(host_adamw.Piece, name)
-        monkeypatch.setattr(
-            host_adamw.Piece, name, lambda self, name=name, plain=plain: (events.append(name), plain(self))[1]
-        )
+
+    def noted(name: str, plain: Any) -> Any:
+        return lambda *given: (events.append(name), plain(*given))[1]
+
+    for name in ("send", "arrived", "send_back"):
+        monkeypatch.setattr(stores.Piece, name, noted(name, getattr(stores.Piece, name)))
     params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 100, 40, 30)]
     for param in params:
         param.grad = torch.ones_like(param)
-    optimizer = HostAdamW.in_place_of(AdamW(params, **OPTIONS))
-    optimizer.piece = 70  # 3 | 70 | 30 + 40 | 30: four pieces
+    optimizer = in_place_of_torchs(params, in_pieces(70))  # 3 | 70 | 30 + 40 | 30: four pieces
     optimizer.step()
-    assert events == ["send", *["send", "arrive", "send_back"] * 3, "arrive", "send_back"]
+    assert events == ["send", *["send", "arrived", "send_back"] * 3, "arrived", "send_back"]

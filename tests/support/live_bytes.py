@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megavlm.optim.host_adamw import HostAdamW
+from megavlm.optim.stores import HostStore
 from megavlm.parallel.dtensor import local_part
 
 
@@ -101,7 +101,7 @@ def step_counts(
     data = [value for batch in batches for value in vars(batch).values() if isinstance(value, Tensor)]
     sharded = [chunk for chunk in engine.model_chunks if getattr(chunk, "rows_on_host", False)]
     rows = [local_part(param) for chunk in sharded for param in chunk.parameters()]
-    updated_there = [inner for inner in _optimizers(engine) if sharded or isinstance(inner, HostAdamW)]
+    updated_there = [inner for inner in _optimizers(engine) if sharded or isinstance(inner.store, HostStore)]
     moments = [moment for inner in updated_there for moment in _state(inner)]
     counter = LiveBytes([*standing_tensors(engine), *data], host=[*moments, *rows])
     with counter, around(counter):

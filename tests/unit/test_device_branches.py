@@ -33,7 +33,7 @@ ASKED = {
     "model/largest_logits.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
     "model/layer_modules.py": "Transformer Engine's: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
-    "optim/host_adamw.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
+    "optim/stores.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
     "parallel/random_states.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "parallel/user_buffers.py": "refuses a CPU: tests/unit/parallel/test_user_buffers.py",
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",

@@ -73,7 +73,7 @@ DEVICE_FREE = (
     "megavlm.model.vision_ops",
     "megavlm.optim.shards",
     "megavlm.optim.matrix_plan",
-    "megavlm.optim.newton_schulz",
+    "megavlm.optim.rules",
     "megavlm.data.image_assignment",
     "megavlm.pipeline.feature_exchange",
 )

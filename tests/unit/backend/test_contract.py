@@ -190,7 +190,6 @@ HOOKS = (
     ),
     Hook("torch.distributed", "ProcessGroupGloo._Options", "one worker thread in each gloo group"),
     Hook("torch", "_fused_adamw_", "one pass over memory per update"),
-    Hook("torch", "_fused_adam_", "the same for Adam with L2"),
     Hook(
         "torch.distributed.checkpoint.utils",
         "_ReaderView",

@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megavlm.model.attention import CoreAttention  # noqa: E402
 from megavlm.model.packing import packed  # noqa: E402
-from megavlm.optim.adamw import AdamW  # noqa: E402
+from megavlm.optim.elementwise import ElementwiseOptimizer  # noqa: E402
+from megavlm.optim.rules.adamw import ADAMW  # noqa: E402
 
 
 def core_attention() -> CoreAttention:
@@ -61,7 +62,8 @@ def test_adamw_follows_torch_and_keeps_its_step_in_the_group():
     model = torch.nn.Linear(7, 5)
     twin = copy.deepcopy(model)
     arguments = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    ours, theirs = AdamW(model.parameters(), **arguments), torch.optim.AdamW(twin.parameters(), **arguments)
+    ours = ElementwiseOptimizer(model.parameters(), ADAMW, **arguments)
+    theirs = torch.optim.AdamW(twin.parameters(), **arguments)
     for _ in range(10):
         x = torch.randn(3, 7)
         for each, optimizer in ((model, ours), (twin, theirs)):

@@ -757,7 +757,7 @@ RUN = (
         "use --optimizer adamw",
         "--optimizer adamw",
     ),
-    Mistake(f"{LION} --offload optimizer=nvme:/d", "which --optimizer lion does not", "use --offload opt", "--offload"),
+    Mistake(f"{MUON} --offload optimizer=nvme:/d", "--optimizer muon updates whole", "adamw, or lion", "--offload"),
     Mistake(
         "--eval-ema --data digits", "--eval-ema has no effect without averaged", "add --ema-decay", "--no-eval-ema"
     ),

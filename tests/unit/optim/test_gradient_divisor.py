@@ -9,9 +9,10 @@ from megavlm.backend import activate
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.optim.adamw import AdamW  # noqa: E402
 from megavlm.optim.chained import divisor_of  # noqa: E402
-from megavlm.optim.host_adamw import HostAdamW  # noqa: E402
+from megavlm.optim.elementwise import ElementwiseOptimizer  # noqa: E402
+from megavlm.optim.rules import ELEMENTWISE  # noqa: E402
+from megavlm.optim.stores import HostStore, StateStore  # noqa: E402
 
 
 def params(seed: int) -> list[torch.Tensor]:
@@ -19,12 +20,14 @@ def params(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((37, 5), (64,), (3, 3, 3))]
 
 
-@pytest.mark.parametrize("kind", [AdamW, HostAdamW])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("store", [StateStore, HostStore])
 @pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
 @pytest.mark.parametrize("tokens", [0, 1, 12345, 2**25 + 1])
-def test_one_division_is_two_passes(kind: type[AdamW], clip: float, tokens: int) -> None:
+def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: float, tokens: int) -> None:
     ours, theirs = params(1), params(1)
-    inner, plain = kind(ours, lr=1e-2), AdamW(theirs, lr=1e-2)
+    inner = ElementwiseOptimizer(ours, ELEMENTWISE[name], store(), lr=1e-2)
+    plain = ElementwiseOptimizer(theirs, ELEMENTWISE[name], lr=1e-2)
     for step in range(3):
         sums = [each * max(tokens, 1) for each in params(2 + step)]
         for p, g in zip(ours, sums, strict=True):

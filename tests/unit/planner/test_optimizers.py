@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.arch.matrices import orthogonalization_flops
 from megavlm.arch.scenario import Scenario, scenario_of
+from megavlm.config.update_rules import newton_schulz_flops
 from megavlm.parallel.dims import Dims
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import model_state_bytes, rank_memory
-from megavlm.planner.orthogonal import orthogonalization_bytes, orthogonalization_seconds
+from megavlm.planner.update_rules import matrix_bytes, matrix_seconds
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]
@@ -42,14 +42,14 @@ def test_state_is_four_bytes_a_number() -> None:
 
 def test_ranks_share_the_matrices_of_their_stage() -> None:
     names = (LAYER,)
-    alone, shared = (orthogonalization_seconds(names, case("muon", dp=dp), H100) for dp in (1, 2))
+    alone, shared = (matrix_seconds(names, case("muon", dp=dp), H100) for dp in (1, 2))
     shapes = [(64, 64)]  # the rate alone
-    assert orthogonalization_seconds(names, case("adamw"), H100) == 0
-    assert alone * H100.forward.matmul > orthogonalization_flops(*shapes[0], 5)
+    assert matrix_seconds(names, case("adamw"), H100) == 0
+    assert alone * H100.forward.matmul > newton_schulz_flops(SMALL.optimizer, *shapes[0])
     link = 2 * H100.near.latency
     assert alone / 2 < shared - link < alone
-    assert orthogonalization_bytes(names, case("lion")) == 0
-    one, eight = (orthogonalization_bytes(names, case("muon", dp=dp)) for dp in (1, 8))
+    assert matrix_bytes(names, case("lion")) == 0
+    one, eight = (matrix_bytes(names, case("muon", dp=dp)) for dp in (1, 8))
     assert eight < one
 
 
@@ -61,6 +61,6 @@ def test_memory_knows_what_an_update_needs() -> None:
         quiet = replace(whole, work=replace(whole.work, tokens=1, token_squares=1, trained_tokens=1, patches=1))
         found.append(rank_memory(quiet, [0, len(quiet.names)], 0, recompute=["none"]))
     adamw, muon = found
-    needed = orthogonalization_bytes(case("muon").names, case("muon", dp=2))
+    needed = matrix_bytes(case("muon").names, case("muon", dp=2))
     assert muon.transient == pytest.approx(needed - muon.activations)
     assert adamw.transient < muon.transient

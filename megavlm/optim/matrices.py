@@ -1,24 +1,21 @@
-"""Muon: momentum of matrices, made orthogonal, at any layout (Jordan et al. 2024; at scale: Liu et al. 2025).
+"""Update matrices as wholes, at any layout, by a rule that needs them so (`MatrixRule`).
 
-    M ← μM + G          U = G + μM  (Nesterov)          W ← (1 − ηλ) W − η · 0.2·√max(rows, columns) · orthogonal(U)
+Vectors, embeddings and the output layer stay with the elementwise rule of the same optimizer.
 
-The factor gives an update the root mean square of AdamW's, so that learning rates and weight decay may be kept.
-Vectors, embeddings and the output layer stay with the elementwise update of the same optimizer.
-
-Each rank keeps momentum for the elements whose master weights it holds, like AdamW's moments, and computes U there. A
-matrix is assembled once, on one of the ranks that hold a pipeline stage, and its update is sent back
-(`optim/matrix_plan.py`): twice as many elements as a rank updates, and so 1/DP of what gathering the weights takes.
+Each rank keeps state for the elements whose master weights it holds, like that of the elementwise rule, and turns its
+part of the gradient into what the update is computed from. A matrix is assembled once, on one of the ranks that hold a
+pipeline stage, and its update is sent back (`optim/matrix_plan.py`): twice as many elements as a rank updates, and so
+1/DP of what gathering the weights takes.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,28 +23,38 @@ from torch import Tensor
 
 from megavlm.arch.kinds import hidden_weight_of
 from megavlm.config.schema import ModelConfig
-from megavlm.optim.adamw import AdamW
+from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, Round, matrices_of, plan_rounds
-from megavlm.optim.newton_schulz import orthogonalized
 from megavlm.optim.shards import Place, ShardLayout
 from megavlm.parallel.dtensor import local_part
-from megavlm.planner.orthogonal import ROUND
-
-MATCHES_ADAMW = 0.2  # root mean square of AdamW's updates (Liu et al. 2025)
+from megavlm.planner.update_rules import ROUND
 
 
-@dataclass(frozen=True)
-class MuonOptions:
-    momentum: float
-    steps: int
-    dtype: torch.dtype  # of Newton-Schulz, and of what ranks send one another
+class MatrixRule(Protocol):
+    """An update rule for which a matrix is a whole, with weight decay decoupled from it."""
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Return the names of the numbers that are kept of each element, which begin with zeros."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of assembled matrices, and of what ranks send one another."""
+
+    def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Update the state with a part of a gradient, which becomes what the update is computed from, element by
+        element.
+        """
+
+    def update_of(self, matrices: Tensor) -> Tensor:
+        """Return the updates, but for the learning rate, of matrices [B, rows, columns] that are assembled of such."""
 
 
 @dataclass(frozen=True)
 class MatrixShard:
     """The part of a parameter of matrices that a rank updates. `weights` is what the optimizer `inner` knows it by."""
 
-    inner: AdamW
+    inner: ElementwiseOptimizer
     weights: Tensor
     layout: ShardLayout
 
@@ -71,21 +78,21 @@ class _Held:
         return values.as_strided(size, stride, values.storage_offset() + first)
 
 
-class Muon:
+class MatrixUpdates:
     """The update of all matrices of a rank's optimizers, which ranks that hold a pipeline stage make together."""
 
     def __init__(
         self,
         shards: Sequence[MatrixShard],
         model: ModelConfig,
-        options: MuonOptions,
+        rule: MatrixRule,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         """`group` are the ranks that together hold the shards' parameters, all of which call this."""
-        self.shards, self.options, self.group, self.device = shards, options, group, device
+        self.shards, self.rule, self.group, self.device = shards, rule, group, device
         for shard in shards:
-            shard.inner.matrices.add(shard.weights)
+            shard.inner.matrices[shard.weights] = rule.state
         self._held = [_Held(shard, place) for shard in shards for place in shard.layout.places()]
         every: list[list[HeldBox]] = [[]] * group.size()
         dist.all_gather_object(every, [each.box for each in self._held], group=group)
@@ -95,7 +102,7 @@ class Muon:
 
     @torch.no_grad()
     def update(self, divisor: float) -> None:
-        """Update the matrices with gradients that are divided by `divisor`; afterwards gradients hold U."""
+        """Update the matrices with gradients that are divided by `divisor`, and which this overwrites."""
         places = {local_part(shard.weights).device for shard in self.shards}
         divisors = {place: torch.full((), divisor, dtype=torch.float32, device=place) for place in places}
         for shard in self.shards:
@@ -111,13 +118,13 @@ class Muon:
 
     def _accumulate(self, shard: MatrixShard, divisor: Tensor) -> None:
         gradient = local_part(shard.weights.grad)
-        held = shard.inner.state_of(shard.weights)["momentum"]
-        momentum = held.to(gradient.device)  # from the host, with `--offload optimizer`
+        held = shard.inner.state_of(shard.weights)
+        state = {name: held[name].to(gradient.device) for name in self.rule.state}  # from the host, where it is there
         gradient.div_(divisor)
-        momentum.mul_(self.options.momentum).add_(gradient)
-        gradient.add_(momentum, alpha=self.options.momentum)
-        if momentum is not held:
-            held.copy_(momentum)
+        self.rule.accumulate(gradient, state)
+        for name, numbers in state.items():
+            if numbers is not held[name]:
+                held[name].copy_(numbers)
 
     def _update(self, each: Round, rates: Mapping[Tensor, tuple[float, float]]) -> None:
         arrived = self._exchange(each.gathers_to, each.gathers_from, self._direction)
@@ -143,9 +150,8 @@ class Muon:
         alike = defaultdict[torch.Size, list[int]](list)
         for index, matrix in whole.items():
             alike[matrix.shape].append(index)
-        for (rows, columns), indices in alike.items():
-            found = orthogonalized(torch.stack([whole[index] for index in indices]), steps=self.options.steps)
-            found.mul_(MATCHES_ADAMW * math.sqrt(max(rows, columns)))
+        for indices in alike.values():
+            found = self.rule.update_of(torch.stack([whole[index] for index in indices]))
             whole.update(zip(indices, found, strict=True))
         return whole
 
@@ -156,13 +162,13 @@ class Muon:
     def _exchange(self, sends: Sequence[Sequence[Piece]], receives: Sequence[Sequence[Piece]], values: Any) -> Tensor:
         """Send each rank its pieces, whose elements `values` returns; return the elements of all that arrives."""
         sizes = [[sum(piece.size for piece in pieces) for pieces in side] for side in (sends, receives)]
-        sent = torch.empty(sum(sizes[0]), dtype=self.options.dtype, device=self.device)
+        sent = torch.empty(sum(sizes[0]), dtype=self.rule.dtype, device=self.device)
         for piece, place in _split(sent, chain(*sends)):
             found = values(piece)
             place.view(found.shape).copy_(found)
         if self.group.size() == 1:
             return sent
-        arrived = torch.empty(sum(sizes[1]), dtype=self.options.dtype, device=self.device)
+        arrived = torch.empty(sum(sizes[1]), dtype=self.rule.dtype, device=self.device)
         width = sent.element_size()  # as bytes, which every backend sends
         out, into = ([width * size for size in side] for side in sizes)
         dist.all_to_all_single(

@@ -1,4 +1,4 @@
-"""Adam's moments in a file: numbers as in memory, bounded buffers, nothing left behind, and disks that fail."""
+"""State of any rule in a file: numbers as in memory, bounded buffers, nothing left behind, and disks that fail."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from megavlm.errors import ScratchLost, UserError
-from megavlm.optim.disk_adamw import DiskAdamW
-from megavlm.optim.host_adamw import HostAdamW
-from megavlm.optim.scratch import Scratch
+from megavlm.optim.disk_store import DiskStore, Scratch
+from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule
+from megavlm.optim.rules import ELEMENTWISE
+from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.stores import HostStore
 
 SHAPES = ((37, 5), (64,), (3, 3, 3), (101, 7), (1,), (50, 50))
 
@@ -25,37 +27,44 @@ def params() -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def on_disk(values: list[Tensor], folder: Path, piece: int = 500) -> DiskAdamW:
-    optimizer = DiskAdamW(values, lr=1e-2, weight_decay=0.1)
-    optimizer.piece = piece
-    optimizer.reserve(folder)
-    return optimizer
+def on_disk(
+    values: list[Tensor], folder: Path, piece: int = 500, rule: ElementwiseRule = ADAMW
+) -> ElementwiseOptimizer:
+    store = DiskStore(folder, values, rule.state)
+    store.piece = piece
+    return ElementwiseOptimizer(values, rule, store, lr=1e-2, weight_decay=0.1)
 
 
-def step(optimizer: HostAdamW, values: list[Tensor], number: int) -> None:
+def in_memory(values: list[Tensor], piece: int = 500, rule: ElementwiseRule = ADAMW) -> ElementwiseOptimizer:
+    store = HostStore()
+    store.piece = piece
+    return ElementwiseOptimizer(values, rule, store, lr=1e-2, weight_decay=0.1)
+
+
+def step(optimizer: ElementwiseOptimizer, values: list[Tensor], number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for each in values:
         each.grad = torch.randn(each.shape, generator=generator)
     optimizer.step()
 
 
+@pytest.mark.parametrize("rule", ELEMENTWISE.values(), ids=ELEMENTWISE)
 @pytest.mark.parametrize("piece", [1, 64, 500, 10**6])
-def test_numbers_are_those_of_moments_in_memory(tmp_path: Path, piece: int) -> None:
+def test_numbers_are_those_of_state_in_memory(tmp_path: Path, piece: int, rule: ElementwiseRule) -> None:
     ours, theirs = params(), params()
-    disk, host = on_disk(ours, tmp_path, piece), HostAdamW(theirs, lr=1e-2, weight_decay=0.1)
-    host.piece = piece
+    disk, host = on_disk(ours, tmp_path, piece, rule), in_memory(theirs, piece, rule)
     for number in range(4):
         step(disk, ours, number)
         step(host, theirs, number)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(disk.state[mine][kind], host.state[other][kind])
+        for name in rule.state:
+            assert torch.equal(disk.state[mine][name], host.state[other][name])
 
 
 def test_a_load_into_the_state_is_what_the_next_step_reads(tmp_path: Path) -> None:
     ours, theirs = params(), params()
-    disk, host = on_disk(ours, tmp_path), HostAdamW(theirs, lr=1e-2, weight_decay=0.1)
+    disk, host = on_disk(ours, tmp_path), in_memory(theirs)
     step(host, theirs, 0)
     disk.load_state_dict(host.state_dict())
     for mine, other in zip(ours, theirs, strict=True):
@@ -69,7 +78,19 @@ def test_three_pieces_are_in_memory(tmp_path: Path) -> None:
     values = [torch.randn(100) for _ in range(50)]
     optimizer = on_disk(values, tmp_path, piece=200)
     step(optimizer, values, 0)
-    assert [each.numel() for each in optimizer._buffers] == [400, 400, 400]
+    assert isinstance(optimizer.store, DiskStore)
+    assert [each.numel() for each in optimizer.store._buffers] == [400, 400, 400]
+
+
+def test_averages_stay_in_memory(tmp_path: Path) -> None:
+    """The file has room for the rule's state alone."""
+    values = params()
+    optimizer = on_disk(values, tmp_path)
+    optimizer.beside = ("ema",)
+    optimizer.begin()
+    assert all(torch.equal(optimizer.state[each]["ema"], each) for each in values)
+    step(optimizer, values, 0)
+    assert not any(torch.equal(optimizer.state[each]["ema"], each) for each in values)
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Update the parts of parameters that a rank holds by an elementwise rule, with its state in a store.
+
+`step` lives in the parameter group (an int), not beside each tensor: checkpoints keep it there, and a run that resumes
+counts on from the same t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megavlm.config.schema import OptimizerConfig
+from megavlm.optim.stores import Shard, StateStore
+from megavlm.parallel.dtensor import local_part
+
+AVERAGE = "ema"  # name of averages in the state, and in checkpoints
+
+
+@dataclass(frozen=True)
+class ElementwiseRule:
+    """The computation of an elementwise update rule.
+
+    Args:
+        state: names of the numbers that are kept of each element, which begin with zeros.
+        group: what `update` reads in a parameter group beside `lr`, `weight_decay` and `step`, given a run's options.
+        update: updates shards on one device in place. It first divides their gradients, in place, by its last
+            argument ([] float32), unless that is None.
+    """
+
+    state: tuple[str, ...]
+    group: Callable[[OptimizerConfig], Mapping[str, Any]]
+    update: Callable[[Sequence[Shard], Mapping[str, Any], Tensor | None], None]
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """Applies a rule to each parameter. Of one that is sharded (a DTensor) each rank updates its part."""
+
+    divisor: float | None = None  # what the next step divides gradients by, in place, as it reads them
+
+    def __init__(
+        self, params: Iterable[Any], rule: ElementwiseRule, store: StateStore | None = None, **options: Any
+    ) -> None:
+        """`options` are those of a parameter group, in place of defaults."""
+        defaults = {"lr": 1e-3, "weight_decay": 0.0, **rule.group(OptimizerConfig()), **options}
+        super().__init__(params, defaults)
+        self.rule, self.store = rule, store or StateStore()
+        self.matrices: dict[Tensor, tuple[str, ...]] = {}  # what `optim/matrices.py` updates, and names of its state
+        self.beside: tuple[str, ...] = ()  # names of what is kept of each parameter for others than the rule
+        self.finish: Callable[[], None] = lambda: None  # called at the end of a step (`optim/qk_clip.py`)
+
+    @classmethod
+    def in_place_of(
+        cls, optimizer: torch.optim.Optimizer, rule: ElementwiseRule, store: StateStore, options: OptimizerConfig
+    ) -> Self:
+        """With another optimizer's parameter groups, their options reduced to ours. In fp32 megatron-core's parameters
+        are slices, no leaf tensors, which a constructor would refuse.
+        """
+        ours = cls([torch.empty(0)], rule, store)
+        ours.param_groups = optimizer.param_groups
+        for group in ours.param_groups:
+            for name in optimizer.defaults.keys() - {"lr", "weight_decay"}:
+                group.pop(name, None)
+            group.update(rule.group(options))
+        return ours
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        assert closure is None, "a closure would recompute the forward pass outside the pipeline schedule"
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None and local_part(p).numel()]
+            shards = [self._shard(p) for p in params if p not in self.matrices]
+            if shards:
+                self.store.update(shards, partial(self._apply, group))
+        self.finish()
+        return None
+
+    def _shard(self, p: Tensor) -> Shard:
+        state = self.state_of(p)
+        return Shard(local_part(p), local_part(p.grad), {name: state[name] for name in self.rule.state})
+
+    def _apply(self, group: Mapping[str, Any], shards: Sequence[Shard]) -> None:
+        device, divisor = shards[0].value.device, self.divisor  # may be the host
+        scale = None if divisor is None else torch.full((), divisor, dtype=torch.float32, device=device)
+        self.rule.update(shards, group, scale)
+
+    def begin(self) -> None:
+        """Give every parameter its state, as the first step would."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state_of(p)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load groups and state; state stays where it is (the base class moves it to the parameters' device)."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+            if "step" in group:
+                group["step"] = int(group["step"])
+        for index, p in enumerate(params):
+            if index in state_dict["state"]:
+                saved_state = state_dict["state"][index]
+                for name, kept in self.state_of(p).items():
+                    if name in saved_state:  # a checkpoint may have no averages
+                        kept.copy_(saved_state[name])
+
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of a parameter. It begins with zeros, an average with the parameter itself."""
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            names = self.matrices.get(p, self.rule.state) + self.beside
+            state.update({name: self.store.zeros(p, name) for name in names})
+            if AVERAGE in state:
+                state[AVERAGE].copy_(local_part(p.detach()))
+        return state
