@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megavlm.optim.held_layouts import held_layouts
-from megavlm.optim.sharded_optimizer import ShardedOptimizer
+from megavlm.optim.fully_sharded import ShardedOptimizer
+from megavlm.optim.held import held_layouts
 from megavlm.optim.shards import ParamShard
 from megavlm.parallel.dtensor import local_part
 

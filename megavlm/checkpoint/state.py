@@ -33,9 +33,9 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.averages import average
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.model_weights import average
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.random_states import random_states, set_random_states
 from megavlm.planner.plan import Plan

@@ -22,14 +22,13 @@ from megavlm.model.vlm import VLMChunk
 from megavlm.optim.chained import MeanGradientOptimizer
 from megavlm.optim.disk_store import DiskStore
 from megavlm.optim.elementwise import AVERAGE, ElementwiseOptimizer
-from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.held_layouts import entries_of, held_layouts
+from megavlm.optim.fully_sharded import FullyShardedChunk, ShardedOptimizer
+from megavlm.optim.held import entries_of, held_layouts
 from megavlm.optim.matrices import MatrixShard, MatrixUpdates
 from megavlm.optim.model_weights import round_in_one_launch
 from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
 from megavlm.optim.rules import ELEMENTWISE, OF_MATRICES
-from megavlm.optim.sharded_optimizer import ShardedOptimizer
 from megavlm.optim.slow_links import compress_links
 from megavlm.optim.stores import HostStore, StateStore
 from megavlm.parallel.groups import Groups, Levels, levels_of

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
-from megavlm.optim.averages import average
 from megavlm.optim.matrices import MatrixUpdates
+from megavlm.optim.model_weights import average
 from megavlm.optim.qk_clip import QKClip
 
 

@@ -10,7 +10,7 @@ inside a node. Offloaded rows, with their gradients, are in pinned host memory, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import FP32Optimizer, _get_param_groups
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -160,6 +162,35 @@ class FullyShardedChunk(_BaseDataParallel):
             for index, part in enumerate(self.layouts[name].parts(local_part(param))):
                 assert part.data is not None
                 part.data.copy_(state_dict[f"{name}/{index}"])
+
+
+class ShardedOptimizer(FP32Optimizer):
+    """megatron-core's optimizer on rows, without an update rule so far.
+
+    The gradient norm is summed over the ranks that together hold one model.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[FullyShardedChunk],
+        config: MegatronOptimizerConfig,
+        overrides: Mapping[Any, Any],
+        groups: Groups,
+    ) -> None:
+        param_groups = _get_param_groups(list(chunks), config, dict(overrides))
+        inner = None  # a rank without trained parameters still takes part in the norm
+        if param_groups:
+            inner = torch.optim.Optimizer(param_groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        super().__init__(inner, config, lambda inner, config=None: inner.begin())
+        self.chunks = chunks
+        self.grad_stats_parallel_group = groups.collection.intra_dist_opt
+        self.tp_group = groups.tp
+
+    def prepare_grads(self) -> bool:
+        return False  # they are where the optimizer looks for them, in fp32
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        return [local_part(gradient) for gradient in super().get_main_grads_for_grad_norm()]
 
 
 def _layouts(chunk: VLMChunk, groups: Groups) -> dict[str, ShardLayout]:

@@ -26,9 +26,9 @@ from megavlm.optim.build import (
     wrap_chunks,
 )
 from megavlm.optim.chained import MeanGradientOptimizer
-from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.learning_rate import LearningRate
 from megavlm.optim.param_gather import count_waits
+from megavlm.optim.qk_clip import HeadLogits
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config

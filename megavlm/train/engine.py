@@ -11,12 +11,12 @@ from typing import Any
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint.state import Trained
 from megavlm.data.batch import MicroBatch
-from megavlm.optim.averages import averaged
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.head_logits import HeadLogits
 from megavlm.optim.learning_rate import LearningRate
+from megavlm.optim.model_weights import averaged
 from megavlm.optim.param_gather import gather_parameters
+from megavlm.optim.qk_clip import HeadLogits
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import Schedule

@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megavlm.backend import activate
 from megavlm.errors import ScratchLost, UserError
-from megavlm.optim.disk_store import DiskStore, Scratch
-from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule
-from megavlm.optim.rules import ELEMENTWISE
-from megavlm.optim.rules.adamw import ADAMW
-from megavlm.optim.stores import HostStore
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.optim.disk_store import DiskStore, Scratch  # noqa: E402
+from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule  # noqa: E402
+from megavlm.optim.rules import ELEMENTWISE  # noqa: E402
+from megavlm.optim.rules.adamw import ADAMW  # noqa: E402
+from megavlm.optim.stores import HostStore  # noqa: E402
 
 SHAPES = ((37, 5), (64,), (3, 3, 3), (101, 7), (1,), (50, 50))
 
