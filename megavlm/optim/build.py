@@ -151,15 +151,13 @@ def _choose_update(part: Any, config: Config) -> None:
 
 
 def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Config) -> StateStore:
-    """Return where the state of an optimizer is. Where parameters are on the host, an update there copies nothing."""
+    """Return where the state of an optimizer is."""
+    off = offloaded(config)
     if (folder := moments_folder(config)) is not None:
         return DiskStore(folder, [p for group in optimizer.param_groups for p in group["params"]], names)
-    on_host = "optimizer" in offloaded(config)
-    return (
-        HostStore()
-        if on_host and not ("parameters" in offloaded(config) and shards_gradients(config))
-        else StateStore()
-    )
+    if "parameters" in off and shards_gradients(config):  # state beside them is on the host, with nothing to copy
+        return StateStore()
+    return HostStore() if "optimizer" in off else StateStore()
 
 
 def _matrices(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: Groups) -> tuple[MatrixUpdates, ...]:
