@@ -73,18 +73,19 @@ def of_rows(own: float, held: float, scenario: Scenario) -> HostMemory:
 
 def of_update(own: float, scenario: Scenario) -> HostMemory:
     """Of a rank that updates `own` numbers: the state of what is trained alone, where all are updated elementwise,
-    which keeps the most.
+    which keeps the most. Averages are in memory where state is on a disk.
     """
     if moments_here(scenario):
         return HostMemory()
-    state = state_numbers(scenario)
-    kept = state + (scenario.optimizer.ema_decay > 0)
-    moments, pieces = kept * FP32 * own, 2 * FP32 * min(own, 2 * HOST_PIECE)
+    numbers = state_numbers(scenario)
+    state, averages = numbers * FP32 * own, FP32 * own * (scenario.optimizer.ema_decay > 0)
+    pieces = 2 * FP32 * min(own, 2 * HOST_PIECE)
     if not (parameters_here(scenario) or scenario.moments_on_disk):  # all that an update needs is there
         pieces = 0.0
-    if scenario.moments_on_disk:  # but for those of three pieces
-        return HostMemory(pieces=pieces + state * FP32 * min(own, HOST_PIECE) * 3, disk=moments)
-    return HostMemory(moments=moments, pieces=pieces)
+    if scenario.moments_on_disk:  # but for that of three pieces
+        pieces += numbers * FP32 * min(own, HOST_PIECE) * 3
+        return HostMemory(moments=averages, pieces=pieces, disk=state)
+    return HostMemory(moments=state + averages, pieces=pieces)
 
 
 def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> float:

@@ -9,7 +9,9 @@ import pytest
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.update_rules import newton_schulz_flops
 from megavlm.parallel.dims import Dims
+from megavlm.planner.cost import host_update_seconds
 from megavlm.planner.hardware import PROFILES
+from megavlm.planner.host_memory import host_memory
 from megavlm.planner.memory import model_state_bytes, rank_memory
 from megavlm.planner.update_rules import matrix_bytes, matrix_seconds
 from tests.support.small_run import SMALL
@@ -38,6 +40,21 @@ def test_state_is_four_bytes_a_number() -> None:
     assert model_state_bytes(LAYER, case("lion", averages=0.9)).optimizer == 12 * count
     halves = model_state_bytes(LAYER, case("muon", tp=2)).optimizer / found["muon"].optimizer
     assert halves == pytest.approx(0.5, rel=0.01)  # but for norms
+
+
+def test_the_host_and_a_disk_have_what_a_rule_keeps() -> None:
+    """Averages are in memory even where state is on a disk."""
+    found = {}
+    for kind in ("adamw", "lion"):
+        off = replace(case(kind, averages=0.9), offload=("optimizer",))
+        for name, scenario in (("host", off), ("disk", replace(off, moments_on_disk=True))):
+            found[kind, name] = host_memory(scenario, [0, len(off.names)], 0, recompute=["none"])
+    one = found["lion", "disk"].disk
+    assert found["adamw", "disk"].disk == 2 * one
+    assert found["adamw", "disk"].moments == found["lion", "disk"].moments == one
+    assert (found["adamw", "host"].moments, found["lion", "host"].moments) == (3 * one, 2 * one)
+    adamw, lion = (host_update_seconds(1e9, H100, state=state, on_disk=True) for state in (2, 1))
+    assert lion == pytest.approx(adamw / 2, rel=0.1), "the disk's time"
 
 
 def test_ranks_share_the_matrices_of_their_stage() -> None:
