@@ -1,7 +1,8 @@
-"""`Callback`: what a run tells others while it trains. Sinks, trackers and `--callback` are callbacks.
+"""`StepHook`: what happens around a step. `Callback`: a hook to which a run also tells what it has done.
 
-Rank 0 alone makes and calls them, in the thread that trains: a call that takes long makes the step longer. What they
-get is frozen, and says what holds for the whole run.
+Sinks, trackers and `--callback` are callbacks. Rank 0 alone makes and calls them, in the thread that trains: a call
+that takes long makes the step longer. What they get is frozen, and says what holds for the whole run. The hooks of the
+training itself (`train/hooks`) are on all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from megavlm.config.schema import Config
 
@@ -97,7 +98,18 @@ class Stop:
     reason: str | None = None
 
 
-class Callback:
+StepT = TypeVar("StepT", bound=StepEnd, contravariant=True)
+
+
+class StepHook(Generic[StepT]):
+    """Does nothing around a step: a subclass overrides the methods that it needs."""
+
+    def on_step_begin(self, iteration: int) -> None: ...
+
+    def on_step_end(self, step: StepT) -> None: ...
+
+
+class Callback(StepHook[StepEnd]):
     """Does nothing: a subclass overrides the methods that it needs. The last call is `on_stop`.
 
     A method may raise `megavlm.errors.Stopped("reason")`: the run then saves a checkpoint and stops, as it does when it
@@ -105,8 +117,6 @@ class Callback:
     """
 
     def on_start(self, start: Start) -> None: ...
-
-    def on_step_end(self, step: StepEnd) -> None: ...
 
     def on_validation(self, validation: Validation) -> None: ...
 

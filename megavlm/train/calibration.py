@@ -25,8 +25,9 @@ from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
 from megavlm.planner.fit import TimedLayer, TimedProduct, uneven_rows
 from megavlm.planner.hardware import Link
-from megavlm.train.build import Run, build
+from megavlm.train.build import build
 from megavlm.train.loop import close
+from megavlm.train.run import Run
 
 
 def timed_layers(config: Config, backend: Backend, *, repeats: int) -> tuple[list[TimedLayer], list[TimedLayer], float]:

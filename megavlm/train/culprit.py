@@ -24,7 +24,7 @@ from megavlm.data.batch import MicroBatch
 from megavlm.data.types import SampleId, StepData, StreamSample
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.slow_links import forget_errors
-from megavlm.train.build import Run
+from megavlm.train.run import Run
 from megavlm.train.state_before import StateBeforeStep
 from megavlm.train.step_result import StepResult
 

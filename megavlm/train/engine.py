@@ -69,35 +69,35 @@ class Engine:
         totals = self.schedule.train(batches)
         self.scheduler.step(increment=1)
         scale = loss_scale(self.optimizer)  # the step may change it
-        self.schedule.phases.enter(OPTIMIZER)
+        phases = self.schedule.phases
+        phases.enter(OPTIMIZER)
         with profiler_range("optimizer"):
             squared_norm = self.optimizer.squared_norm()
-            self.schedule.phases.enter(COMMUNICATION, "sums of the step")
+            phases.enter(COMMUNICATION, "sums of the step")
             logits = None if self.head_logits is None else self.head_logits.over_ranks()
             counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
             sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies, logits=logits)
-            self.schedule.phases.enter(OPTIMIZER)
-            norm, mean_norm = (None, None) if squared_norm is None else (sums.norm, sums.mean_norm)
-            loss = sums.loss / max(sums.tokens, 1.0)
+            phases.enter(OPTIMIZER)
             loads = layer_loads(sums.tallies, self.schedule.model)
-            refused = judge(loss, mean_norm)
-            if norm is not None and refused is None:
-                self.optimizer.update(norm=norm, tokens=sums.tokens, logits=logits)
+            refused = judge(sums.mean_loss, sums.mean_norm)
+            updated = sums.norm is not None and refused is None
+            if updated:
+                self.optimizer.update(norm=sums.norm, tokens=sums.tokens, logits=logits)
                 update_biases(self.schedule.routers, loads)
-        self.schedule.phases.enter(OTHER)
+        phases.enter(OTHER)
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
         return StepResult(
-            loss=loss,
+            loss=sums.mean_loss,
             trained_tokens=int(sums.tokens),
-            grad_norm=mean_norm,
+            grad_norm=sums.mean_norm,
             learning_rate=self.learning_rate(),
-            updated=norm is not None and refused is None,
+            updated=updated,
             refused=refused,
-            overflowed=norm is None,
+            overflowed=sums.norm is None,
             loss_scale=scale,
-            source_losses=tuple(s / n if n else math.nan for s, n in zip(*sums.sources, strict=True)),
+            source_losses=sums.source_losses,
             counters=sums.counters,
             expert_loads=loads,
             head_logits=sums.head_logits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,9 +15,9 @@ from megavlm.demo.digits import slug
 from megavlm.files import open_new, replace_file
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import VALIDATION
-from megavlm.train.build import Run
 from megavlm.train.engine import Engine
 from megavlm.train.generate import generate
+from megavlm.train.run import Run
 
 
 class ExamQuestion(Protocol):
@@ -121,12 +121,12 @@ def accuracies(run: Run, source: Examiner) -> dict[str, Value]:
     return {f"validation/{slug(kind)}/accuracy": score for kind, score in exact_match(questions, predictions).items()}
 
 
-def final_evaluation(run: Run, say: Callable[[str], None]) -> None:
+def final_evaluation(run: Run) -> None:
     """Answer all held-out questions, if the data have any; rank 0 writes the scores and some examples to RUN_DIR."""
     if not isinstance(run.source, Examiner):
         return
     run.engine.schedule.phases.enter(VALIDATION, "answers")
-    say("answering held-out questions …")
+    run.say("answering held-out questions …")
     with run.engine.evaluation():
         examination = examine(
             run.engine,
@@ -136,5 +136,5 @@ def final_evaluation(run: Run, say: Callable[[str], None]) -> None:
             micro_batch_size=run.config.train.micro_batch_size,
         )
     if run.progress is not None:
-        say(report(examination, run.run_dir))
-        say(f"examples: {run.run_dir / 'examples.png'}")
+        run.say(report(examination, run.run_dir))
+        run.say(f"examples: {run.run_dir / 'examples.png'}")

@@ -1,11 +1,20 @@
-"""Open what rank 0 writes to while a run trains, and note its start in RUN_DIR/events.jsonl and status.json."""
+"""Say what a run will do, open what rank 0 writes to while it trains, and note its start in RUN_DIR."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from megavlm.backend import Backend
+from megavlm.checkpoint import folders
+from megavlm.config.derived import offloaded
+from megavlm.config.lora import beyond_adapters
 from megavlm.config.schema import Config
+from megavlm.config.start_defaults import start_table, starts_from_weights
 from megavlm.metrics.callback import Callback
 from megavlm.metrics.expert_loads import ExpertLoadsSink
 from megavlm.metrics.progress import ProgressLine
@@ -14,10 +23,46 @@ from megavlm.metrics.sinks import JsonlSink, lost_steps
 from megavlm.metrics.tensorboard import TensorBoardSink
 from megavlm.metrics.trackers import check_installed, trackers_of
 from megavlm.metrics.user_callbacks import load
+from megavlm.planner.auto import offload_memory_error
+from megavlm.planner.plan import Plan, start_line, table
+from megavlm.precision.device import device_at_hand
 from megavlm.resilience import events
 from megavlm.resilience.status import write_status
 
 _METRICS = "metrics.jsonl"
+
+
+def announce(config: Config, plan: Plan, backend: Backend, *, asked: Config, given: Config) -> None:
+    """Print what the run begins with, its plan, and the defaults that it was not `asked` for; on rank 0.
+
+    `given` are the options with those that the run goes on with.
+    """
+    first = start_line(config, continued=folders.newest(Path(config.run.run_dir) / "checkpoints"))
+    lines = [first, table(plan, config), start_table(given, asked=asked), *hints(config, plan, backend)]
+    print("\n".join(lines), flush=True)
+
+
+def hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
+    """Yield warnings: weights without data, resumes that differ, no Transformer Engine, limits of `--offload`."""
+    if starts_from_weights(config) and config.data.kind == "synthetic":
+        yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
+    if warning := beyond_adapters(config):
+        yield f"warning: {warning}"
+    if config.parallel.compress_gradients != "none" and config.parallel.compress_error_feedback:
+        yield "--compress-gradients: no checkpoint has the residual, so a resume is not bit for bit the same run"
+    if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
+        yield f"Transformer Engine cannot be loaded ({error}): layers are PyTorch's, which are slower"
+    if not config.execution.offload:
+        return
+    if backend.is_cpu:
+        yield "--offload copies within the same memory on a CPU: results are equal and no memory is saved"
+        return
+    if "optimizer" in offloaded(config) and torch.get_num_threads() == 1:
+        yield "--offload optimizer updates in one thread: set OMP_NUM_THREADS to the number of cores per GPU"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if complaint := offload_memory_error(config, plan.dims, node_memory=memory, devices=devices):
+        yield f"{complaint}: the run may end out of memory"
 
 
 def note_start(

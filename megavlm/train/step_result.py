@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class StepResult:
 class StepSums:
     """What all ranks know of a step before its update."""
 
-    norm: float  # of the sums of gradients over tokens
+    norm: float | None  # of the sums of gradients over tokens; None if fp16 overflowed
     loss: float  # sum of cross entropies over the trained tokens
     tokens: float  # trained ones
     sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
@@ -44,9 +45,19 @@ class StepSums:
     head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
 
     @property
-    def mean_norm(self) -> float:
-        """Return the norm of the mean gradient over tokens."""
-        return self.norm / max(self.tokens, 1.0)
+    def mean_norm(self) -> float | None:
+        """Return the norm of the mean gradient over tokens; None if fp16 overflowed."""
+        return None if self.norm is None else self.norm / max(self.tokens, 1.0)
+
+    @property
+    def mean_loss(self) -> float:
+        """Return the mean cross entropy over tokens."""
+        return self.loss / max(self.tokens, 1.0)
+
+    @property
+    def source_losses(self) -> tuple[float, ...]:
+        """Return the mean cross entropy of each data set; NaN of one without a trained token."""
+        return tuple(loss / tokens if tokens else math.nan for loss, tokens in zip(*self.sources, strict=True))
 
 
 def sum_over_ranks(
@@ -78,4 +89,5 @@ def sum_over_ranks(
     sources = (len(totals) - 2) // 2
     first = 2 * sources + len(counters)  # of the tallies
     losses = rest[:sources], rest[sources : 2 * sources]
-    return StepSums(squared**0.5, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:], beside)
+    norm = None if squared_norm is None else squared**0.5
+    return StepSums(norm, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:], beside)

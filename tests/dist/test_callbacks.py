@@ -25,14 +25,17 @@ def test_a_callback_hears_of_a_run_in_order_and_resumes(pools: Pools, tmp_path: 
     argv = [*THREE, "--tp", "2", "--save-interval", "2", "--no-async-save", "--callback", f"{HERE}:Diary"]
     assert pools(2).run(train_to_error, argv, str(tmp_path)) == [None, None]
     kinds = [(entry[0], entry[1]) for entry in diary(tmp_path)]
-    assert kinds == [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("save", 2), ("save", 3), ("stop", 3)]
+    steps = [(kind, iteration) for iteration in (1, 2, 3) for kind in ("begin", "step")]
+    assert kinds == [("start", 0), *steps, ("save", 2), ("save", 3), ("stop", 3)]
     assert diary(tmp_path)[0] == ["start", 0, 3, 2]
     assert diary(tmp_path)[-1] == ["stop", 3, "finished", None]
-    assert [entry[2] for entry in diary(tmp_path)[1:4]] == [sorted(record) for record in metrics(tmp_path)]
+    assert [entry[2] for entry in diary(tmp_path) if entry[0] == "step"] == [
+        sorted(record) for record in metrics(tmp_path)
+    ]
     for name in set().union(*metrics(tmp_path)) - {"iteration", "time", "refused", "slow", "slowest_rank_phase"}:
         assert not tag_of(name).startswith("other/"), f"megavlm/metrics/tags.py has no tag for {name}"
     pools(2).run(train_to_error, [*argv, "--train-iters", "4"], str(tmp_path))
-    assert [entry[:2] for entry in diary(tmp_path)[len(kinds) :]][:2] == [["start", 3], ["step", 4]]
+    assert [entry[:2] for entry in diary(tmp_path)[len(kinds) :]][:3] == [["start", 3], ["begin", 4], ["step", 4]]
 
 
 def test_a_callback_may_stop_the_run(pools: Pools, tmp_path: Path) -> None:

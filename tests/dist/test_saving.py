@@ -146,7 +146,7 @@ def asked_in_a_save(argv: list[str], run_dir: str) -> str:
 
     from megavlm.errors import Stopped
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.saves import Saves
+    from megavlm.train.hooks.saves import Saves
 
     requests: list[StopRequest] = []
     began, save = StopRequest.training, Saves.save

@@ -160,10 +160,10 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.validate import Validation
+    from megavlm.train.hooks.validation import Validation
 
     after = -1
-    measured, losses, requests = Validation.measure, Schedule.losses, []
+    measured, losses, requests = Validation.validate, Schedule.losses, []
     began = StopRequest.training
 
     def beginning(self):
@@ -184,7 +184,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
         return losses(self, *args, **options)
 
     with (
-        patch.object(Validation, "measure", measuring),
+        patch.object(Validation, "validate", measuring),
         patch.object(Schedule, "losses", computing),
         patch.object(StopRequest, "training", beginning),
     ):
@@ -214,7 +214,7 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
 
     from megavlm.data.data_loader import DataLoader
     from megavlm.errors import UserError
-    from megavlm.train.validate import Validation
+    from megavlm.train.hooks.validation import Validation
 
     following, batches = Validation._next_batch, 0
     read = DataLoader.next_step

@@ -18,6 +18,9 @@ class Diary(Callback):
         self._path = start.run_dir / "diary.jsonl"
         self._write(["start", start.iteration, start.train_iters, start.world])
 
+    def on_step_begin(self, iteration: int) -> None:
+        self._write(["begin", iteration])
+
     def on_step_end(self, step: StepEnd) -> None:
         self._write(["step", step.iteration, sorted(step.record)])
 

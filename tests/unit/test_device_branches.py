@@ -39,10 +39,11 @@ ASKED = {
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
     "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
-    "train/build.py": "the table of defaults, and what a user is told",
+    "train/build.py": "the table of defaults",
     "train/loop.py": "the memory of a full device; without it tests/dist/test_out_of_memory.py",
     "train/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
-    "train/trace.py": "what a profiler records: tests/gpu",
+    "train/outputs.py": "what a user is told",
+    "train/hooks/trace.py": "what a profiler records: tests/gpu",
 }
 
 

@@ -16,7 +16,8 @@ from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Reason, Skip
 from megavlm.data.validation import ValidationBatchSampler, ValidationSamples, spread
 from megavlm.data.windows import Windows
 from megavlm.resilience.signals import StopRequest
-from megavlm.train.validate import Validation, fields
+from megavlm.train.hooks.stops import Stops
+from megavlm.train.hooks.validation import Validation, fields
 from tests.support.encoded import LENGTH, encoded
 
 
@@ -120,8 +121,8 @@ def test_a_dear_validation_says_once_what_makes_it_cheap(interval: int, share: f
     """One that takes a tenth of the time at 100 steps costs 11.1 steps, which are 3 % of 11.1 + 359.3."""
     config = parse(["--validation-split", "0.1", "--eval-interval", str(interval)])
     lines: list[str] = []
-    run: Any = SimpleNamespace(config=config)
-    validation = Validation(run, StopRequest(), lines.append)
+    run: Any = SimpleNamespace(config=config, say=lines.append)
+    validation = Validation(run, Stops(run, StopRequest()))
     for _ in range(2):
         validation._tell({"validation/loss": 1.0}, 3.0, share)
     hints = [line for line in lines if "makes that 3%" in line]
@@ -134,8 +135,8 @@ def test_a_line_is_short_whatever_the_number_of_data_sets(sets: int) -> None:
     names = tuple(f"r{number:02}" for number in range(sets))
     found = fields([2.0] * (2 + 2 * sets), names)
     lines: list[str] = []
-    run: Any = SimpleNamespace(config=parse(["--validation-split", "0.1"]))
-    Validation(run, StopRequest(), lines.append)._tell(found, 3.0, 0.01)
+    run: Any = SimpleNamespace(config=parse(["--validation-split", "0.1"]), say=lines.append)
+    Validation(run, Stops(run, StopRequest()))._tell(found, 3.0, 0.01)
     assert lines[0].startswith("validation/loss 1.0000, validation/perplexity 2.7183")
     assert ("validation/r01/loss" in lines[0]) == (sets == 2)
     assert len(lines[0]) < 240

@@ -16,7 +16,7 @@ from megavlm.errors import UserError  # noqa: E402
 from megavlm.optim.coded_units import CodedUnitReduction, refuse_torch_without_hooks  # noqa: E402
 from megavlm.optim.codes import Coded  # noqa: E402
 from megavlm.optim.slow_links import CodedReduction, coded_reductions, forget_errors  # noqa: E402
-from megavlm.train.build import _hints  # noqa: E402
+from megavlm.train.outputs import hints  # noqa: E402
 from tests.support.flags import resolved  # noqa: E402
 
 
@@ -49,4 +49,4 @@ def test_a_torch_without_hooks_is_refused_in_one_line(monkeypatch: pytest.Monkey
 def test_a_run_says_that_a_resume_is_another_run() -> None:
     for flags, said in (("int8", True), ("int8 --no-compress-error-feedback", False), ("none", False)):
         config = resolved(f"--compress-gradients {flags} --transformer-impl torch".split())
-        assert ("no checkpoint has the residual" in "".join(_hints(config, None, None))) == said
+        assert ("no checkpoint has the residual" in "".join(hints(config, None, None))) == said

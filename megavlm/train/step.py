@@ -1,23 +1,56 @@
-"""Compute the record of a step in metrics.jsonl from the sums of all ranks' counts."""
+"""Take a step, and compute its record in metrics.jsonl from the sums of all ranks' counts."""
 
 from __future__ import annotations
 
 import math
+import time
 from datetime import UTC, datetime
+from functools import partial
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import Workload
 from megavlm.backend.memory import peak_memory
+from megavlm.backend.profiler_range import profiler_range
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput
 from megavlm.metrics.callback import Value
-from megavlm.train.build import Run
-from megavlm.train.counts import Counts
+from megavlm.train.counts import Counts, counts_of
 from megavlm.train.expert_load import load_record
+from megavlm.train.hooks.hook import Step
+from megavlm.train.hooks.order import Hooks
+from megavlm.train.run import Run
 from megavlm.train.step_result import StepResult
 
 
-def record_of(
+def take_step(run: Run, iteration: int, hooks: Hooks) -> Step:
+    """Train on the next batch, or leave it out."""
+    began = time.perf_counter()
+    guard, ahead = hooks.guard, hooks.ahead
+    with profiler_range("data"):
+        data = run.data_loader.next_step()
+        has_next = iteration < run.config.train.train_iters
+        encodes_ahead = run.config.placement.encode_ahead and has_next and not guard.leaves_out(iteration + 1)
+        upcoming = run.data_loader.peek().batches if encodes_ahead else None
+    fetched = time.perf_counter() - began
+    counters = partial(ahead.counters, counts_of(data, run.engine.groups, run.config.model))
+    if guard.leaves_out(iteration):
+        result = run.engine.leave_out(counters)
+    else:
+        result = run.engine.train_step(data.batches, counters, upcoming=upcoming, judge=hooks.judge)
+    counts = ahead.settled(Counts(*result.counters))
+    seconds = time.perf_counter() - began
+    return Step(
+        record=_record(run, iteration, data, result, counts, data_time=fetched + ahead.waited, seconds=seconds),
+        expert_loads={layer: load.tokens for layer, load in result.expert_loads.items()},
+        data=data,
+        result=result,
+        counts=counts,
+        seconds=seconds,
+        error=ahead.error(counts),
+    )
+
+
+def _record(
     run: Run, iteration: int, step: StepData, result: StepResult, counts: Counts, *, data_time: float, seconds: float
 ) -> dict[str, Value]:
     work = Workload(

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from megavlm.data.collate import CollateSpec
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import OTHER, VALIDATION
-from megavlm.resilience.signals import StopRequest
-from megavlm.train.build import Run
 from megavlm.train.generate import GivenUp, generate
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.hooks.stops import Stops
+from megavlm.train.run import Run
 
 
-class Samples:
+class Samples(RankHook):
     """Asks a run's prompts before its first step, every `--sample-interval` steps and at its end; all ranks call it
     alike.
     """
 
-    def __init__(self, run: Run, stop: StopRequest, say: Callable[[str], None]) -> None:
-        self._run, self._stop, self._say = run, stop, say
+    def __init__(self, run: Run, stops: Stops) -> None:
+        self._run, self._stops = run, stops
         self._last = run.config.train.train_iters
-        self.stopped = False
-        """Whether the last time was given up because a rank was asked to stop."""
 
-    def is_due(self, iteration: int) -> bool:
+    def begin(self) -> None:
+        """Let the model of a new run answer."""
+        if self._run.position.iteration == 0 and self._is_due(0):
+            self.answer(0)
+
+    def measure(self, step: Step) -> Mapping[str, Value]:
+        """Let the model answer, if that is due."""
+        due = self._is_due(step.iteration) and not self._stops.asked(step)
+        return self.answer(step.iteration) if due else {}
+
+    def _is_due(self, iteration: int) -> bool:
         """Return whether the prompts are asked after an iteration; 0: before the first."""
         if not self._run.prompts:
             return False
@@ -41,9 +50,8 @@ class Samples:
         try:
             with run.engine.evaluation():
                 answers = self._answers()
-            self.stopped = False
         except GivenUp:
-            self.stopped = True
+            self._stops.hear()
             return {}
         finally:
             run.engine.schedule.phases.enter(OTHER)
@@ -64,7 +72,7 @@ class Samples:
             )
         )
         seconds = time.perf_counter() - began
-        self._say(f"answered {len(answers)} held-out prompts ({seconds:.1f} s): {run.run_dir}/samples/index.html")
+        run.say(f"answered {len(answers)} held-out prompts ({seconds:.1f} s): {run.run_dir}/samples/index.html")
         return {"sample_time_s": seconds}
 
     def _answers(self) -> list[list[int]]:
@@ -84,6 +92,6 @@ class Samples:
                 micro_batch_size=rows,
                 max_new_tokens=run.config.evaluation.sample_max_new_tokens,
                 stop=run.source.answer_ends,
-                give_up=lambda: self._stop.requested,
+                give_up=lambda: self._stops.requested,
             )
         return found

@@ -5,18 +5,20 @@ RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megavlm.config.schema import LoggingConfig
 from megavlm.files import open_new, replace_file
-from megavlm.train.engine import Engine
+from megavlm.metrics.callback import Value
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.run import Run
 
 _ROWS = 10
 
@@ -30,22 +32,20 @@ class Cost:
     microseconds: float
 
 
-class Tracer:
-    """Traces iterations `--profile-step-start` to `--profile-step-end`; the loop calls `before` and `after` each."""
+class Trace(RankHook):
+    """Traces iterations `--profile-step-start` to `--profile-step-end`."""
 
-    def __init__(
-        self, engine: Engine, options: LoggingConfig, *, rank: int, run_dir: Path, say: Callable[[str], None]
-    ) -> None:
-        """Prepare a trace. `rank` is the global rank; `say` prints the table on the first rank of `--profile-ranks`."""
-        self._engine = engine
+    def __init__(self, run: Run) -> None:
+        """Prepare a trace, whose table the first rank of `--profile-ranks` prints."""
+        rank, options = dist.get_rank(), run.config.logging
+        self._engine = run.engine
         self._options = options
         self._traces = options.profile and rank in options.profile_ranks
-        self._says = self._traces and rank == options.profile_ranks[0]
-        self._path = run_dir / "profile" / f"rank-{rank}"
-        self._say = say
+        self._path = run.run_dir / "profile" / f"rank-{rank}"
+        self._say = run.say if self._traces and rank == options.profile_ranks[0] else lambda text: None
         self._profiler: Any = None
 
-    def before(self, iteration: int) -> None:
+    def on_step_begin(self, iteration: int) -> None:
         """Start the trace before its first iteration (counted from 1), or in it if the run resumes there."""
         inside = self._options.profile_step_start < iteration <= self._options.profile_step_end
         if not (self._traces and inside):
@@ -56,15 +56,15 @@ class Tracer:
             self._profiler.__enter__()
         self._engine.name_phases(True)
 
-    def after(self, iteration: int) -> None:
+    def measure(self, step: Step) -> Mapping[str, Value]:
         """Write the trace after its last iteration."""
-        if self._profiler is None:
-            return
-        self._engine.name_phases(False)
-        if iteration >= self._options.profile_step_end:
-            self.close()
+        if self._profiler is not None:
+            self._engine.name_phases(False)
+            if step.iteration >= self._options.profile_step_end:
+                self.leave()
+        return {}
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Stop and write an open trace; without one, do nothing."""
         if self._profiler is None:
             return
@@ -75,8 +75,7 @@ class Tracer:
         profiler.export_chrome_trace(f"{self._path}.json.gz")
         text = table(costs_of(profiler.key_averages()))
         replace_file(self._path.with_suffix(".txt"), text + "\n")
-        if self._says:
-            self._say(f"{text}\ntrace: {self._path}.json.gz")
+        self._say(f"{text}\ntrace: {self._path}.json.gz")
 
 
 def costs_of(events: Iterable[Any]) -> list[Cost]:

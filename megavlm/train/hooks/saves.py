@@ -16,24 +16,92 @@ from megavlm.metrics.callback import Saved, Value
 from megavlm.resilience import events
 from megavlm.resilience.phases import SAVE
 from megavlm.resilience.status import write_status
-from megavlm.train.build import Run
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.hooks.skipped_samples import Tally, TooManySkipped
+from megavlm.train.hooks.step_guard import StepGuard
+from megavlm.train.hooks.stops import Stops
+from megavlm.train.run import Run
+
+_WORTH_KEEPING = 100  # steps
 
 
-class Saves:
+class Saves(RankHook):
     """Begins saves, says on rank 0 how they ended, and measures for how long training stood still."""
 
-    def __init__(self, run: Run, *, say: Callable[[str], None], took: Callable[[float], None]) -> None:
+    def __init__(
+        self, run: Run, tally: Tally, guard: StepGuard, stops: Stops, *, took: Callable[[float], None]
+    ) -> None:
         """Prepare for saves; `took` will be called with the seconds of each."""
-        self._run, self._say, self._took = run, say, took
+        self._run, self._tally, self._guard, self._stops, self._took = run, tally, guard, stops, took
         self._saver = run.saver
         if self._saver is not None:
             self._saver.waits = partial(run.engine.schedule.phases.enter, SAVE, "waits for the writer")
         self._asynchronous = run.config.checkpoint.async_save
+        self._interval = run.config.checkpoint.save_interval
+        self._saved = run.position.iteration  # the last iteration of which a save has begun
+        self._overdue = False  # a checkpoint is due, but the last step was bad
+        self._record: Mapping[str, Value] = {}  # of the last step
         self._news: dict[str, Value] = {}
         self._last: SaveReport | None = None
         self._said = False  # that a metric is missing
-        self._complete: list[Saved] = []  # on rank 0, of which callbacks have not heard
         self._bad: BadNumbers | None = None  # on rank 0, and on a rank whose state is not finite
+
+    def measure(self, step: Step) -> Mapping[str, Value]:
+        """Return what is new: the stall of a save that began, the time of one that ended. No rank waits."""
+        self._look()
+        news, self._news = self._news, {}
+        return news
+
+    def on_step_end(self, step: Step) -> None:
+        """Begin a save if one is due and the weights are to be trusted.
+
+        Raises BadNumbers, on all ranks, where an earlier save has found state that is not finite.
+        """
+        if isinstance(step.error, BadNumbers):
+            raise step.error
+        self._record = step.record
+        self._overdue |= self._interval > 0 and step.iteration % self._interval == 0
+        if self._overdue and self._guard.trusts_weights:
+            self.save(self._position(step.iteration), step.record)
+            self._saved, self._overdue = step.iteration, False
+            self._stops.look(step)  # a save may have taken long
+
+    def keeps(self, iteration: int) -> bool:
+        """Return whether a run that ends for bad data keeps a checkpoint. One that has hardly begun does not: its place
+        in the data would refuse the mended command, and nothing is lost.
+        """
+        return self._saver is not None and (self._saved > 0 or iteration >= _WORTH_KEEPING)
+
+    def finish(self, iteration: int, end: BaseException | None) -> BaseException | None:
+        """Save the last iteration if that is to be done, and wait for the save that is under way.
+
+        Raises UserError on all ranks if the last save failed, BadNumbers if any found state that is not finite.
+        """
+        if self._saved != iteration and (not isinstance(end, TooManySkipped) or self.keeps(iteration)):
+            self.save(self._position(iteration), self._record)
+        if self._saver is None:
+            return end
+        self._run.engine.schedule.phases.enter(SAVE)
+        self._saver.wait()
+        self._look()
+        self._end_if_bad()
+        message = [None if self._last is None else self._last.error]
+        dist.broadcast_object_list(message, src=0)
+        if message[0] is not None:
+            raise UserError(
+                f"the last checkpoint cannot be saved to {self._run.run_dir / 'checkpoints'} ({message[0]}): the ones "
+                "before it are whole; make room or choose another --run-dir, and start again"
+            )
+        return end
+
+    def _position(self, iteration: int) -> state.Position:
+        return state.Position(
+            iteration=iteration,
+            loader=self._run.data_loader.state_dict(),
+            samples_read=self._tally.read,
+            samples_skipped=self._tally.skipped,
+            bad_steps=self._guard.state_dict(),
+        )
 
     def save(self, position: state.Position, record: Mapping[str, Value]) -> None:
         """Begin a save; with --no-async-save, wait for its end. Every rank calls it. `record` has the step's metrics.
@@ -74,46 +142,13 @@ class Saves:
         if best is not None and best not in found and not self._said:
             self._said = True
             known = ", ".join(name for name, value in record.items() if isinstance(value, float))
-            self._say(f"--keep-best {best}: iteration {record['iteration']} has no such number, but {known}")
+            self._run.say(f"--keep-best {best}: iteration {record['iteration']} has no such number, but {known}")
         return found
 
     def bad(self) -> BadNumbers | None:
         """Return, on a rank that knows, that a save found state that is not finite: the run must end. No rank waits."""
         self._look()
         return self._bad
-
-    def news(self) -> dict[str, Value]:
-        """Return, for the record of the next step, what is new: the stall of a save that began, the time of one that
-        ended. No rank waits.
-        """
-        self._look()
-        news, self._news = self._news, {}
-        return news
-
-    def tell(self) -> None:
-        """Tell the callbacks of checkpoints that are complete since the last call."""
-        complete, self._complete = self._complete, []
-        for saved in complete:
-            self._run.callbacks.on_save(saved)
-
-    def finish(self) -> None:
-        """Wait for the save that is under way. Every rank calls it.
-
-        Raises UserError on all if the last save failed, BadNumbers if any found state that is not finite.
-        """
-        if self._saver is None:
-            return
-        self._run.engine.schedule.phases.enter(SAVE)
-        self._saver.wait()
-        self._look()
-        self._end_if_bad()
-        message = [None if self._last is None else self._last.error]
-        dist.broadcast_object_list(message, src=0)
-        if message[0] is not None:
-            raise UserError(
-                f"the last checkpoint cannot be saved to {self._run.run_dir / 'checkpoints'} ({message[0]}): the ones "
-                "before it are whole; make room or choose another --run-dir, and start again"
-            )
 
     def _end_if_bad(self) -> None:
         """Raise BadNumbers on all ranks if rank 0 has heard of state that is not finite."""
@@ -142,19 +177,19 @@ class Saves:
         if report.retried is not None:
             line = f"the save of iteration {report.iteration} failed once ({report.retried}), and was tried again"
             events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.retried)
-            self._say(line)
+            self._run.say(line)
         if report.error is not None:
             what = "" if report.not_finite is None else " is not finite"
             reason = f"{report.error}{what}"
             events.record(run_dir, "save_failed", iteration=report.iteration, reason=reason, seconds=seconds)
             if report.not_finite is not None:  # the run is about to end, and says so
                 return
-            self._say(
+            self._run.say(
                 f"CHECKPOINT OF ITERATION {report.iteration} NOT SAVED: {report.error}. Training goes on; the "
                 "checkpoints before it are whole"
             )
             return
         events.record(run_dir, "save", iteration=report.iteration, seconds=seconds, folder=report.folder)
         write_status(run_dir, "running", iteration=report.iteration, checkpoint=str(report.folder))
-        self._say(f"saved {report.folder} in {report.seconds:.1f} s")
-        self._complete.append(Saved(report.iteration, report.folder, report.seconds))
+        self._run.say(f"saved {report.folder} in {report.seconds:.1f} s")
+        self._run.callbacks.on_save(Saved(report.iteration, report.folder, report.seconds))

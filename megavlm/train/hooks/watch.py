@@ -19,9 +19,10 @@ from megavlm.resilience.progress import Limits
 from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.slow import SlowEvents, Spread, spread
 from megavlm.resilience.watchdog import Member, Watchdog
+from megavlm.train.hooks.hook import RankHook, Step
 
 
-class Watch:
+class Watch(RankHook):
     """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
 
     def __init__(self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int]) -> None:
@@ -50,14 +51,15 @@ class Watch:
         """Let a hang be written to the run folder, which is locked now."""
         self._watchdog.owns_folder = True
 
-    def begin_step(self, iteration: int) -> None:
+    def on_step_begin(self, iteration: int) -> None:
+        """Begin a step."""
         self.phases.begin_step(iteration)
 
-    def end_step(self, iteration: int, seconds: float) -> dict[str, Value]:
+    def measure(self, step: Step) -> dict[str, Value]:
         """Note a step; return what the record says of the ranks: nothing if there is no news, or not on rank 0."""
         self.phases.end_step()
-        self._watchdog.step_done(seconds)
-        if not self._says or iteration % self._interval:
+        self._watchdog.step_done(step.seconds)
+        if not self._says or step.iteration % self._interval:
             return {}
         after = self._watchdog.table
         found = spread(self._before, after)
@@ -66,7 +68,7 @@ class Watch:
         if found is None:
             return {}
         if self._slow.wants(found, time.monotonic()):
-            _record(self._run_dir, iteration, found)
+            _record(self._run_dir, step.iteration, found)
         return _fields(found)
 
     def ending(self) -> None:

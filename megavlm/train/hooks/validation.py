@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,33 +17,37 @@ from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import OTHER, VALIDATION
-from megavlm.resilience.signals import StopRequest
-from megavlm.train.build import Run
 from megavlm.train.evaluate import Examiner, accuracies
 from megavlm.train.held_out_texts import HeldOutTexts
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.hooks.stops import Stops
+from megavlm.train.run import Run
 
 _TOLD = 16  # most numbers of a line, which has only those of all data sets together if there are more
 
 
-class Validation:
+class Validation(RankHook):
     """Measures the validation loss of a run every `--eval-interval` steps and at its end; all ranks call it alike."""
 
-    def __init__(self, run: Run, stop: StopRequest, say: Callable[[str], None]) -> None:
-        self._run, self._stop, self._say = run, stop, say
+    def __init__(self, run: Run, stops: Stops) -> None:
+        self._run, self._stops = run, stops
         self._interval = run.config.evaluation.eval_interval
         self._last = run.config.train.train_iters
         self._since = time.perf_counter()  # the end of the last one
         self._said = self._measured = False  # that it takes long; that this process has measured before
-        self.stopped = False
-        """Whether the last one was given up because a rank was asked to stop."""
 
-    def is_due(self, iteration: int) -> bool:
+    def measure(self, step: Step) -> Mapping[str, Value]:
+        """Return what a validation finds, if one is due."""
+        due = self._is_due(step.iteration) and not self._stops.asked(step)
+        return self.validate(step.iteration) if due else {}
+
+    def _is_due(self, iteration: int) -> bool:
         """Return whether the loss is measured after an iteration."""
         if self._run.validation_loader is None:
             return False
         return iteration == self._last or (self._interval > 0 and iteration % self._interval == 0)
 
-    def measure(self, iteration: int) -> dict[str, Value]:
+    def validate(self, iteration: int) -> dict[str, Value]:
         """Return the fields of the iteration's record: loss and perplexity in all and of each data set, the seconds
         that it took, and their fraction of the time since the last one.
 
@@ -107,15 +111,16 @@ class Validation:
             data = loader.next_step()
         except UserError as error:
             failure = str(error)
-        flags = torch.tensor([bool(failure), self._stop.requested], dtype=torch.int32, device=self._run.backend.device)
+        flags = torch.tensor([bool(failure), self._stops.requested], dtype=torch.int32, device=self._run.backend.device)
         dist.all_reduce(flags)
         failed, asked = flags.tolist()
-        self.stopped = bool(asked)
+        if asked:
+            self._stops.hear()
         if not failed:
             return None if asked else data
         told: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(told, failure)
-        self._say(f"VALIDATION DATA CANNOT BE READ: {next(filter(None, told))}. Training goes on")
+        self._run.say(f"VALIDATION DATA CANNOT BE READ: {next(filter(None, told))}. Training goes on")
         return None
 
     def _tell(self, found: dict[str, Value], seconds: float, share: float) -> None:
@@ -123,10 +128,10 @@ class Validation:
         parts = [f"{name} {value:.4f}" for name, value in numbers if name.startswith("validation/")]
         if len(parts) > _TOLD:
             parts = [part for part in parts if part.count("/") == 1]
-        self._say(f"{', '.join(parts)} ({seconds:.1f} s, {share:.1%} of the time)")
+        self._run.say(f"{', '.join(parts)} ({seconds:.1f} s, {share:.1%} of the time)")
         if share > DEAR and not self._said and self._interval:
             self._said = True
-            self._say(f"validation takes {share:.1%} of the time: {cheaper(self._interval, share)}")
+            self._run.say(f"validation takes {share:.1%} of the time: {cheaper(self._interval, share)}")
 
 
 def fields(sums: list[float], names: tuple[str, ...], *, of_tokens: bool = True) -> dict[str, Value]:

@@ -1,0 +1,64 @@
+"""List what a step has around it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megavlm.resilience.signals import StopRequest
+from megavlm.train.hooks.data_ahead import DataAhead
+from megavlm.train.hooks.device_checks import DeviceChecks
+from megavlm.train.hooks.hook import RankHook
+from megavlm.train.hooks.patience import Patience
+from megavlm.train.hooks.samples import Samples
+from megavlm.train.hooks.saves import Saves
+from megavlm.train.hooks.skipped_samples import SkippedSamples, Tally
+from megavlm.train.hooks.step_guard import StepGuard
+from megavlm.train.hooks.stops import Stops
+from megavlm.train.hooks.trace import Trace
+from megavlm.train.hooks.validation import Validation
+from megavlm.train.run import Run
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The hooks of a run, and those of them that a step asks by name."""
+
+    ordered: tuple[RankHook, ...]
+    guard: StepGuard
+    ahead: DataAhead
+
+    def __iter__(self) -> Iterator[RankHook]:
+        return iter(self.ordered)
+
+    def judge(self, loss: float, norm: float | None) -> str | None:
+        """Return the first reason why a step must not change the weights, if there is one."""
+        return next(filter(None, (hook.judge(loss, norm) for hook in self)), None)
+
+    def leave(self) -> None:
+        """Let all hooks give back what they hold."""
+        for hook in self:
+            hook.leave()
+
+
+def hooks_of(run: Run, stop: StopRequest) -> Hooks:
+    """Return the hooks of a run. Each method is called in this order, `finish` in the reverse."""
+    stops, guard, patience = Stops(run, stop), StepGuard(run), Patience(run)
+    tally = Tally(run.position.samples_read, run.position.samples_skipped)
+    saves = Saves(run, tally, guard, stops, took=patience.save)
+    ahead = DataAhead(run, stop, saves)
+    ordered = (
+        Trace(run),  # first: neither checks nor validation are in it
+        run.watch,
+        DeviceChecks(run, guard.report),  # its fault comes before the guard's reason to skip a step
+        ahead,
+        SkippedSamples(run, tally, keeps=saves.keeps),  # tallied before a save notes the position
+        Validation(run, stops),
+        Samples(run, stops),
+        run.callbacks,  # the record is complete; a bad step is shown before what follows from it
+        guard,
+        patience,
+        saves,
+        stops,  # last: an error says more than a request to stop
+    )
+    return Hooks(ordered, guard, ahead)

@@ -1,0 +1,52 @@
+"""`Run`: everything that training needs, on this rank. `build.py` makes it, and `loop.close` ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.backend import Backend
+from megavlm.checkpoint.saving import Saver
+from megavlm.checkpoint.state import Position
+from megavlm.config.schema import Config
+from megavlm.data.data_loader import DataLoader
+from megavlm.data.files import FilesSource
+from megavlm.data.source import ComputedSource, HeldOutPrompt
+from megavlm.metrics.progress import ProgressLine
+from megavlm.metrics.sinks import SkippedLog
+from megavlm.planner.plan import Plan
+from megavlm.resilience.lock import RunLock
+from megavlm.train.engine import Engine
+from megavlm.train.hooks.callbacks import Callbacks
+from megavlm.train.hooks.watch import Watch
+from megavlm.train.uploads import Uploads
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run consists of on this rank."""
+
+    config: Config
+    plan: Plan
+    backend: Backend
+    source: ComputedSource | FilesSource
+    data_loader: DataLoader
+    validation_loader: DataLoader | None  # None without validation samples
+    prompts: tuple[HeldOutPrompt, ...]  # of --sample-interval
+    engine: Engine
+    position: Position  # what is already done
+    run_dir: Path
+    progress: ProgressLine | None  # on rank 0
+    callbacks: Callbacks  # empty but on rank 0
+    skipped: SkippedLog  # writes on ranks that read data
+    saver: Saver | None  # None with --no-save
+    uploads: Uploads | None  # None without --checkpoint-dir
+    data_identity: dict[str, Any]  # what a place in the data depends on
+    lock: RunLock  # held by rank 0: nobody else writes to the run folder
+    watch: Watch
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        if self.progress is not None:
+            self.progress.message(text)

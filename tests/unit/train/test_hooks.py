@@ -1,0 +1,88 @@
+"""In which order hooks are called around steps, and which of them ends a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megavlm.backend import activate
+
+activate()  # before the modules below import megatron-core
+
+from megavlm.train import loop  # noqa: E402
+from megavlm.train.hooks.hook import RankHook  # noqa: E402
+from megavlm.train.hooks.order import Hooks  # noqa: E402
+
+METHODS = ("begin", "on_step_begin", "measure", "on_step_end", "finish")
+
+
+class Noted(RankHook):
+    """Notes its calls, measures one number, and ends the run after a step if it is to."""
+
+    def __init__(self, name: str, calls: list[str], *, ends_after: int = 0, refuses: str | None = None) -> None:
+        self.name, self.calls, self.ends_after, self.refuses = name, calls, ends_after, refuses
+        self.seen: list[list[str]] = []
+
+    def begin(self) -> None:
+        self.calls.append(f"begin {self.name}")
+
+    def on_step_begin(self, iteration: int) -> None:
+        self.calls.append(f"on_step_begin {self.name}")
+
+    def judge(self, loss: float, norm: float | None) -> str | None:
+        return self.refuses
+
+    def measure(self, step: Any) -> dict[str, float]:
+        self.calls.append(f"measure {self.name}")
+        return {self.name: float(step.iteration)}
+
+    def on_step_end(self, step: Any) -> None:
+        self.calls.append(f"on_step_end {self.name}")
+        self.seen.append(sorted(step.record))
+
+    def ends(self, step: Any) -> BaseException | None:
+        return ValueError(self.name) if step.iteration == self.ends_after else None
+
+    def finish(self, iteration: int, end: BaseException | None) -> BaseException | None:
+        self.calls.append(f"finish {self.name}")
+        return end
+
+
+def hooks_of(*ordered: RankHook) -> Hooks:
+    unused: Any = None
+    return Hooks(ordered, unused, unused)
+
+
+def run_of(*, last: int) -> Any:
+    config = SimpleNamespace(train=SimpleNamespace(train_iters=last))
+    return SimpleNamespace(config=config, position=SimpleNamespace(iteration=0))
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = lambda run, iteration, hooks: SimpleNamespace(iteration=iteration, record={"iteration": iteration})  # noqa: E731
+    monkeypatch.setattr(loop, "take_step", step)
+
+
+def test_each_method_is_called_on_all_hooks_before_the_next() -> None:
+    calls: list[str] = []
+    first, second = Noted("a", calls), Noted("b", calls)
+    assert loop._train(run_of(last=1), hooks_of(first, second)) == (1, None)
+    forward = [f"{method} {name}" for method in METHODS[:-1] for name in "ab"]
+    assert calls == [*forward, "finish b", "finish a"]
+    assert first.seen == [["a", "b", "iteration"]], "the record is complete before anybody is told"
+
+
+def test_the_first_hook_with_a_reason_ends_the_run() -> None:
+    calls: list[str] = []
+    hooks = hooks_of(Noted("a", calls, ends_after=3), Noted("b", calls, ends_after=2), Noted("c", calls, ends_after=2))
+    iteration, end = loop._train(run_of(last=5), hooks)
+    assert (iteration, str(end)) == (2, "b")
+
+
+def test_the_first_refusal_of_a_step_is_heard() -> None:
+    hooks = hooks_of(Noted("a", []), Noted("b", [], refuses="a spike"), Noted("c", [], refuses="another"))
+    assert hooks.judge(1.0, 2.0) == "a spike"
+    assert hooks_of(Noted("a", [])).judge(1.0, None) is None
