@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
 from megavlm.config.resolve import has_validation
+from megavlm.config.run_rules import with_train_iters
 from megavlm.config.schema import Config
-from megavlm.data.epochs import prepare_data
+from megavlm.data.epochs import RunLength, prepare_data, run_length, windows_of
 from megavlm.data.files import FilesSource
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.loaders import Loaders, build_loaders
@@ -24,7 +25,6 @@ from megavlm.data.validation import ValidationSamples, validation_samples
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, from_rank_0, on_rank_0
 from megavlm.planner.plan import Plan
-from megavlm.train.length import with_length
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def prepare(
     epoch = sum(counts)
     if isinstance(source, FilesSource):
         source.stream_lengths = dict(enumerate(counts))
-    config = with_length(config, source, epoch, told=rank == 0)
+    config = _with_length(config, source, epoch, told=rank == 0)
     if isinstance(source, FilesSource):
         on_rank_0(partial(_tell_data, config, source))
     identity = from_rank_0(partial(data_identity, config), dict[str, Any]())
@@ -74,6 +74,24 @@ def prepare(
         validation=validation,
     )
     return config, RunData(loaders, prompts, identity)
+
+
+def _with_length(config: Config, source: ComputedSource | FilesSource, epoch: int, *, told: bool) -> Config:
+    """Return the configuration with the number of iterations that rank 0 counts; the rank that is `told` prints it.
+
+    Every rank calls it. `epoch` is the number of samples of an epoch.
+    """
+    if config.train.epochs is None:
+        return config
+    assert isinstance(source, FilesSource), "the configuration rules refuse this"
+
+    def count() -> RunLength:
+        return source.reads.wait(lambda: run_length(config, source, windows_of(config, epoch)))
+
+    length = from_rank_0(count, RunLength(0, 0, None))
+    if told:
+        print(length.line(config), flush=True)
+    return with_train_iters(config, length.iterations)
 
 
 def _tell_data(config: Config, source: FilesSource) -> None:
