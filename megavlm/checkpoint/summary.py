@@ -14,8 +14,8 @@ from megavlm.config.extensions import extensions_of, missing_extensions
 from megavlm.config.load import as_data, from_dict
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import shown
-from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
+from megavlm.config.rules import out_of_range
 from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.config.option import option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, option
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,14 @@ class EvaluationConfig:
         None,
         "Steps between measurements of the loss on validation data; there is one at the end, too. 0: only that one. "
         "Default: --save-interval.",
+        valid=AT_LEAST_0,
     )
     eval_iters: int | None = option(
-        None, "Most global batches of validation data that are measured, a fair sample of them; default: all."
+        None,
+        "Most global batches of validation data that are measured, a fair sample of them; default: all.",
+        valid=AT_LEAST_1,
     )
-    eval_samples: int = option(96, "Digits: number of held-out questions of each kind.")
+    eval_samples: int = option(96, "Digits: number of held-out questions of each kind.", valid=AT_LEAST_1)
     eval_ema: bool = option(
         False, "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step."
     )
@@ -27,6 +30,9 @@ class EvaluationConfig:
         0,
         "Steps between the model's answers to some validation samples, shown beside the right answers on "
         "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
+        valid=AT_LEAST_0,
     )
-    sample_count: int = option(8, "Number of validation samples to answer, from each data set in turn.")
-    sample_max_new_tokens: int = option(128, "Most tokens of such an answer.")
+    sample_count: int = option(
+        8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1
+    )
+    sample_max_new_tokens: int = option(128, "Most tokens of such an answer.", valid=AT_LEAST_1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Valid, option
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,24 @@ class ExpertsConfig:
     """A router, routed experts and possibly a shared expert in place of the MLP (Qwen3-MoE, GLM-4.5, DeepSeek-V3)."""
 
     num_experts: int = option(
-        0, "Number of experts of a language layer, each of which is an MLP; 0: every layer has one dense MLP."
+        0,
+        "Number of experts of a language layer, each of which is an MLP; 0: every layer has one dense MLP.",
+        valid=Valid("0, or at least 2", lambda value: value == 0 or value >= 2),
     )
-    router_topk: int = option(2, "Number of experts that each token is sent to.", flag="--moe-router-topk")
+    router_topk: int = option(
+        2, "Number of experts that each token is sent to.", flag="--moe-router-topk", valid=AT_LEAST_1
+    )
     ffn_hidden_size: int = option(
-        None, "Inner width of an expert; default: --language-ffn-hidden-size.", flag="--moe-ffn-hidden-size"
+        None,
+        "Inner width of an expert; default: --language-ffn-hidden-size.",
+        flag="--moe-ffn-hidden-size",
+        valid=AT_LEAST_1,
     )
     shared_ffn_hidden_size: int | None = option(
         None,
         "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
         flag="--moe-shared-expert-intermediate-size",
+        valid=AT_LEAST_1,
     )
     shared_gate: bool = option(
         False,
@@ -36,6 +44,7 @@ class ExpertsConfig:
         (),
         "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",
         flag="--moe-dense-layers",
+        valid=AT_LEAST_0,
     )
     router_score_function: Literal["softmax", "sigmoid"] = option(
         "softmax",
@@ -51,18 +60,21 @@ class ExpertsConfig:
         None,
         "Factor of the weights of the chosen experts; default: none (1).",
         flag="--moe-router-topk-scaling-factor",
+        valid=POSITIVE,
     )
     router_num_groups: int | None = option(
         None,
         "Number of groups of experts, of which a token takes experts of --moe-router-group-topk groups only; default: "
         "no groups.",
         flag="--moe-router-num-groups",
+        valid=AT_LEAST_1,
     )
     router_group_topk: int | None = option(
         None,
         "Number of groups whose experts a token may take: those with the largest sums of their best scores; default: "
         "no groups.",
         flag="--moe-router-group-topk",
+        valid=AT_LEAST_1,
     )
     router_enable_expert_bias: bool = option(
         False,
@@ -74,14 +86,19 @@ class ExpertsConfig:
         None,
         "Amount by which each step changes the bias of an expert; default: 0.001, and 0 with given weights.",
         flag="--moe-router-bias-update-rate",
+        valid=AT_LEAST_0,
     )
     aux_loss_coeff: float = option(
         0.0,
         "Factor of the loss that balances the load of experts within each sequence, summed over layers; 0: none.",
         flag="--moe-aux-loss-coeff",
+        valid=AT_LEAST_0,
     )
     z_loss_coeff: float = option(
-        0.0, "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.", flag="--moe-z-loss-coeff"
+        0.0,
+        "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.",
+        flag="--moe-z-loss-coeff",
+        valid=AT_LEAST_0,
     )
     router_force_load_balancing: bool = option(
         False,

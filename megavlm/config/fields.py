@@ -196,7 +196,7 @@ class Option:
     aliases: tuple[str, ...]
     own_flag: str | None  # None: the flag follows from the path
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
-    valid: Valid | None  # the range of a number; None: `ranges.py` has it, or it has none
+    valid: Valid | None  # the range of a number; None: it has none, or one that depends on other options
     point: str | None  # where the names are registered that it may say
     registers: bool  # whether it belongs to something that is registered under a name
 

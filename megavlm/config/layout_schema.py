@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import LAYOUT, PRECISION, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, LAYOUT, POSITIVE, PRECISION, option
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How ranks split the model, the batch and the optimizer state."""
 
-    tensor_model_parallel_size: int = option(1, "Number of ranks that split each layer.", "--tp", common=LAYOUT)
-    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT)
+    tensor_model_parallel_size: int = option(
+        1, "Number of ranks that split each layer.", "--tp", common=LAYOUT, valid=AT_LEAST_1
+    )
+    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT, valid=AT_LEAST_1)
     virtual_pipeline_model_parallel_size: int = option(
-        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
+        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT, valid=AT_LEAST_1
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = option(
         None,
@@ -26,6 +28,7 @@ class ParallelConfig:
         1,
         "Number of ranks that split each sequence (context parallelism), for sequences that one rank cannot hold.",
         "--cp",
+        valid=AT_LEAST_1,
     )
     cp_comm_type: Literal["auto", "a2a", "all_gather"] = option(
         "auto",
@@ -33,10 +36,13 @@ class ParallelConfig:
         "(all_gather), or both (auto): as many ranks exchange heads as the heads allow, and groups of them gather.",
     )
     expert_model_parallel_size: int = option(
-        1, "Number of ranks that hold different experts of each layer; must divide --num-experts.", "--ep"
+        1,
+        "Number of ranks that hold different experts of each layer; must divide --num-experts.",
+        "--ep",
+        valid=AT_LEAST_1,
     )
     expert_tensor_parallel_size: int | None = option(
-        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp"
+        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp", valid=AT_LEAST_1
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
@@ -52,6 +58,7 @@ class ParallelConfig:
         1,
         "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × CP × PP.",
         "--vision-tp",
+        valid=AT_LEAST_1,
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
         "optimizer",
@@ -63,12 +70,14 @@ class ParallelConfig:
         None,
         "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
         "of all ranks.",
+        valid=AT_LEAST_1,
     )
     secondary_shard_size: int | None = option(
         None,
         "ZeRO-3: number of neighbouring data-parallel ranks (of a node) that keep a second shard of gathered weights "
         "from a forward pass to its backward pass, which then gathers among them alone (ZeRO++'s hpZ, "
         "zero_hpz_partition_size). Default: backward passes gather over all ranks that shard.",
+        valid=AT_LEAST_1,
     )
     overlap_grad_reduce: bool | None = option(
         None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
@@ -82,6 +91,7 @@ class ParallelConfig:
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
+        valid=AT_LEAST_1,
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
         "none",
@@ -92,6 +102,7 @@ class ParallelConfig:
         None,
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
+        valid=AT_LEAST_1,
     )
     compress_error_feedback: bool = option(
         True,
@@ -108,7 +119,7 @@ class ParallelConfig:
         "Transformer Engine.",
     )
     distributed_timeout_minutes: float = option(
-        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
+        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run.", valid=POSITIVE
     )
     spare_ranks: bool = option(
         False,
@@ -132,11 +143,13 @@ class PlacementConfig:
         None,
         "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
         "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
+        valid=AT_LEAST_1,
     )
     encoder_keep_chunks: int = option(
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
+        valid=AT_LEAST_0,
     )
     encode_ahead: bool = option(
         False,
@@ -148,7 +161,7 @@ class PlacementConfig:
         "default: no cache.",
     )
     vision_cache_size: float = option(
-        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted."
+        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted.", valid=POSITIVE
     )
     plan: Literal["manual", "auto"] = option(
         "manual",
@@ -196,6 +209,7 @@ class ExecutionConfig:
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
+        valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(
         False,
@@ -230,15 +244,19 @@ class PrecisionConfig:
     )
     first_last_layers_bf16: bool = option(False, "FP8: keep the first and the last layers of each part in bf16.")
     num_layers_at_start_in_bf16: int = option(
-        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16."
+        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.", valid=AT_LEAST_0
     )
     num_layers_at_end_in_bf16: int = option(
-        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16."
+        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.", valid=AT_LEAST_0
     )
     fp8_margin: int = option(
-        0, "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow."
+        0,
+        "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
+        valid=AT_LEAST_0,
     )
-    fp8_amax_history_len: int = option(1024, "FP8 delayed scaling: length of the amax history in passes.")
+    fp8_amax_history_len: int = option(
+        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1
+    )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
         "max",
         "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",

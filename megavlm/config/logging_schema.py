@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megavlm.config.option import option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, option
 from megavlm.config.registry import CallbackSections
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.")
+    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.", valid=AT_LEAST_1)
     tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
     tracker: tuple[Literal["wandb", "mlflow"], ...] = option(
         (),
@@ -32,7 +32,9 @@ class LoggingConfig:
     profile: bool = option(
         False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
     )
-    profile_step_start: int = option(10, "Profiler: number of steps that run before the trace starts.")
-    profile_step_end: int = option(12, "Profiler: last step of the trace.")
-    profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.")
+    profile_step_start: int = option(
+        10, "Profiler: number of steps that run before the trace starts.", valid=AT_LEAST_0
+    )
+    profile_step_end: int = option(12, "Profiler: last step of the trace.", valid=AT_LEAST_1)
+    profile_ranks: tuple[int, ...] = option((0,), "Profiler: ranks that write a trace.", valid=AT_LEAST_0)
     callbacks: CallbackSections = field(default_factory=CallbackSections)

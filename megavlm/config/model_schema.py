@@ -7,25 +7,30 @@ from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
-from megavlm.config.option import MODEL, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, MODEL, POSITIVE, SHARE, Valid, option
 from megavlm.config.registry import ConnectorSections
+
+LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
 
 
 @dataclass(frozen=True)
 class VisionConfig:
     """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
 
-    num_layers: int = option(4, "Number of transformer layers of the vision encoder.")
-    hidden_size: int = option(128, "Hidden size of the vision encoder.")
-    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.")
+    num_layers: int = option(4, "Number of transformer layers of the vision encoder.", valid=LAYERS)
+    hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
     num_attention_heads: int = option(
-        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
+        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
     )
-    image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
-    patch_size: int = option(8, "Side of a patch in pixels.")
+    image_size: int = option(
+        32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
+    )
+    patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
     in_channels: int = option(
         3,
         "Number of channels of an image; with given weights, as many as theirs or more (see --vision-new-channels).",
+        valid=AT_LEAST_1,
     )
     new_channels: Literal["zeros", "repeat"] = option(
         "zeros",
@@ -33,7 +38,7 @@ class VisionConfig:
         "given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
     )
     temporal_patch_size: int = option(
-        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
     )
     class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
     position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
@@ -44,13 +49,13 @@ class VisionConfig:
         "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
         "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
     )
-    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.")
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
     rotary_interleaved: bool = option(
         False,
         "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
         "gelu", "Activation function of the vision MLP."
     )
@@ -75,15 +80,20 @@ class VisionConfig:
         "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
     )
     window_size: int | None = option(
-        None, "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image."
+        None,
+        "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image.",
+        valid=AT_LEAST_1,
     )
     full_attention_layers: tuple[int, ...] = option(
-        (), "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer."
+        (),
+        "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer.",
+        valid=AT_LEAST_0,
     )
     deepstack_layers: tuple[int, ...] = option(
         (),
         "Indices (from 0) of vision layers whose projected features are added after the first language layers "
         "(Qwen3-VL's DeepStack); default: no layer.",
+        valid=AT_LEAST_0,
     )
 
 
@@ -97,9 +107,11 @@ class ProjectorConfig:
         "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/connectors.md).",
         point="connectors",
     )
-    hidden_size: int = option(None, "Inner width of the projector's MLP; default: --language-hidden-size.")
+    hidden_size: int = option(
+        None, "Inner width of the projector's MLP; default: --language-hidden-size.", valid=AT_LEAST_1
+    )
     pixel_shuffle: int = option(
-        1, "Merge each N×N block of neighbouring patches into one feature before the projector."
+        1, "Merge each N×N block of neighbouring patches into one feature before the projector.", valid=AT_LEAST_1
     )
     merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
@@ -107,7 +119,7 @@ class ProjectorConfig:
         "or by a learned convolution over the block (Mistral 3).",
     )
     merge_channels: int | None = option(
-        None, "Channels of a feature after --projector-merge convolution; default: those of a patch."
+        None, "Channels of a feature after --projector-merge convolution; default: those of a patch.", valid=AT_LEAST_1
     )
     merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).")
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
@@ -116,7 +128,9 @@ class ProjectorConfig:
         "Apply the norm layer of --projector-input-norm to single patches (Mistral 3); off: to merged features.",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the norm layer before the projector's first linear layer.")
+    norm_epsilon: float = option(
+        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE
+    )
     apply_layernorm_1p: bool = option(
         False, "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma)."
     )
@@ -126,6 +140,7 @@ class ProjectorConfig:
         "Split images into tiles, join the tiles' features into one map with a learned newline after each row, "
         "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
         "images are not split.",
+        valid=AT_LEAST_1,
     )
     connectors: ConnectorSections = field(default_factory=ConnectorSections)
 
@@ -134,45 +149,55 @@ class ProjectorConfig:
 class LanguageConfig:
     """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4 and those of their VLMs."""
 
-    num_layers: int = option(4, "Number of transformer layers of the language model.")
-    hidden_size: int = option(128, "Hidden size of the language model.")
-    ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
-    num_attention_heads: int = option(8, "Number of query heads of the language model.")
+    num_layers: int = option(4, "Number of transformer layers of the language model.", valid=LAYERS)
+    hidden_size: int = option(128, "Hidden size of the language model.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(256, "Inner width of the language MLP.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(8, "Number of query heads of the language model.", valid=AT_LEAST_1)
     num_query_groups: int = option(
-        None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
+        None,
+        "Number of key/value heads (grouped-query attention); default: the number of query heads.",
+        valid=AT_LEAST_1,
     )
-    kv_channels: int = option(None, "Width of an attention head; default: hidden size / attention heads.")
+    kv_channels: int = option(
+        None, "Width of an attention head; default: hidden size / attention heads.", valid=AT_LEAST_1
+    )
     vocab_size: int = option(
-        None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
+        None,
+        "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results.",
+        valid=AT_LEAST_1,
     )
-    rotary_base: float = option(10000.0, "Base of the rotary position embedding.")
+    rotary_base: float = option(10000.0, "Base of the rotary position embedding.", valid=POSITIVE)
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
         "none",
         "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
         "low ones.",
     )
-    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.")
+    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.", valid=POSITIVE)
     rope_low_freq_factor: float = option(
-        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this."
+        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this.", valid=POSITIVE
     )
     rope_high_freq_factor: float = option(
         4.0,
         "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
         "the two bounds.",
+        valid=POSITIVE,
     )
     rope_beta_fast: float = option(
-        32.0, "yarn scaling: keep frequencies that make at least this many turns within the original positions."
+        32.0,
+        "yarn scaling: keep frequencies that make at least this many turns within the original positions.",
+        valid=POSITIVE,
     )
     rope_beta_slow: float = option(
         1.0,
         "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
         "between the two bounds.",
+        valid=POSITIVE,
     )
     rope_original_positions: int = option(
-        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
+        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions).", valid=AT_LEAST_1
     )
     rotary_percent: float = option(
-        1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5)."
+        1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5).", valid=SHARE
     )
     rotary_interleaved: bool = option(
         False, "Rotate pairs of neighbouring channels (GLM); off: channels of the first and the second half of a head."
@@ -181,20 +206,24 @@ class LanguageConfig:
         None,
         "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
         "(Gemma 3); default: positions rotate alike in all layers.",
+        valid=POSITIVE,
     )
     max_positions: int | None = option(
-        None, "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit."
+        None,
+        "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit.",
+        valid=AT_LEAST_1,
     )
     mrope_section: tuple[int, ...] = option(
         (),
         "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
         "rotate with the token position.",
+        valid=AT_LEAST_0,
     )
     mrope_interleaved: bool = option(
         False,
         "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.")
+    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
     post_norms: bool = option(
@@ -208,18 +237,24 @@ class LanguageConfig:
         "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
     )
     softmax_scale: float | None = option(
-        None, "Factor of attention scores before the softmax; default: 1 / √(width of an attention head)."
+        None,
+        "Factor of attention scores before the softmax; default: 1 / √(width of an attention head).",
+        valid=POSITIVE,
     )
-    embedding_scale: float = option(1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).")
+    embedding_scale: float = option(
+        1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).", valid=POSITIVE
+    )
     window_size: int | None = option(
         None,
         "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
         "tokens before it.",
+        valid=AT_LEAST_1,
     )
     full_attention_layers: tuple[int, ...] = option(
         (),
         "Indices (from 0) of language layers that attend to all tokens despite --language-window-size; default: no "
         "layer.",
+        valid=AT_LEAST_0,
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
@@ -241,19 +276,26 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     image_token: int | None = option(
-        None, "Token id whose positions receive the image features; default: the tokenizer's image token."
+        None,
+        "Token id whose positions receive the image features; default: the tokenizer's image token.",
+        valid=AT_LEAST_0,
     )
     video_token: int | None = option(
-        None, "Token id whose positions receive the features of videos; default: the model's (without one: no videos)."
+        None,
+        "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
+        valid=AT_LEAST_0,
     )
     video_steps_per_second: float | None = option(
         None,
         "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
         "frames that share patches (Qwen2-VL).",
+        valid=POSITIVE,
     )
-    init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
-    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
-    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")
+    init_method_std: float = option(
+        0.02, "Standard deviation of the normal distribution of initial weights.", valid=POSITIVE
+    )
+    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.", valid=BELOW_1)
+    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.", valid=BELOW_1)
     freeze: tuple[Literal["vision", "projector", "language"], ...] | None = option(
         None, "Parts to freeze; default: none, LoRA: those without adapters.", common=MODEL
     )
@@ -263,9 +305,9 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
 
-    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL)
-    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.")
-    dropout: float = option(0.0, "Dropout probability of the input of adapters.")
+    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL, valid=AT_LEAST_0)
+    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", valid=POSITIVE)
+    dropout: float = option(0.0, "Dropout probability of the input of adapters.", valid=BELOW_1)
     targets: tuple[str, ...] = option(
         ("language",),
         "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megavlm.config.option import option
+from megavlm.config.option import AT_LEAST_1, POSITIVE, option
 from megavlm.config.registry import ObjectiveSections
 
 
@@ -26,7 +26,9 @@ class ObjectiveConfig:
         "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
     )
     temperature: float = option(
-        None, "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1."
+        None,
+        "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1.",
+        valid=POSITIVE,
     )
     learn_temperature: bool = option(None, "Train the temperature; default: with --objective sigmoid.")
     sigmoid_bias: float = option(-10.0, "Objective sigmoid: learned number that is added to each score, at first.")
@@ -37,6 +39,7 @@ class ObjectiveConfig:
         (),
         "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
         "channels alone.",
+        valid=AT_LEAST_1,
     )
     query_prefix: str = option("", "Embeddings: text (an instruction) before each query.")
     document_prefix: str = option("", "Embeddings: text before each document.")

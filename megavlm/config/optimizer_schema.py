@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import TRAINING, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, option
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,23 @@ class OptimizerConfig:
         None,
         "Peak learning rate; default: 1e-3, from given weights 1e-5.",
         common=TRAINING,
+        valid=POSITIVE,
     )
-    min_lr: float = option(0.0, "Learning rate after the end of the decay.")
+    min_lr: float = option(0.0, "Learning rate after the end of the decay.", valid=AT_LEAST_0)
     vision_lr: float | None = option(
-        None, "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr."
+        None,
+        "Peak learning rate of the vision encoder; default: --lr, or 2e-6 from given weights without --lr.",
+        valid=AT_LEAST_0,
     )
     projector_lr: float | None = option(
         None,
         "Peak learning rate of the projector; default: --lr, or without --lr 2e-5 beside LoRA and 1e-3 for a new one.",
+        valid=AT_LEAST_0,
     )
     language_lr: float | None = option(
-        None, "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA."
+        None,
+        "Peak learning rate of the language model; default: --lr, or without --lr 2e-5 beside LoRA.",
+        valid=AT_LEAST_0,
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
         "cosine", "Shape of the decay after the warm-up.", common=TRAINING
@@ -41,49 +47,67 @@ class OptimizerConfig:
         None,
         "Steps of linear warm-up; default: 0, from given weights 3 %.",
         common=TRAINING,
+        valid=AT_LEAST_0,
     )
     lr_warmup_fraction: float | None = option(
-        None, "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none."
+        None,
+        "Warm-up as a fraction of the steps before the decay ends, in place of --lr-warmup-iters; default: none.",
+        valid=BELOW_1,
     )
     lr_decay_iters: int = option(
-        None, "Number of steps after which the learning rate has decayed to --min-lr; default: --train-iters."
+        None,
+        "Number of steps after which the learning rate has decayed to --min-lr; default: --train-iters.",
+        valid=AT_LEAST_1,
     )
     lr_wsd_decay_iters: int = option(
-        None, "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends."
+        None,
+        "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends.",
+        valid=AT_LEAST_1,
     )
-    weight_decay: float = option(0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.")
-    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.")
-    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.")
-    adam_eps: float = option(1e-8, "Epsilon of AdamW.")
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.")
-    muon_num_ns_steps: int = option(5, "Muon: number of Newton-Schulz steps that make an update orthogonal.")
+    weight_decay: float = option(
+        0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.", valid=AT_LEAST_0
+    )
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1)
+    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1)
+    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE)
+    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
+    muon_num_ns_steps: int = option(
+        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
+    )
     muon_precision: Literal["fp32", "bf16"] = option(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
     )
-    lion_beta1: float = option(0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.")
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.")
+    lion_beta1: float = option(
+        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
+    )
+    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
     qk_clip: bool = option(
         False,
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
         "above --qk-clip-threshold (MuonClip).",
     )
-    qk_clip_threshold: float = option(100.0, "--qk-clip: largest attention logit that heads may have.")
+    qk_clip_threshold: float = option(100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE)
     qk_clip_alpha: float = option(
-        0.5, "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest."
+        0.5, "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.", valid=FRACTION
     )
     ema_decay: float = option(
         0.0,
         "Decay rate of an exponential moving average of the fp32 weights, which checkpoints keep and `convert export "
         "--ema` exports; 0: no average.",
+        valid=BELOW_1,
     )
     clip_grad: float = option(
-        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."
+        1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping.", valid=AT_LEAST_0
     )
-    initial_loss_scale: float = option(4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.")
-    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.")
-    loss_scale_window: int = option(1000, "fp16: number of steps without overflow after which the loss scale doubles.")
+    initial_loss_scale: float = option(
+        4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.", valid=POSITIVE
+    )
+    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE)
+    loss_scale_window: int = option(
+        1000, "fp16: number of steps without overflow after which the loss scale doubles.", valid=AT_LEAST_1
+    )
     hysteresis: int = option(
-        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step."
+        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step.", valid=AT_LEAST_1
     )

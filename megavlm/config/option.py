@@ -28,6 +28,8 @@ AT_LEAST_0 = Valid("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Valid("at least 1", lambda value: value >= 1)
 POSITIVE = Valid("greater than 0", lambda value: value > 0)
 FRACTION = Valid("between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_1 = Valid("at least 0 and less than 1", lambda value: 0 <= value < 1)
+SHARE = Valid("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def option(
@@ -41,8 +43,9 @@ def option(
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name. `valid` is the range of a number, where `ranges.py`
-    does not have it. An option with a `point` may also say any name that is registered there (`registry.py`).
+    `flag` replaces the flag that follows from the field's name. `valid` is the range of a number; bounds that depend on
+    other options are rules (`rules.py`). An option with a `point` may also say any name that is registered there
+    (`registry.py`).
     """
     metadata = {"help": help, "aliases": aliases, "own_flag": flag, "common": common, "valid": valid, "point": point}
     return field(default=default, metadata=metadata)

@@ -22,7 +22,20 @@ from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig,
 from megavlm.config.numerics_schema import NumericsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
-from megavlm.config.option import DATA, FILES, MODEL, TRAINING, option
+from megavlm.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    DATA,
+    FILES,
+    FRACTION,
+    MODEL,
+    POSITIVE,
+    SHARE,
+    TRAINING,
+    Valid,
+    option,
+)
 from megavlm.config.registry import SourceSections
 
 __all__ = [
@@ -49,19 +62,34 @@ __all__ = [
     "VisionConfig",
 ]
 
+# The seeds that all random generators of a run accept; numpy has the tightest bound.
+SEEDS = Valid("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """How long a run trains, and on what batches."""
 
-    train_iters: int = option(None, "Number of optimizer steps; default: 100, or what --epochs makes.", common=TRAINING)
-    epochs: float | None = option(
-        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING
+    train_iters: int = option(
+        None, "Number of optimizer steps; default: 100, or what --epochs makes.", common=TRAINING, valid=AT_LEAST_1
     )
-    micro_batch_size: int = option(1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING)
-    global_batch_size: int = option(8, "Sequences per optimizer step over all ranks.", "--gbs", common=TRAINING)
-    seq_length: int = option(None, "Sequence length in tokens; default: 64, from given weights 8192.", common=DATA)
-    seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING)
+    epochs: float | None = option(
+        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING, valid=POSITIVE
+    )
+    micro_batch_size: int = option(
+        1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING, valid=AT_LEAST_1
+    )
+    global_batch_size: int = option(
+        8,
+        "Sequences per optimizer step over all ranks.",
+        "--gbs",
+        common=TRAINING,
+        valid=Valid("from 1 to 1,048,576", lambda value: 1 <= value <= 2**20),
+    )
+    seq_length: int = option(
+        None, "Sequence length in tokens; default: 64, from given weights 8192.", common=DATA, valid=AT_LEAST_1
+    )
+    seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING, valid=SEEDS)
 
 
 @dataclass(frozen=True)
@@ -109,7 +137,9 @@ class DataConfig:
     validation: tuple[DatasetConfig, ...] = option(
         (), "Data sets that only the loss is measured on; default: none.", common=DATA
     )
-    validation_split: float = option(0.0, "Fraction of --datasets that is held out for that.", common=DATA)
+    validation_split: float = option(
+        0.0, "Fraction of --datasets that is held out for that.", common=DATA, valid=BELOW_1
+    )
     tokenizer: str | None = option(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
@@ -130,11 +160,13 @@ class DataConfig:
     min_pixels: int | None = option(
         None,
         "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
+        valid=AT_LEAST_1,
     )
     max_pixels: int | None = option(
         None,
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
+        valid=AT_LEAST_1,
     )
     vision_input: str | None = option(
         None,
@@ -150,29 +182,36 @@ class DataConfig:
         False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels."
     )
     max_image_pixels: int = option(
-        2**26, "Files: skip samples with an image of more pixels than this, before the image is decoded."
+        2**26,
+        "Files: skip samples with an image of more pixels than this, before the image is decoded.",
+        valid=AT_LEAST_1,
     )
     video_fps: float | None = option(
         None,
         "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
         "(Qwen: 2).",
+        valid=POSITIVE,
     )
     video_max_frames: int | None = option(
         None,
         "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
         "the model's (Qwen: 768).",
+        valid=AT_LEAST_1,
     )
     video_max_tokens: int | None = option(
         None,
         "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
         "half of --seq-length.",
+        valid=AT_LEAST_1,
     )
     shuffle: bool = option(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
     packing: bool = option(
         True, "Files: pack several samples into each sequence; samples do not attend to one another."
     )
     packing_window: int = option(
-        2048, "Files: number of samples that are packed together; a larger window leaves less padding."
+        2048,
+        "Files: number of samples that are packed together; a larger window leaves less padding.",
+        valid=AT_LEAST_1,
     )
     balance: bool = option(
         True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even."
@@ -181,6 +220,7 @@ class DataConfig:
         2,
         "Files: number of processes per model replica that read and decode samples; 0: one thread of the training "
         "process.",
+        valid=AT_LEAST_0,
     )
     worker_timeout: float = option(
         150.0,  # three times that are less than a default --distributed-timeout-minutes
@@ -188,29 +228,42 @@ class DataConfig:
         "sample is skipped after three; where the training process reads by itself (--num-workers 0, and tars), the "
         "run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
+        valid=AT_LEAST_0,
     )
     max_bad_sample_rate: float = option(
-        0.05, "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped."
+        0.05,
+        "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped.",
+        valid=FRACTION,
     )
     images_per_sample: tuple[int, ...] = option(
-        (1,), "Synthetic: numbers of images per sample; samples cycle through the list."
+        (1,),
+        "Synthetic: numbers of images per sample; samples cycle through the list.",
+        valid=Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000),
     )
     image_sizes: tuple[int, ...] = option(
-        (), "Synthetic: image sides in pixels; images cycle through the list. Default: --vision-image-size."
+        (),
+        "Synthetic: image sides in pixels; images cycle through the list. Default: --vision-image-size.",
+        valid=AT_LEAST_1,
     )
-    imageless_share: float = option(0.0, "Synthetic: fraction of samples without images.")
+    imageless_share: float = option(0.0, "Synthetic: fraction of samples without images.", valid=FRACTION)
     imageless_samples: tuple[int, ...] = option(
-        (), "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index."
+        (),
+        "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
+        valid=AT_LEAST_0,
     )
-    answer_share: float = option(0.5, "Synthetic: fraction of a sample's text tokens that have a loss.")
+    answer_share: float = option(0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", valid=SHARE)
     sources: SourceSections = field(default_factory=SourceSections)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = option(None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES)
-    keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.")
-    keep_every: int = option(0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.")
+    save_interval: int = option(
+        None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES, valid=AT_LEAST_0
+    )
+    keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0)
+    keep_every: int = option(
+        0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.", valid=AT_LEAST_0
+    )
     keep_best: str | None = option(
         None,
         "Also keep the checkpoint with the best value of this metric at its iteration: loss, or any other number that "
@@ -277,11 +330,13 @@ class RunConfig:
     world_size: int | None = option(
         None,
         "Number of processes that --dry-run assumes; default: those that are started, or that a model replica needs.",
+        valid=AT_LEAST_1,
     )
     hang_timeout: float | None = option(
         None,
         "Seconds without progress of any rank after which the run ends, and all ranks write their stacks to RUN_DIR; "
         "0: never. Default: ten times the median step, at least 60.",
+        valid=AT_LEAST_0,
     )
 
 
