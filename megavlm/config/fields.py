@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megavlm.config.elsewhere import value_hint
 from megavlm.config.messages import did_you_mean, plain, shown
-from megavlm.config.option import Valid
+from megavlm.config.option import Needs, Valid
 from megavlm.config.registry import OPEN_POINTS, Sections, State, from_code, registered, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -197,6 +197,7 @@ class Option:
     own_flag: str | None  # None: the flag follows from the path
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
     valid: Valid | None  # the range of a number; None: it has none, or one that depends on other options
+    needs: tuple[Needs, ...]  # what must be set for it to have an effect
     point: str | None  # where the names are registered that it may say
     registers: bool  # whether it belongs to something that is registered under a name
 
@@ -255,7 +256,7 @@ def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) ->
             kind = replace(kind, choices=(*kind.choices, *registered(point)))
         if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
             kind = replace(kind, optional=True)
-        # The metadata's keys are help, aliases, own_flag, common, valid and point.
+        # The metadata's keys are help, aliases, own_flag, common, valid, needs and point.
         yield Option((*path, field.name), kind, field.default, registers=registers, **field.metadata)
     for name, below in nested:
         if below is not None:

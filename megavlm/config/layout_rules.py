@@ -10,8 +10,9 @@ from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind, is_set, resolve_model
+from megavlm.config.resolve import is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES

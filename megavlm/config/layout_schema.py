@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, LAYOUT, POSITIVE, PRECISION, option
+from megavlm.config.needs import COLOCATED, EXPERTS
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, LAYOUT, POSITIVE, PRECISION, Needs, option
+
+FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add --fp8 hybrid")
+DELAYED_SCALING = (
+    FP8,
+    Needs(
+        lambda config: config.precision.fp8_recipe == "delayed",
+        "without delayed scaling",
+        "use --fp8-recipe delayed",
+    ),
+)
+BF16_LAYERS = Needs(
+    lambda config: config.precision.first_last_layers_bf16, "without --first-last-layers-bf16", "add it"
+)
 
 
 @dataclass(frozen=True)
@@ -34,20 +48,29 @@ class ParallelConfig:
         "auto",
         "How ranks of --cp attend to one another's positions: exchange heads (a2a), gather keys and values "
         "(all_gather), or both (auto): as many ranks exchange heads as the heads allow, and groups of them gather.",
+        needs=Needs(
+            lambda config: config.parallel.context_parallel_size > 1, "without context parallelism", "add --cp 2"
+        ),
     )
     expert_model_parallel_size: int = option(
         1,
         "Number of ranks that hold different experts of each layer; must divide --num-experts.",
         "--ep",
         valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     expert_tensor_parallel_size: int | None = option(
-        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp", valid=AT_LEAST_1
+        None,
+        "Number of ranks that split each expert; default: TP if EP is 1, else 1.",
+        "--etp",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
         "How tokens reach experts on other ranks: each is sent to its experts (alltoall), or all tokens are gathered "
         "by all ranks of EP × ETP (allgather).",
+        needs=EXPERTS,
     )
     sequence_parallel: bool | None = option(
         None,
@@ -59,6 +82,7 @@ class ParallelConfig:
         "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × CP × PP.",
         "--vision-tp",
         valid=AT_LEAST_1,
+        needs=COLOCATED,
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
         "optimizer",
@@ -144,12 +168,14 @@ class PlacementConfig:
         "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
         "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
         valid=AT_LEAST_1,
+        needs=COLOCATED,
     )
     encoder_keep_chunks: int = option(
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
         valid=AT_LEAST_0,
+        needs=COLOCATED,
     )
     encode_ahead: bool = option(
         False,
@@ -161,7 +187,12 @@ class PlacementConfig:
         "default: no cache.",
     )
     vision_cache_size: float = option(
-        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted.", valid=POSITIVE
+        10.0,
+        "Size limit of --vision-cache in GiB; least recently used entries are evicted.",
+        valid=POSITIVE,
+        needs=Needs(
+            lambda config: config.placement.vision_cache is not None, "without a cache", "add --vision-cache DIR"
+        ),
     )
     plan: Literal["manual", "auto"] = option(
         "manual",
@@ -238,29 +269,40 @@ class PrecisionConfig:
         "tensorwise",
         "FP8 scaling: delayed (per tensor, amax history), tensorwise (per tensor, current amax), blockwise, or "
         "mxfp8 (32-element blocks, Blackwell GPUs).",
+        needs=FP8,
     )
     fp8_parts: tuple[Literal["vision", "language"], ...] = option(
-        ("language",), "FP8: parts of the model whose transformer layers use FP8."
+        ("language",), "FP8: parts of the model whose transformer layers use FP8.", needs=FP8
     )
-    first_last_layers_bf16: bool = option(False, "FP8: keep the first and the last layers of each part in bf16.")
+    first_last_layers_bf16: bool = option(
+        False, "FP8: keep the first and the last layers of each part in bf16.", needs=FP8
+    )
     num_layers_at_start_in_bf16: int = option(
-        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.", valid=AT_LEAST_0
+        1,
+        "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.",
+        valid=AT_LEAST_0,
+        needs=BF16_LAYERS,
     )
     num_layers_at_end_in_bf16: int = option(
-        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.", valid=AT_LEAST_0
+        1,
+        "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.",
+        valid=AT_LEAST_0,
+        needs=BF16_LAYERS,
     )
     fp8_margin: int = option(
         0,
         "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
         valid=AT_LEAST_0,
+        needs=DELAYED_SCALING,
     )
     fp8_amax_history_len: int = option(
-        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1
+        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
     )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
         "max",
         "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
+        needs=DELAYED_SCALING,
     )
     fp8_param_gather: bool = option(
-        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
+        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine.", needs=FP8
     )

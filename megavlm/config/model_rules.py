@@ -10,8 +10,9 @@ from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.expert_rules import EXPERT_MODEL_RULES
 from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind, is_set, resolve_model
+from megavlm.config.resolve import is_set, resolve_model
 from megavlm.config.schema import Config
 
 

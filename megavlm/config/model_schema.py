@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, MODEL, POSITIVE, SHARE, Valid, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, MODEL, POSITIVE, SHARE, Needs, Valid, option
 from megavlm.config.registry import ConnectorSections
 
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
+
+
+def _norm_layer(there: Callable[[ProjectorConfig, VisionConfig], bool]) -> Needs:
+    return Needs(
+        lambda config: there(config.model.projector, config.model.vision),
+        "without a norm layer",
+        "add --projector-input-norm",
+    )
+
+
+# Which norm layers of the projector an option is about: those of its input, of DeepStack, and of a gated projector.
+ANY_NORM = _norm_layer(
+    lambda projector, vision: projector.input_norm or projector.kind == "gated" or bool(vision.deepstack_layers)
+)
+OWN_NORM = _norm_layer(lambda projector, vision: projector.input_norm or projector.kind == "gated")
+MERGED_NORM = _norm_layer(lambda projector, vision: projector.input_norm or bool(vision.deepstack_layers))
+CONVOLUTION = Needs(
+    lambda config: config.model.projector.merge == "convolution",
+    "without a convolution",
+    "use --projector-merge convolution",
+)
+WINDOW = Needs(
+    lambda config: config.model.language.window_size is not None,
+    "without a sliding window",
+    "add --language-window-size",
+)
+ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,11 @@ class VisionConfig:
         "zeros",
         "Weights of the channels that --vision-in-channels adds to given ones: zeros, so that training starts from the "
         "given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
+        needs=Needs(
+            lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
+            "without given weights of a vision encoder",
+            "name them with --init-from or --vision-from",
+        ),
     )
     temporal_patch_size: int = option(
         1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
@@ -53,6 +86,11 @@ class VisionConfig:
     rotary_interleaved: bool = option(
         False,
         "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
+        needs=Needs(
+            lambda config: config.model.vision.position_embedding != "learned",
+            "without rotary positions",
+            "use --vision-position-embedding rope2d",
+        ),
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
@@ -70,7 +108,9 @@ class VisionConfig:
     patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
     pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
     norm_before_position: bool = option(
-        False, "Apply the norm layer of --vision-pre-norm before learned positions are added (GLM-4.1V); off: after."
+        False,
+        "Apply the norm layer of --vision-pre-norm before learned positions are added (GLM-4.1V); off: after.",
+        needs=Needs(lambda config: config.model.vision.pre_norm, "without a norm layer", "add --vision-pre-norm"),
     )
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
@@ -117,22 +157,35 @@ class ProjectorConfig:
         "concatenate",
         "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, averaged (Gemma 3), "
         "or by a learned convolution over the block (Mistral 3).",
+        needs=Needs(
+            lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
+            "without blocks of patches",
+            "set --projector-pixel-shuffle",
+        ),
     )
     merge_channels: int | None = option(
-        None, "Channels of a feature after --projector-merge convolution; default: those of a patch.", valid=AT_LEAST_1
+        None,
+        "Channels of a feature after --projector-merge convolution; default: those of a patch.",
+        valid=AT_LEAST_1,
+        needs=CONVOLUTION,
     )
-    merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).")
+    merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).", needs=CONVOLUTION)
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
         "Apply the norm layer of --projector-input-norm to single patches (Mistral 3); off: to merged features.",
+        needs=MERGED_NORM,
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "Type of the projector's norm layers.", needs=ANY_NORM
+    )
     norm_epsilon: float = option(
-        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE
+        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE, needs=OWN_NORM
     )
     apply_layernorm_1p: bool = option(
-        False, "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma)."
+        False,
+        "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma).",
+        needs=ANY_NORM,
     )
     bias: bool = option(True, "Add biases to the projector's linear layers.")
     anyres_max_tiles: int | None = option(
@@ -207,6 +260,7 @@ class LanguageConfig:
         "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
         "(Gemma 3); default: positions rotate alike in all layers.",
         valid=POSITIVE,
+        needs=WINDOW,
     )
     max_positions: int | None = option(
         None,
@@ -255,6 +309,7 @@ class LanguageConfig:
         "Indices (from 0) of language layers that attend to all tokens despite --language-window-size; default: no "
         "layer.",
         valid=AT_LEAST_0,
+        needs=WINDOW,
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
@@ -306,11 +361,14 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
 
     rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL, valid=AT_LEAST_0)
-    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", valid=POSITIVE)
-    dropout: float = option(0.0, "Dropout probability of the input of adapters.", valid=BELOW_1)
+    alpha: float = option(
+        16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", valid=POSITIVE, needs=ADAPTERS
+    )
+    dropout: float = option(0.0, "Dropout probability of the input of adapters.", valid=BELOW_1, needs=ADAPTERS)
     targets: tuple[str, ...] = option(
         ("language",),
         "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "
         "routed experts only by their name (experts).",
+        needs=ADAPTERS,
     )
     train_router: bool = option(False, "Train the routers of experts beside adapters; off: they are frozen.")

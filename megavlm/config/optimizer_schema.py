@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, Needs, option
+
+LOSS_SCALE = Needs(
+    lambda config: config.precision.dtype == "fp16", "without a loss scale, which only fp16 has", "add --precision fp16"
+)
+QK_CLIP = Needs(lambda config: config.optimizer.qk_clip, "without --qk-clip", "add it")
+ADAM = Needs(lambda config: config.optimizer.kind != "lion", "with --optimizer lion", "use --optimizer adamw, or muon")
+MUON = Needs(lambda config: config.optimizer.kind == "muon", "without --optimizer muon", "add it")
+LION = Needs(lambda config: config.optimizer.kind == "lion", "without --optimizer lion", "add it")
 
 
 @dataclass(frozen=True)
@@ -67,30 +75,36 @@ class OptimizerConfig:
     weight_decay: float = option(
         0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.", valid=AT_LEAST_0
     )
-    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1)
-    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1)
-    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE)
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1, needs=ADAM)
+    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1, needs=ADAM)
+    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE, needs=ADAM)
+    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1, needs=MUON)
     muon_num_ns_steps: int = option(
-        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
+        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1, needs=MUON
     )
     muon_precision: Literal["fp32", "bf16"] = option(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
+        needs=MUON,
     )
     lion_beta1: float = option(
-        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
+        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1, needs=LION
     )
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
+    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1, needs=LION)
     qk_clip: bool = option(
         False,
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
         "above --qk-clip-threshold (MuonClip).",
     )
-    qk_clip_threshold: float = option(100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE)
+    qk_clip_threshold: float = option(
+        100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE, needs=QK_CLIP
+    )
     qk_clip_alpha: float = option(
-        0.5, "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.", valid=FRACTION
+        0.5,
+        "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.",
+        valid=FRACTION,
+        needs=QK_CLIP,
     )
     ema_decay: float = option(
         0.0,
@@ -102,12 +116,21 @@ class OptimizerConfig:
         1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping.", valid=AT_LEAST_0
     )
     initial_loss_scale: float = option(
-        4096.0, "fp16: initial loss scale, which keeps small gradients above underflow.", valid=POSITIVE
+        4096.0,
+        "fp16: initial loss scale, which keeps small gradients above underflow.",
+        valid=POSITIVE,
+        needs=LOSS_SCALE,
     )
-    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE)
+    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE, needs=LOSS_SCALE)
     loss_scale_window: int = option(
-        1000, "fp16: number of steps without overflow after which the loss scale doubles.", valid=AT_LEAST_1
+        1000,
+        "fp16: number of steps without overflow after which the loss scale doubles.",
+        valid=AT_LEAST_1,
+        needs=LOSS_SCALE,
     )
     hysteresis: int = option(
-        2, "fp16: number of overflows before the loss scale is halved; each overflow skips its step.", valid=AT_LEAST_1
+        2,
+        "fp16: number of overflows before the loss scale is halved; each overflow skips its step.",
+        valid=AT_LEAST_1,
+        needs=LOSS_SCALE,
     )

@@ -1,10 +1,13 @@
-"""How an option of a run is declared: a dataclass field with a help line, aliases and a group of `--help`."""
+"""How an option of a run is declared: a dataclass field with all that is known of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megavlm.config.schema import Config
 
 # Groups of `--help`, in its order.
 MODEL = "model and weights"
@@ -24,6 +27,17 @@ class Valid:
     holds: Callable[[float], bool]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """An option has an effect if `there(config)` is true; else messages say "--option has no effect " + `lacking`, and
+    the `remedy`.
+    """
+
+    there: Callable[[Config], bool]
+    lacking: str
+    remedy: str
+
+
 AT_LEAST_0 = Valid("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Valid("at least 1", lambda value: value >= 1)
 POSITIVE = Valid("greater than 0", lambda value: value > 0)
@@ -39,13 +53,23 @@ def option(
     flag: str | None = None,
     common: str | None = None,
     valid: Valid | None = None,
+    needs: Needs | tuple[Needs, ...] = (),
     point: str | None = None,
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
     `flag` replaces the flag that follows from the field's name. `valid` is the range of a number; bounds that depend on
-    other options are rules (`rules.py`). An option with a `point` may also say any name that is registered there
-    (`registry.py`).
+    other options are rules (`rules.py`). `needs` is what must be set for the option to have an effect, in the order in
+    which messages name it. An option with a `point` may also say any name that is registered there (`registry.py`).
     """
-    metadata = {"help": help, "aliases": aliases, "own_flag": flag, "common": common, "valid": valid, "point": point}
+    needs = needs if isinstance(needs, tuple) else (needs,)
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "own_flag": flag,
+        "common": common,
+        "valid": valid,
+        "needs": needs,
+        "point": point,
+    }
     return field(default=default, metadata=metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megavlm.config.needs import data_kind, has_validation
 from megavlm.config.registry import ConnectorSections, registered
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.start_defaults import steps, with_start_defaults
@@ -63,16 +64,6 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         return model
     sections = ConnectorSections({**model.projector.connectors, connector.name: connector.resolved(model)})
     return replace(model, projector=replace(model.projector, connectors=sections))
-
-
-def data_kind(config: Config) -> str:
-    """Return `--data` or its default, for code that runs before `resolve`."""
-    return config.data.kind if is_set(config.data, "kind") else "files" if config.data.datasets else "synthetic"
-
-
-def has_validation(config: Config) -> bool:
-    """Return whether a run has samples that it does not train on, whose loss it measures."""
-    return bool(config.data.validation) or config.data.validation_split > 0 or data_kind(config) == "digits"
 
 
 def is_set(section: Any, name: str) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.messages import shown
+from megavlm.config.needs import has_validation
 from megavlm.config.optimizer_rules import OPTIMIZER_RULES
 from megavlm.config.registry import registered
-from megavlm.config.resolve import has_validation, is_set, resolve
+from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
 from megavlm.resilience.bad_steps import iterations

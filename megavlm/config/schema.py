@@ -19,6 +19,7 @@ from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
 from megavlm.config.logging_schema import LoggingConfig
 from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.needs import DATASETS, data_kind
 from megavlm.config.numerics_schema import NumericsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
@@ -33,6 +34,7 @@ from megavlm.config.option import (
     POSITIVE,
     SHARE,
     TRAINING,
+    Needs,
     Valid,
     option,
 )
@@ -65,6 +67,9 @@ __all__ = [
 # The seeds that all random generators of a run accept; numpy has the tightest bound.
 SEEDS = Valid("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32)
 
+SYNTHETIC = Needs(lambda config: data_kind(config) == "synthetic", "except on synthetic data", "use --data synthetic")
+SAVES = Needs(lambda config: config.checkpoint.save, "with --no-save", "leave --no-save out")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -74,7 +79,11 @@ class TrainConfig:
         None, "Number of optimizer steps; default: 100, or what --epochs makes.", common=TRAINING, valid=AT_LEAST_1
     )
     epochs: float | None = option(
-        None, "Times to read all --datasets, not --train-iters; default: none.", common=TRAINING, valid=POSITIVE
+        None,
+        "Times to read all --datasets, not --train-iters; default: none.",
+        common=TRAINING,
+        valid=POSITIVE,
+        needs=DATASETS,
     )
     micro_batch_size: int = option(
         1, "Sequences per micro-batch of a data-parallel rank.", "--mbs", common=TRAINING, valid=AT_LEAST_1
@@ -135,86 +144,102 @@ class DataConfig:
         common=DATA,
     )
     validation: tuple[DatasetConfig, ...] = option(
-        (), "Data sets that only the loss is measured on; default: none.", common=DATA
+        (), "Data sets that only the loss is measured on; default: none.", common=DATA, needs=DATASETS
     )
     validation_split: float = option(
-        0.0, "Fraction of --datasets that is held out for that.", common=DATA, valid=BELOW_1
+        0.0, "Fraction of --datasets that is held out for that.", common=DATA, valid=BELOW_1, needs=DATASETS
     )
     tokenizer: str | None = option(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
         common=DATA,
+        needs=DATASETS,
     )
     chat_template: str = option(
         "auto",
         "Files: name of a built-in chat template, a .jinja file, or auto (the tokenizer's, else the model family's).",
+        needs=DATASETS,
     )
     train_on: Literal["assistant", "last", "all"] = option(
-        "assistant", "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens."
+        "assistant",
+        "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens.",
+        needs=DATASETS,
     )
     image_processor: str | None = option(
         None,
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
         "that resizes images to --vision-image-size.",
+        needs=DATASETS,
     )
     min_pixels: int | None = option(
         None,
         "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
+        needs=DATASETS,
     )
     max_pixels: int | None = option(
         None,
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
+        needs=DATASETS,
     )
     vision_input: str | None = option(
         None,
         "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
         "TIFF and other files, or a name of an --extension; default: what the model was trained on, else rgb.",
         point="inputs",
+        needs=DATASETS,
     )
     channel_statistics: str | None = option(
         None,
         "Files: mean and deviation of each channel, in a file that `megavlm channels` writes; default: the model's.",
+        needs=DATASETS,
     )
     fast_image_resize: bool = option(
-        False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels."
+        False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.", needs=DATASETS
     )
     max_image_pixels: int = option(
         2**26,
         "Files: skip samples with an image of more pixels than this, before the image is decoded.",
         valid=AT_LEAST_1,
+        needs=DATASETS,
     )
     video_fps: float | None = option(
         None,
         "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
         "(Qwen: 2).",
         valid=POSITIVE,
+        needs=DATASETS,
     )
     video_max_frames: int | None = option(
         None,
         "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
         "the model's (Qwen: 768).",
         valid=AT_LEAST_1,
+        needs=DATASETS,
     )
     video_max_tokens: int | None = option(
         None,
         "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
         "half of --seq-length.",
         valid=AT_LEAST_1,
+        needs=DATASETS,
     )
-    shuffle: bool = option(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
+    shuffle: bool = option(
+        True, "Files: shuffle samples anew in each epoch; off: use the order of the files.", needs=DATASETS
+    )
     packing: bool = option(
-        True, "Files: pack several samples into each sequence; samples do not attend to one another."
+        True, "Files: pack several samples into each sequence; samples do not attend to one another.", needs=DATASETS
     )
     packing_window: int = option(
         2048,
         "Files: number of samples that are packed together; a larger window leaves less padding.",
         valid=AT_LEAST_1,
+        needs=(DATASETS, Needs(lambda config: config.data.packing, "with --no-packing", "use --packing")),
     )
     balance: bool = option(
-        True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even."
+        True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even.", needs=DATASETS
     )
     num_workers: int = option(
         2,
@@ -229,50 +254,82 @@ class DataConfig:
         "run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
         valid=AT_LEAST_0,
+        needs=DATASETS,
     )
     max_bad_sample_rate: float = option(
         0.05,
         "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped.",
         valid=FRACTION,
+        needs=DATASETS,
     )
     images_per_sample: tuple[int, ...] = option(
         (1,),
         "Synthetic: numbers of images per sample; samples cycle through the list.",
         valid=Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000),
+        needs=SYNTHETIC,
     )
     image_sizes: tuple[int, ...] = option(
         (),
         "Synthetic: image sides in pixels; images cycle through the list. Default: --vision-image-size.",
         valid=AT_LEAST_1,
+        needs=SYNTHETIC,
     )
-    imageless_share: float = option(0.0, "Synthetic: fraction of samples without images.", valid=FRACTION)
+    imageless_share: float = option(
+        0.0, "Synthetic: fraction of samples without images.", valid=FRACTION, needs=SYNTHETIC
+    )
     imageless_samples: tuple[int, ...] = option(
         (),
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
         valid=AT_LEAST_0,
+        needs=SYNTHETIC,
     )
-    answer_share: float = option(0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", valid=SHARE)
+    answer_share: float = option(
+        0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", valid=SHARE, needs=SYNTHETIC
+    )
     sources: SourceSections = field(default_factory=SourceSections)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     save_interval: int = option(
-        None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES, valid=AT_LEAST_0
+        None,
+        "Steps between saves; default: 0 (at end), given weights: 500.",
+        common=FILES,
+        valid=AT_LEAST_0,
+        needs=SAVES,
     )
-    keep_checkpoints: int = option(2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0)
+    keep_checkpoints: int = option(
+        2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0, needs=SAVES
+    )
     keep_every: int = option(
-        0, "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.", valid=AT_LEAST_0
+        0,
+        "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.",
+        valid=AT_LEAST_0,
+        needs=SAVES,
     )
     keep_best: str | None = option(
         None,
         "Also keep the checkpoint with the best value of this metric at its iteration: loss, or any other number that "
         "metrics.jsonl has then, as validation/loss; default: none.",
+        needs=(
+            SAVES,
+            Needs(
+                lambda config: config.checkpoint.keep_checkpoints > 0,
+                "with --keep-checkpoints 0, which keeps all",
+                "set --keep-checkpoints to 1 or more",
+            ),
+        ),
     )
-    keep_best_mode: Literal["min", "max"] = option("min", "Whether the smallest or the largest value is the best one.")
+    keep_best_mode: Literal["min", "max"] = option(
+        "min",
+        "Whether the smallest or the largest value is the best one.",
+        needs=Needs(
+            lambda config: config.checkpoint.keep_best is not None, "without --keep-best", "add --keep-best loss"
+        ),
+    )
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
     async_save: bool = option(
-        True, "Write checkpoints while training goes on; off: training waits until they are written."
+        True, "Write checkpoints while training goes on; off: training waits until they are written.", needs=SAVES
     )
     checkpoint_dir: str | None = option(
         None,

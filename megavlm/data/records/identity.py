@@ -12,8 +12,8 @@ from typing import Any
 
 from megavlm.config.load import as_data
 from megavlm.config.messages import plain, shown
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.order import weights_of
 from megavlm.data.records.opening import files_of, is_stream, name_of
