@@ -34,7 +34,7 @@ def _trains(part: str) -> Needs:
 ROUTERS = Needs(
     _trains_routers,
     "with a frozen language model, whose routers do not train",
-    "do not freeze language, or add --lora-train-router to adapters",
+    "do not freeze language, or add --set lora.train_router=true to adapters",
 )
 # What options need that is not known in the schema: that a part of the model is trained, or has adapters.
 OF_PARTS = {
@@ -90,8 +90,10 @@ def _never(config: Config) -> bool:
 
 def options_have_an_effect(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> str | None:
     for option, needs in idle(config, typed=typed):
-        flag = option.negations[0] if value_at(config, option.path) is False else option.flag
-        return f"{flag} has no effect {needs.lacking}: {needs.remedy}, or leave {flag} out"
+        name = option.name
+        if value_at(config, option.path) is False:
+            name = option.negations[0] if option.flag else f"{option.key}=false"
+        return f"{name} has no effect {needs.lacking}: {needs.remedy}, or leave {name} out"
     return None
 
 

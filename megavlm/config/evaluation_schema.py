@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megavlm.config.needs import data_kind, has_validation
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, Needs, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, Needs, option
 
 VALIDATION = Needs(has_validation, "without validation data", "add --validation PATH or --validation-split 0.01")
 ANSWERS = Needs(
@@ -35,12 +35,14 @@ class EvaluationConfig:
     eval_samples: int = option(
         96,
         "Digits: number of held-out questions of each kind.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=Needs(lambda config: data_kind(config) == "digits", "except on digits", "use --data digits"),
     )
     eval_ema: bool = option(
         False,
         "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step.",
+        flag=KEY_ONLY,
         needs=Needs(lambda config: config.optimizer.ema_decay > 0, "without averaged weights", "add --ema-decay 0.999"),
     )
     sample_interval: int = option(
@@ -55,6 +57,12 @@ class EvaluationConfig:
         ),
     )
     sample_count: int = option(
-        8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1, needs=ANSWERS
+        8,
+        "Number of validation samples to answer, from each data set in turn.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=ANSWERS,
     )
-    sample_max_new_tokens: int = option(128, "Most tokens of such an answer.", valid=AT_LEAST_1, needs=ANSWERS)
+    sample_max_new_tokens: int = option(
+        128, "Most tokens of such an answer.", flag=KEY_ONLY, valid=AT_LEAST_1, needs=ANSWERS
+    )

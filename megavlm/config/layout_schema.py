@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megavlm.config.needs import COLOCATED, EXPERTS
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, LAYOUT, POSITIVE, PRECISION, Needs, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, LAYOUT, POSITIVE, PRECISION, Needs, option
 
 FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add --fp8 hybrid")
 DELAYED_SCALING = (
@@ -115,6 +115,7 @@ class ParallelConfig:
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
@@ -126,12 +127,14 @@ class ParallelConfig:
         None,
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     compress_error_feedback: bool = option(
         True,
         "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
         "that a rank sends.",
+        flag=KEY_ONLY,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none",
@@ -158,8 +161,7 @@ class PlacementConfig:
 
     encoder: Literal["stages", "colocated"] = option(
         "stages",
-        "Run the vision encoder as pipeline stages, or colocated: a copy on every rank encodes a share of the "
-        "images before the language pipeline starts.",
+        "Where the vision encoder runs: in pipeline stages, or colocated on every rank.",
         flag="--placement",
         common=LAYOUT,
     )
@@ -174,6 +176,7 @@ class PlacementConfig:
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=COLOCATED,
     )
@@ -189,6 +192,7 @@ class PlacementConfig:
     vision_cache_size: float = option(
         10.0,
         "Size limit of --vision-cache in GiB; least recently used entries are evicted.",
+        flag=KEY_ONLY,
         valid=POSITIVE,
         needs=Needs(
             lambda config: config.placement.vision_cache is not None, "without a cache", "add --vision-cache DIR"
@@ -222,13 +226,13 @@ class ExecutionConfig:
     )
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
-        "Recompute nothing, attention (selective), or whole layers (full) in the backward pass.",
+        "Recompute attention (selective) or whole layers (full) in the backward pass.",
         common=PRECISION,
     )
     offload: tuple[str, ...] = option(
         (),
-        "Keep in host memory: optimizer state, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
-        "default: none of them.",
+        "What is kept in host memory: optimizer, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
+        "default: none.",
         common=PRECISION,
     )
     gradient_accumulation_fusion: bool = option(
@@ -240,6 +244,7 @@ class ExecutionConfig:
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(
@@ -255,8 +260,7 @@ class PrecisionConfig:
 
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         None,
-        "Type of parameters and activations (main weights and sums of gradients are fp32); default: fp32, from given "
-        "weights bf16.",
+        "Type of parameters and activations (main weights are fp32); default: fp32, given weights: bf16.",
         flag="--precision",
         common=PRECISION,
     )
@@ -280,27 +284,35 @@ class PrecisionConfig:
     num_layers_at_start_in_bf16: int = option(
         1,
         "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=BF16_LAYERS,
     )
     num_layers_at_end_in_bf16: int = option(
         1,
         "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=BF16_LAYERS,
     )
     fp8_margin: int = option(
         0,
         "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=DELAYED_SCALING,
     )
     fp8_amax_history_len: int = option(
-        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
+        1024,
+        "FP8 delayed scaling: length of the amax history in passes.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=DELAYED_SCALING,
     )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
         "max",
         "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
+        flag=KEY_ONLY,
         needs=DELAYED_SCALING,
     )
     fp8_param_gather: bool = option(

@@ -8,7 +8,18 @@ from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, MODEL, POSITIVE, SHARE, Needs, Valid, option
+from megavlm.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    KEY_ONLY,
+    MODEL,
+    POSITIVE,
+    SHARE,
+    Needs,
+    Valid,
+    option,
+)
 from megavlm.config.registry import ConnectorSections
 
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
@@ -18,7 +29,7 @@ def _norm_layer(there: Callable[[ProjectorConfig, VisionConfig], bool]) -> Needs
     return Needs(
         lambda config: there(config.model.projector, config.model.vision),
         "without a norm layer",
-        "add --projector-input-norm",
+        "add --set model.projector.input_norm=true",
     )
 
 
@@ -31,12 +42,12 @@ MERGED_NORM = _norm_layer(lambda projector, vision: projector.input_norm or bool
 CONVOLUTION = Needs(
     lambda config: config.model.projector.merge == "convolution",
     "without a convolution",
-    "use --projector-merge convolution",
+    "use --set model.projector.merge=convolution",
 )
 WINDOW = Needs(
     lambda config: config.model.language.window_size is not None,
     "without a sliding window",
-    "add --language-window-size",
+    "add --set model.language.window_size=N",
 )
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 
@@ -57,13 +68,13 @@ class VisionConfig:
     patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
     in_channels: int = option(
         3,
-        "Number of channels of an image; with given weights, as many as theirs or more (see --vision-new-channels).",
+        "Number of channels of an image; with given weights, as many as theirs or more (see new_channels).",
         valid=AT_LEAST_1,
     )
     new_channels: Literal["zeros", "repeat"] = option(
         "zeros",
-        "Weights of the channels that --vision-in-channels adds to given ones: zeros, so that training starts from the "
-        "given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
+        "Weights of the channels that in_channels adds to given ones: zeros, so that training starts from "
+        "the given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
         needs=Needs(
             lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
             "without given weights of a vision encoder",
@@ -89,7 +100,7 @@ class VisionConfig:
         needs=Needs(
             lambda config: config.model.vision.position_embedding != "learned",
             "without rotary positions",
-            "use --vision-position-embedding rope2d",
+            "use --set model.vision.position_embedding=rope2d",
         ),
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
@@ -109,11 +120,13 @@ class VisionConfig:
     pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
     norm_before_position: bool = option(
         False,
-        "Apply the norm layer of --vision-pre-norm before learned positions are added (GLM-4.1V); off: after.",
-        needs=Needs(lambda config: config.model.vision.pre_norm, "without a norm layer", "add --vision-pre-norm"),
+        "Apply the norm layer of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after.",
+        needs=Needs(
+            lambda config: config.model.vision.pre_norm, "without a norm layer", "add --set model.vision.pre_norm=true"
+        ),
     )
     post_norm: bool = option(
-        True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
+        True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
     )
     feature_layer: int = option(
         -1,
@@ -126,7 +139,7 @@ class VisionConfig:
     )
     full_attention_layers: tuple[int, ...] = option(
         (),
-        "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer.",
+        "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
         valid=AT_LEAST_0,
     )
     deepstack_layers: tuple[int, ...] = option(
@@ -145,35 +158,36 @@ class ProjectorConfig:
         "mlp",
         "Type of the projector: one linear layer, an MLP (linear, GELU, linear), gated (a linear layer, norm and GELU, "
         "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/connectors.md).",
+        flag="--projector-kind",
         point="connectors",
     )
     hidden_size: int = option(
-        None, "Inner width of the projector's MLP; default: --language-hidden-size.", valid=AT_LEAST_1
+        None, "Inner width of the projector's MLP; default: model.language.hidden_size.", valid=AT_LEAST_1
     )
     pixel_shuffle: int = option(
         1, "Merge each N×N block of neighbouring patches into one feature before the projector.", valid=AT_LEAST_1
     )
     merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
-        "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, averaged (Gemma 3), "
-        "or by a learned convolution over the block (Mistral 3).",
+        "How the patches of a block of model.projector.pixel_shuffle become one feature: concatenated, averaged (Gemma "
+        "3), or by a learned convolution over the block (Mistral 3).",
         needs=Needs(
             lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
             "without blocks of patches",
-            "set --projector-pixel-shuffle",
+            "set model.projector.pixel_shuffle",
         ),
     )
     merge_channels: int | None = option(
         None,
-        "Channels of a feature after --projector-merge convolution; default: those of a patch.",
+        "Channels of a feature after model.projector.merge convolution; default: those of a patch.",
         valid=AT_LEAST_1,
         needs=CONVOLUTION,
     )
-    merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).", needs=CONVOLUTION)
+    merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).", needs=CONVOLUTION)
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
-        "Apply the norm layer of --projector-input-norm to single patches (Mistral 3); off: to merged features.",
+        "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",
         needs=MERGED_NORM,
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option(
@@ -306,7 +320,7 @@ class LanguageConfig:
     )
     full_attention_layers: tuple[int, ...] = option(
         (),
-        "Indices (from 0) of language layers that attend to all tokens despite --language-window-size; default: no "
+        "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
         "layer.",
         valid=AT_LEAST_0,
         needs=WINDOW,
@@ -338,12 +352,14 @@ class ModelConfig:
     video_token: int | None = option(
         None,
         "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )
     video_steps_per_second: float | None = option(
         None,
         "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
         "frames that share patches (Qwen2-VL).",
+        flag=KEY_ONLY,
         valid=POSITIVE,
     )
     init_method_std: float = option(
@@ -371,4 +387,6 @@ class LoraConfig:
         "routed experts only by their name (experts).",
         needs=ADAPTERS,
     )
-    train_router: bool = option(False, "Train the routers of experts beside adapters; off: they are frozen.")
+    train_router: bool = option(
+        False, "Train the routers of experts beside adapters; off: they are frozen.", flag=KEY_ONLY
+    )

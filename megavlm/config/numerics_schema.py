@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, Valid, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, Valid, option
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class NumericsConfig:
     max_consecutive_skips: int = option(
         10,
         "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     iterations_to_skip: tuple[str, ...] = option(
@@ -36,6 +37,7 @@ class NumericsConfig:
         "Steps between comparisons, by checksum, of weights and Adam moments that ranks hold alike (data-parallel "
         "replicas, and tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
         "names the rank. 0: no comparison.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )
     verify_micro_batch_interval: int = option(
@@ -43,5 +45,6 @@ class NumericsConfig:
         "Steps between checks in which each rank computes one micro-batch twice, forward and backward, and compares "
         "the results bit for bit; a difference ends the run with exit status 71 and names the rank and the module. "
         "0: no check.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )

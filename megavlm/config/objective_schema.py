@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_1, POSITIVE, Needs, option
+from megavlm.config.option import AT_LEAST_1, KEY_ONLY, POSITIVE, Needs, option
 from megavlm.config.registry import ObjectiveSections
 
 EMBEDDINGS = Needs(
@@ -39,11 +39,12 @@ class ObjectiveConfig:
         needs=EMBEDDINGS,
     )
     learn_temperature: bool = option(
-        None, "Train the temperature; default: with --objective sigmoid.", needs=EMBEDDINGS
+        None, "Train the temperature; default: with --objective sigmoid.", flag=KEY_ONLY, needs=EMBEDDINGS
     )
     sigmoid_bias: float = option(
         -10.0,
         "Objective sigmoid: learned number that is added to each score, at first.",
+        flag=KEY_ONLY,
         needs=(
             EMBEDDINGS,
             Needs(
@@ -56,6 +57,7 @@ class ObjectiveConfig:
     symmetric: bool = option(
         True,
         "Objective contrastive: also find the query of a document among all queries; off: documents alone.",
+        flag=KEY_ONLY,
         needs=(
             EMBEDDINGS,
             Needs(
@@ -69,6 +71,7 @@ class ObjectiveConfig:
         (),
         "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
         "channels alone.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=EMBEDDINGS,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, Needs, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, KEY_ONLY, POSITIVE, TRAINING, Needs, option
 
 LOSS_SCALE = Needs(
     lambda config: config.precision.dtype == "fp16", "without a loss scale, which only fp16 has", "add --precision fp16"
@@ -53,7 +53,7 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int = option(
         None,
-        "Steps of linear warm-up; default: 0, from given weights 3 %.",
+        "Steps of warm-up; default: 0, given weights: 3 %.",
         common=TRAINING,
         valid=AT_LEAST_0,
     )
@@ -78,31 +78,41 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1, needs=ADAM)
     adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1, needs=ADAM)
     adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE, needs=ADAM)
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1, needs=MUON)
+    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1, needs=MUON)
     muon_num_ns_steps: int = option(
-        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1, needs=MUON
+        5,
+        "Muon: number of Newton-Schulz steps that make an update orthogonal.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=MUON,
     )
     muon_precision: Literal["fp32", "bf16"] = option(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
+        flag=KEY_ONLY,
         needs=MUON,
     )
     lion_beta1: float = option(
-        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1, needs=LION
+        0.9,
+        "Lion: weight of the momentum in the interpolation whose sign is the update.",
+        flag=KEY_ONLY,
+        valid=BELOW_1,
+        needs=LION,
     )
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1, needs=LION)
+    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1, needs=LION)
     qk_clip: bool = option(
         False,
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
-        "above --qk-clip-threshold (MuonClip).",
+        "above optimizer.qk_clip_threshold (MuonClip).",
     )
     qk_clip_threshold: float = option(
-        100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE, needs=QK_CLIP
+        100.0, "--qk-clip: largest attention logit that heads may have.", flag=KEY_ONLY, valid=POSITIVE, needs=QK_CLIP
     )
     qk_clip_alpha: float = option(
         0.5,
         "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.",
+        flag=KEY_ONLY,
         valid=FRACTION,
         needs=QK_CLIP,
     )
@@ -118,19 +128,24 @@ class OptimizerConfig:
     initial_loss_scale: float = option(
         4096.0,
         "fp16: initial loss scale, which keeps small gradients above underflow.",
+        flag=KEY_ONLY,
         valid=POSITIVE,
         needs=LOSS_SCALE,
     )
-    min_loss_scale: float = option(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE, needs=LOSS_SCALE)
+    min_loss_scale: float = option(
+        1.0, "fp16: lower bound of the loss scale.", flag=KEY_ONLY, valid=POSITIVE, needs=LOSS_SCALE
+    )
     loss_scale_window: int = option(
         1000,
         "fp16: number of steps without overflow after which the loss scale doubles.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=LOSS_SCALE,
     )
     hysteresis: int = option(
         2,
         "fp16: number of overflows before the loss scale is halved; each overflow skips its step.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=LOSS_SCALE,
     )

@@ -16,6 +16,8 @@ LAYOUT = "layout"
 TRAINING = "training"
 PRECISION = "precision and memory"
 FILES = "checkpoints and logging"
+# In place of a flag: the option is a key of files and of `--set` alone.
+KEY_ONLY = ""
 COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
 
@@ -58,9 +60,10 @@ def option(
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name. `valid` is the range of a number; bounds that depend on
-    other options are rules (`rules.py`). `needs` is what must be set for the option to have an effect, in the order in
-    which messages name it. An option with a `point` may also say any name that is registered there (`registry.py`).
+    `flag` replaces the flag that follows from the field's name, or says that there is none (`KEY_ONLY`). `valid` is the
+    range of a number; bounds that depend on other options are rules (`rules.py`). `needs` is what must be set for the
+    option to have an effect, in the order in which messages name it. An option with a `point` may also say any name
+    that is registered there (`registry.py`).
     """
     needs = needs if isinstance(needs, tuple) else (needs,)
     metadata = {

@@ -14,10 +14,10 @@ from megavlm.config.start_defaults import steps, with_start_defaults
 def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
     """Return the configuration with a value for each option whose default follows from other options.
 
-    `vocab_size` is the tokenizer's size, the default of `--language-vocab-size`. Given values stay, so that resolving
-    again changes nothing. Defaults that follow from the layout or the device are not filled in here, because the
-    planner varies both: `layout_rules.overlapped` and `device_defaults` do that. With `--epochs`, the number of steps,
-    and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
+    `vocab_size` is the tokenizer's size, the default of `model.language.vocab_size`. Given values stay, so that
+    resolving again changes nothing. Defaults that follow from the layout or the device are not filled in here, because
+    the planner varies both: `layout_rules.overlapped` and `device_defaults` do that. With `--epochs`, the number of
+    steps, and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
     """
     train = _filled(config.train, train_iters=steps(config))
     optimizer = _filled(config.optimizer, lr_decay_iters=train.train_iters)

@@ -56,7 +56,7 @@ def out_of_range(config: Config) -> Iterator[str]:
         value = value_at(config, option.path)
         for number in value if option.kind.many else (value,):
             if number is not None and not option.valid.holds(number):
-                yield f"{option.flag} {number} must be {option.valid.words}"
+                yield f"{option.name} {number} must be {option.valid.words}"
 
 
 def _complaints(config: Config, world: int) -> Iterator[str]:

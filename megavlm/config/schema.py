@@ -1,11 +1,12 @@
-"""Every option of a run, as frozen dataclasses: the single source of flags, YAML keys, defaults and help.
+"""Every option of a run, as frozen dataclasses: the single source of keys, flags, defaults, ranges and help.
 
-A field made with `option(default, help, *aliases)` becomes the flag `--kebab-case-name` (fields of the vision,
-projector, language and lora sections carry that prefix) and the YAML key `section.name`. Names are Megatron's.
-`flag=` names another flag where the key would say too little without its section (`data.kind` is `--data`);
-`common=` names the group in which `--help` lists the option; `--help-all` lists every option. Rules that relate
-fields to one another live in `rules.py`. A field whose default is None, but whose type does not have None, is a plain
-value from `resolve.resolve` on, which computes its default from other fields.
+A field made with `option(default, help, *aliases)` becomes the YAML key `section.name` and the flag
+`--kebab-case-name`; fields of the lora section carry that prefix. Names are Megatron's. The sections that describe the
+shape of a model have keys alone (`fields.SHAPE`), as have fields with `flag=KEY_ONLY`; another `flag=` names a flag
+where the key would say too little without its section (`data.kind` is `--data`). `valid=` is the range of a number,
+`needs=` what must be set for the option to have an effect, and `common=` the group in which `--help` lists it. Rules
+that relate fields to one another live in `rules.py`. A field whose default is None, but whose type does not have None,
+is a plain value from `resolve.resolve` on, which computes its default from other fields.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megavlm.config.option import (
     DATA,
     FILES,
     FRACTION,
+    KEY_ONLY,
     MODEL,
     POSITIVE,
     SHARE,
@@ -76,7 +78,7 @@ class TrainConfig:
     """How long a run trains, and on what batches."""
 
     train_iters: int = option(
-        None, "Number of optimizer steps; default: 100, or what --epochs makes.", common=TRAINING, valid=AT_LEAST_1
+        None, "Optimizer steps; default: 100, or what --epochs makes.", common=TRAINING, valid=AT_LEAST_1
     )
     epochs: float | None = option(
         None,
@@ -96,7 +98,7 @@ class TrainConfig:
         valid=Valid("from 1 to 1,048,576", lambda value: 1 <= value <= 2**20),
     )
     seq_length: int = option(
-        None, "Sequence length in tokens; default: 64, from given weights 8192.", common=DATA, valid=AT_LEAST_1
+        None, "Sequence length in tokens; default: 64, given weights: 8192.", common=DATA, valid=AT_LEAST_1
     )
     seed: int = option(1234, "Random seed of weights, data order and dropout.", common=TRAINING, valid=SEEDS)
 
@@ -131,8 +133,8 @@ class DatasetConfig:
 class DataConfig:
     kind: Literal["synthetic", "digits", "files"] = option(
         None,
-        "Kind of data: your files (--datasets), synthetic, or digits (demo); default: files if --datasets is given, "
-        "else synthetic.",
+        "Your files (--datasets), synthetic data, or digits (demo); default: files if --datasets is given, else "
+        "synthetic.",
         flag="--data",
         common=DATA,
         point="sources",
@@ -144,10 +146,10 @@ class DataConfig:
         common=DATA,
     )
     validation: tuple[DatasetConfig, ...] = option(
-        (), "Data sets that only the loss is measured on; default: none.", common=DATA, needs=DATASETS
+        (), "Data sets for validation; default: none.", common=DATA, needs=DATASETS
     )
     validation_split: float = option(
-        0.0, "Fraction of --datasets that is held out for that.", common=DATA, valid=BELOW_1, needs=DATASETS
+        0.0, "Share of --datasets held out for that.", common=DATA, valid=BELOW_1, needs=DATASETS
     )
     tokenizer: str | None = option(
         None,
@@ -168,7 +170,7 @@ class DataConfig:
     image_processor: str | None = option(
         None,
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
-        "that resizes images to --vision-image-size.",
+        "that resizes images to model.vision.image_size.",
         needs=DATASETS,
     )
     min_pixels: int | None = option(
@@ -197,7 +199,10 @@ class DataConfig:
         needs=DATASETS,
     )
     fast_image_resize: bool = option(
-        False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.", needs=DATASETS
+        False,
+        "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.",
+        flag=KEY_ONLY,
+        needs=DATASETS,
     )
     max_image_pixels: int = option(
         2**26,
@@ -216,6 +221,7 @@ class DataConfig:
         None,
         "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
         "the model's (Qwen: 768).",
+        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=DATASETS,
     )
@@ -239,7 +245,10 @@ class DataConfig:
         needs=(DATASETS, Needs(lambda config: config.data.packing, "with --no-packing", "use --packing")),
     )
     balance: bool = option(
-        True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even.", needs=DATASETS
+        True,
+        "Files: assign sequences to ranks and micro-batches so that their compute cost is even.",
+        flag=KEY_ONLY,
+        needs=DATASETS,
     )
     num_workers: int = option(
         2,
@@ -270,21 +279,26 @@ class DataConfig:
     )
     image_sizes: tuple[int, ...] = option(
         (),
-        "Synthetic: image sides in pixels; images cycle through the list. Default: --vision-image-size.",
+        "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size.",
         valid=AT_LEAST_1,
         needs=SYNTHETIC,
     )
     imageless_share: float = option(
-        0.0, "Synthetic: fraction of samples without images.", valid=FRACTION, needs=SYNTHETIC
+        0.0, "Synthetic: fraction of samples without images.", flag=KEY_ONLY, valid=FRACTION, needs=SYNTHETIC
     )
     imageless_samples: tuple[int, ...] = option(
         (),
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=SYNTHETIC,
     )
     answer_share: float = option(
-        0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", valid=SHARE, needs=SYNTHETIC
+        0.5,
+        "Synthetic: fraction of a sample's text tokens that have a loss.",
+        flag=KEY_ONLY,
+        valid=SHARE,
+        needs=SYNTHETIC,
     )
     sources: SourceSections = field(default_factory=SourceSections)
 
@@ -304,6 +318,7 @@ class CheckpointConfig:
     keep_every: int = option(
         0,
         "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.",
+        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=SAVES,
     )
@@ -323,6 +338,7 @@ class CheckpointConfig:
     keep_best_mode: Literal["min", "max"] = option(
         "min",
         "Whether the smallest or the largest value is the best one.",
+        flag=KEY_ONLY,
         needs=Needs(
             lambda config: config.checkpoint.keep_best is not None, "without --keep-best", "add --keep-best loss"
         ),
