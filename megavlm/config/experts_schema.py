@@ -24,10 +24,7 @@ class ExpertsConfig:
     )
     router_topk: int = option(2, "Number of experts that each token is sent to.", valid=AT_LEAST_1, needs=EXPERTS)
     ffn_hidden_size: int = option(
-        None,
-        "Inner width of an expert; default: model.language.ffn_hidden_size.",
-        valid=AT_LEAST_1,
-        needs=EXPERTS,
+        None, "Inner width of an expert; default: model.language.ffn_hidden_size.", valid=AT_LEAST_1, needs=EXPERTS
     )
     shared_ffn_hidden_size: int | None = option(
         None,
@@ -71,10 +68,7 @@ class ExpertsConfig:
         ),
     )
     router_topk_scaling_factor: float | None = option(
-        None,
-        "Factor of the weights of the chosen experts; default: none (1).",
-        valid=POSITIVE,
-        needs=EXPERTS,
+        None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE, needs=EXPERTS
     )
     router_num_groups: int | None = option(
         None,

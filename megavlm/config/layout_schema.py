@@ -12,9 +12,7 @@ FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add -
 DELAYED_SCALING = (
     FP8,
     Needs(
-        lambda config: config.precision.fp8_recipe == "delayed",
-        "without delayed scaling",
-        "use --fp8-recipe delayed",
+        lambda config: config.precision.fp8_recipe == "delayed", "without delayed scaling", "use --fp8-recipe delayed"
     ),
 )
 BF16_LAYERS = Needs(
@@ -137,8 +135,7 @@ class ParallelConfig:
         flag=KEY_ONLY,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
-        "none",
-        "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact.",
+        "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
     )
     tp_comm_overlap: bool = option(
         False,
@@ -225,9 +222,7 @@ class ExecutionConfig:
         "a GPU are available).",
     )
     recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none",
-        "Recompute attention (selective) or whole layers (full) in the backward pass.",
-        common=PRECISION,
+        "none", "Recompute attention (selective) or whole layers (full) in the backward pass.", common=PRECISION
     )
     offload: tuple[str, ...] = option(
         (),

@@ -20,17 +20,9 @@ LION = Needs(lambda config: config.optimizer.kind == "lion", "without --optimize
 class OptimizerConfig:
     """Learning rates and their schedule, the update rule, clipping, and the loss scale of fp16."""
 
-    kind: Literal["adamw", "muon", "lion"] = option(
-        "adamw",
-        "Update rule.",
-        flag="--optimizer",
-        common=TRAINING,
-    )
+    kind: Literal["adamw", "muon", "lion"] = option("adamw", "Update rule.", flag="--optimizer", common=TRAINING)
     lr: float = option(
-        None,
-        "Peak learning rate; default: 1e-3, from given weights 1e-5.",
-        common=TRAINING,
-        valid=POSITIVE,
+        None, "Peak learning rate; default: 1e-3, from given weights 1e-5.", common=TRAINING, valid=POSITIVE
     )
     min_lr: float = option(0.0, "Learning rate after the end of the decay.", valid=AT_LEAST_0)
     vision_lr: float | None = option(
@@ -52,10 +44,7 @@ class OptimizerConfig:
         "cosine", "Shape of the decay after the warm-up.", common=TRAINING
     )
     lr_warmup_iters: int = option(
-        None,
-        "Steps of warm-up; default: 0, given weights: 3 %.",
-        common=TRAINING,
-        valid=AT_LEAST_0,
+        None, "Steps of warm-up; default: 0, given weights: 3 %.", common=TRAINING, valid=AT_LEAST_0
     )
     lr_warmup_fraction: float | None = option(
         None,
