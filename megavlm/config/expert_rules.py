@@ -47,8 +47,9 @@ def groups_of_experts_divide(config: Config) -> str | None:
     if groups is None and chosen is None:
         return None
     if groups is None or chosen is None:
-        given, missing = ("group_topk", "num_groups") if groups is None else ("num_groups", "group_topk")
-        return f"model.experts.router_{given} needs model.experts.router_{missing}: add it, or leave both out"
+        names = ("router_group_topk", "router_num_groups")
+        given, missing = names if groups is None else names[::-1]
+        return f"model.experts.{given} needs model.experts.{missing}: add it, or leave both out"
     if experts.num_experts % groups:
         return (
             f"model.experts.router_num_groups {groups} does not divide --num-experts {experts.num_experts}: set it to "
