@@ -30,11 +30,11 @@ from record import append, circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
-    "--train-iters 1 --micro-batch-size 1 --seq-length 64 --no-tensorboard --vision-num-layers 2 "
-    "--vision-hidden-size 256 "
-    "--vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 --vision-image-size 16 --vision-patch-size 4 "
-    "--language-hidden-size 768 --language-ffn-hidden-size 2048 --language-num-attention-heads 12 "
-    "--language-num-query-groups 12 --language-vocab-size 8192 --keep-checkpoints 1"
+    "--train-iters 1 --micro-batch-size 1 --seq-length 64 --no-tensorboard --set model.vision.num_layers=2 "
+    "model.vision.hidden_size=256 model.vision.ffn_hidden_size=1024 model.vision.num_attention_heads=4 "
+    "model.vision.image_size=16 model.vision.patch_size=4 model.language.hidden_size=768 "
+    "model.language.ffn_hidden_size=2048 model.language.num_attention_heads=12 "
+    "model.language.num_query_groups=12 model.language.vocab_size=8192 --keep-checkpoints 1"
 ).split()
 REPEAT = 3
 
@@ -96,7 +96,15 @@ def built(folder: Path, *, layers: int, flags: Sequence[str] = ()) -> Any:
     from megavlm.train.build import build
 
     world = world_of(os.environ).world_size
-    argv = [*MODEL, "--global-batch-size", str(world), "--language-num-layers", str(layers), "--run-dir", str(folder)]
+    argv = [
+        *MODEL,
+        "--global-batch-size",
+        str(world),
+        "--set",
+        f"model.language.num_layers={layers}",
+        "--run-dir",
+        str(folder),
+    ]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(parse([*argv, *flags]), chosen)
     run.engine.train_step(run.data_loader.next_step().batches)

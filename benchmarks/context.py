@@ -27,9 +27,10 @@ from tests.support.pool import Pools
 LAYERS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16
 MODEL = (
     "--train-iters 2 --global-batch-size 1 --micro-batch-size 1 --no-tensorboard --no-save --placement colocated "
-    f"--language-num-layers {LAYERS} --language-hidden-size {HEADS * WIDTH} --language-ffn-hidden-size 256 "
-    f"--language-num-attention-heads {HEADS} --language-num-query-groups {GROUPS} --language-vocab-size 512 "
-    "--images-per-sample 4 --recompute-granularity none"
+    f"--set model.language.num_layers={LAYERS} model.language.hidden_size={HEADS * WIDTH} "
+    f"model.language.ffn_hidden_size=256 model.language.num_attention_heads={HEADS} "
+    f"model.language.num_query_groups={GROUPS} model.language.vocab_size=512 --images-per-sample 4 "
+    "--recompute-granularity none"
 )
 
 

@@ -31,9 +31,10 @@ from tests.support.pool import Pools
 PAIRS_PER_PASS = 32  # --micro-batch-size
 MODEL = (
     f"--objective contrastive --micro-batch-size {PAIRS_PER_PASS} --seq-length 32 --no-tensorboard --no-save "
-    "--train-iters 3 --vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 --vision-num-layers 2 "
-    "--vision-hidden-size 64 --vision-ffn-hidden-size 128 --language-num-layers 4 --language-hidden-size 128 "
-    "--language-ffn-hidden-size 384 --language-num-attention-heads 4 --language-vocab-size 512 --images-per-sample 1 "
+    "--train-iters 3 --set model.vision.image_size=16 model.vision.patch_size=4 model.projector.pixel_shuffle=2 "
+    "model.vision.num_layers=2 model.vision.hidden_size=64 model.vision.ffn_hidden_size=128 "
+    "model.language.num_layers=4 model.language.hidden_size=128 model.language.ffn_hidden_size=384 "
+    "model.language.num_attention_heads=4 model.language.vocab_size=512 --images-per-sample 1 "
     "--data-parallel-sharding none"
 )
 

@@ -28,11 +28,11 @@ from tests.support.pool import Pools
 LAYERS, WIDTH, FFN, EXPERTS, TOPK, SEQUENCES = 4, 128, 512, 8, 2, 2
 MODEL = (
     f"--train-iters 2 --global-batch-size {SEQUENCES} --micro-batch-size 1 --no-tensorboard --no-save "
-    f"--placement colocated --language-num-layers {LAYERS} --language-hidden-size {WIDTH} "
-    f"--language-ffn-hidden-size {FFN} --language-num-attention-heads 4 --language-vocab-size 512 "
+    f"--placement colocated --set model.language.num_layers={LAYERS} model.language.hidden_size={WIDTH} "
+    f"model.language.ffn_hidden_size={FFN} model.language.num_attention_heads=4 model.language.vocab_size=512 "
 )
 MIXTURE = (
-    f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size {FFN // TOPK} "
+    f"--num-experts {EXPERTS} --set model.experts.router_topk={TOPK} model.experts.ffn_hidden_size={FFN // TOPK} "
     "--moe-router-force-load-balancing"
 )
 CASES = {"dense": (1, ""), "mixture": (1, MIXTURE), "dense, DP 2": (2, ""), "mixture, EP 2": (2, f"{MIXTURE} --ep 2")}

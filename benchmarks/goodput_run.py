@@ -24,11 +24,12 @@ PROGRAM = "benchmarks/goodput_worker.py"
 # Steps of some tenths of a second on two cores.
 MODEL = (
     "--train-iters 1000000 --lr-decay-iters 1000 --global-batch-size 16 --micro-batch-size 4 --seq-length 256 "
-    "--packing-window 64 --num-workers 1 --no-tensorboard --lr 1e-3 --lr-warmup-iters 3 --keep-checkpoints 3 "
-    "--vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128 --vision-num-attention-heads 4 "
-    "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
-    "--language-num-layers 4 --language-hidden-size 128 --language-ffn-hidden-size 384 "
-    "--language-num-attention-heads 4 --language-num-query-groups 4 --data-worker-timeout 10"
+    "--packing-window 64 --num-workers 1 --no-tensorboard --lr 1e-3 --lr-warmup-iters 3 --keep-checkpoints 3 --set "
+    "model.vision.num_layers=2 model.vision.hidden_size=64 model.vision.ffn_hidden_size=128 "
+    "model.vision.num_attention_heads=4 model.vision.image_size=16 model.vision.patch_size=4 "
+    "model.projector.pixel_shuffle=2 model.language.num_layers=4 model.language.hidden_size=128 "
+    "model.language.ffn_hidden_size=384 model.language.num_attention_heads=4 model.language.num_query_groups=4 "
+    "--data-worker-timeout 10"
 ).split()
 PATIENCE = 120.0  # seconds for a job to stop
 FIRST_INTERVAL = 20  # iterations between saves until it is known what a save costs

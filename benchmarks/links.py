@@ -36,11 +36,11 @@ from tests.support.pool import Pools
 WORLD = 2
 MODEL = (
     "--global-batch-size 4 --micro-batch-size 2 --seq-length 64 --no-tensorboard --no-save --train-iters 100 "
-    "--precision bf16 --no-overlap-grad-reduce --no-overlap-param-gather "
-    "--vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128 --vision-num-attention-heads 4 "
-    "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
-    "--language-num-layers 4 --language-hidden-size 256 --language-ffn-hidden-size 768 "
-    "--language-num-attention-heads 4 --language-vocab-size 8192 --images-per-sample 1"
+    "--precision bf16 --no-overlap-grad-reduce --no-overlap-param-gather --set model.vision.num_layers=2 "
+    "model.vision.hidden_size=64 model.vision.ffn_hidden_size=128 model.vision.num_attention_heads=4 "
+    "model.vision.image_size=16 model.vision.patch_size=4 model.projector.pixel_shuffle=2 "
+    "model.language.num_layers=4 model.language.hidden_size=256 model.language.ffn_hidden_size=768 "
+    "model.language.num_attention_heads=4 model.language.vocab_size=8192 --images-per-sample 1"
 )
 SIDES = {
     "exact": "",

@@ -37,10 +37,10 @@ from tests.support.training import metrics, train
 
 OPTIMIZERS = ("adamw", "muon", "lion")
 MODEL = (
-    "--train-iters 9 --global-batch-size 4 --micro-batch-size 2 --no-tensorboard --no-save --seq-length 128 "
-    "--vision-num-layers 4 --vision-hidden-size 192 --vision-ffn-hidden-size 512 --language-num-layers 6 "
-    "--language-hidden-size 256 --language-ffn-hidden-size 768 --language-num-attention-heads 4 "
-    "--language-vocab-size 1024"
+    "--train-iters 9 --global-batch-size 4 --micro-batch-size 2 --no-tensorboard --no-save --seq-length 128 --set "
+    "model.vision.num_layers=4 model.vision.hidden_size=192 model.vision.ffn_hidden_size=512 "
+    "model.language.num_layers=6 model.language.hidden_size=256 model.language.ffn_hidden_size=768 "
+    "model.language.num_attention_heads=4 model.language.vocab_size=1024"
 )
 DEMO = "--recipe demo --train-iters 260 --lr-warmup-iters 25 --lr-wsd-decay-iters 110 --no-save --no-tensorboard"
 STEPS, RATES = 260, (1.5e-3, 3e-3, 6e-3)

@@ -30,13 +30,14 @@ from typing import Any
 import record
 
 SHARED = (
-    "--no-save --no-tensorboard --seed 7 --train-iters 1000 --global-batch-size 8 --seq-length 256 "
-    "--vision-num-layers 8 --vision-hidden-size 256 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 "
-    "--vision-patch-size 14 --projector-pixel-shuffle 2 --vision-activation gelu_tanh "
-    "--language-num-layers 8 --language-hidden-size 384 --language-num-attention-heads 6 --language-vocab-size 4096 "
-    "--language-ffn-hidden-size 1024 --answer-share 0.5"
+    "--no-save --no-tensorboard --seed 7 --train-iters 1000 --global-batch-size 8 --seq-length 256 --set "
+    "model.vision.num_layers=8 model.vision.hidden_size=256 model.vision.ffn_hidden_size=1024 "
+    "model.vision.num_attention_heads=4 model.vision.patch_size=14 model.projector.pixel_shuffle=2 "
+    "model.vision.activation=gelu_tanh model.language.num_layers=8 model.language.hidden_size=384 "
+    "model.language.num_attention_heads=6 model.language.vocab_size=4096 model.language.ffn_hidden_size=1024 "
+    "data.answer_share=0.5"
 )
-IMAGE = "--vision-image-size 224 --images-per-sample 2"
+IMAGE = "--set model.vision.image_size=224 --images-per-sample 2"
 # patch_embed, 8 vision layers, norm, projector; then embedding and half of the language layers stay on the first stage.
 GLUED = "--pipeline-cuts 16"
 
@@ -60,7 +61,7 @@ class Question:
 def questions(cache: str) -> list[Question]:
     """Return all comparisons; `cache` is an empty folder."""
     # Passes of two images: as many patches as a micro-batch has in stages, so that caches hold as much of a pass.
-    whole = "--placement colocated --encoder-keep-chunks 64 --encoder-chunk-patches"
+    whole = "--placement colocated --set placement.encoder_keep_chunks=64 --encoder-chunk-patches"
     colocated = Side("colocated", f"{whole} 512")
     pipelines = Question(
         "PP2, trained encoder",
@@ -83,7 +84,7 @@ def questions(cache: str) -> list[Question]:
             f"TP2, {count} images of {side} × {side} pixels per sample",
             Side("tensor-parallel", "--tp 2"),
             (Side(colocated.name, f"--tp 2 {colocated.flags}"),),
-            f"--vision-image-size {side} --images-per-sample {count}",
+            f"--set model.vision.image_size={side} --images-per-sample {count}",
         )
         for side, count in ((112, 8), (224, 2), (336, 1))
     ]

@@ -25,9 +25,10 @@ from record import append, circumstances
 
 MODEL = (
     "--global-batch-size 8 --micro-batch-size 1 --seq-length 256 --no-tensorboard --no-save --data synthetic --lr 1e-5 "
-    "--vision-num-layers 6 --vision-hidden-size 256 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 4 "
-    "--vision-image-size 96 --vision-patch-size 8 --language-num-layers 6 --language-hidden-size 384 "
-    "--language-ffn-hidden-size 1152 --language-num-attention-heads 6 --language-vocab-size 4096 --images-per-sample 1"
+    "--set model.vision.num_layers=6 model.vision.hidden_size=256 model.vision.ffn_hidden_size=1024 "
+    "model.vision.num_attention_heads=4 model.vision.image_size=96 model.vision.patch_size=8 "
+    "model.language.num_layers=6 model.language.hidden_size=384 model.language.ffn_hidden_size=1152 "
+    "model.language.num_attention_heads=6 model.language.vocab_size=4096 --images-per-sample 1"
 )
 CASES = {
     "dp2": "",

@@ -74,7 +74,7 @@ def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
     reduced = int(kept_rows // shrink), int(kept_columns // shrink)
     if shrink > 1 and 0 in reduced:
         raise UserError(
-            f"an image of {height}×{width} pixels is too narrow for --projector-anyres-max-tiles {max_tiles}: "
+            f"an image of {height}×{width} pixels is too narrow for model.projector.anyres_max_tiles {max_tiles}: "
             "leave it out"
         )
     return FeatureMap(slice(top, top + kept_rows), slice(left, left + kept_columns), *reduced)

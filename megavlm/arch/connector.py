@@ -51,11 +51,11 @@ class Connector(ABC):
     """A kind of projector. One that lacks an answer cannot be made."""
 
     name: ClassVar[str]  # in --projector-kind
-    options: ClassVar[type | None] = None  # a frozen dataclass of `option()`s: flags --NAME-…, section NAME
+    options: ClassVar[type | None] = None  # a frozen dataclass of `option()`s: section NAME
     module: ClassVar[str]  # "package.module:name" of what `build` calls
     reads: ClassVar[tuple[str, ...]] = ()  # options of the projector that it heeds, beside `kind`
-    # Features lie row by row as in the image, merged by --projector-pixel-shuffle: what tiles, M-RoPE's positions and
-    # DeepStack need.
+    # Features lie row by row as in the image, merged by model.projector.pixel_shuffle: what tiles, M-RoPE's positions
+    # and DeepStack need.
     keeps_grid: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False  # --recompute-granularity full computes it again in the backward pass
     launches: ClassVar[tuple[float, float]] = (15, 14)  # kernels, forward and backward: an estimate

@@ -27,7 +27,7 @@ def grid_of(height: int, width: int, patch_size: int) -> Grid:
     if height < 1 or width < 1 or height % patch_size or width % patch_size:
         raise UserError(
             f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}: "
-            f"choose sides that are multiples of --vision-patch-size {patch_size}"
+            f"choose sides that are multiples of model.vision.patch_size {patch_size}"
         )
     return height // patch_size, width // patch_size
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.config.extensions import extensions_of, missing_extensions
+from megavlm.config.fields import options
 from megavlm.config.load import as_data, from_dict
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import shown
-from megavlm.config.ranges import out_of_range
 from megavlm.config.resolve import resolve
+from megavlm.config.rules import out_of_range
 from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError
@@ -144,10 +145,10 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
     saved = summary.get("lora") or {}
     for name, value in _jsonable(asdict(config.lora)).items():
         if (before := saved.get(name)) != value:
-            flag = f"--lora-{name.replace('_', '-')}"
+            (option,) = (option for option in options() if option.path == ("lora", name))
             raise UserError(
-                f"checkpoint {folder} was made with {flag} {before}, but this run has {value}: use the saved value, or "
-                "start another --run-dir"
+                f"checkpoint {folder} was made with {option.name} {before}, but this run has {value}: use the saved "
+                "value, or start another --run-dir"
             )
     if sorted(frozen := model_of(summary, folder).model.freeze or ()) != sorted(frozen_parts(config)):
         raise UserError(

@@ -70,8 +70,8 @@ def measure(options: argparse.Namespace) -> None:
     if skipped:
         print(f"  the first: {skipped[0].detail}")
     print(
-        f"train on it: {program('train')} --vision-input {vision_input.name} --vision-in-channels {len(found.mean)} "
-        f"--channel-statistics {options.out} …"
+        f"train on it: {program('train')} --vision-input {vision_input.name} "
+        f"--set model.vision.in_channels={len(found.mean)} --channel-statistics {options.out} …"
     )
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from megavlm.config.cli import parse
 from megavlm.config.commands import complaint
 from megavlm.config.derived import launches_in_order, replica_size
-from megavlm.config.resolve import has_validation, resolve
+from megavlm.config.needs import has_validation
+from megavlm.config.resolve import resolve
 from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table

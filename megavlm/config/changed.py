@@ -18,7 +18,7 @@ def changed_options(before: Config, now: Config) -> str | None:
     Both configurations are as given, with the values of `start_defaults`.
     """
     changed = [
-        f"{option.flag} {_shown(new)} (before: {_shown(old)})"
+        f"{option.name} {_shown(new)} (before: {_shown(old)})"
         for option in options()
         if option.section not in _ASIDE
         and (new := value_at(now, option.path)) != (old := value_at(before, option.path))

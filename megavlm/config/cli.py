@@ -1,4 +1,4 @@
-"""The command line: one flag per field of the schema; flags override a recipe or a YAML file.
+"""The command line: flags of most options, `--set` for all; both override a recipe or a YAML file.
 
 argparse splits the command line into flags and words. `Kind.from_words` converts the words, so that every mistake is
 a UserError of one line, which the entry point prints once. (tyro prints boxed messages once per rank instead.)
@@ -7,37 +7,32 @@ a UserError of one line, which the entry point prints once. (tyro prints boxed m
 from __future__ import annotations
 
 import argparse
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from megavlm.config import elsewhere
 from megavlm.config.commands import Parser
 from megavlm.config.effects import idle, options_have_an_effect, without_idle
 from megavlm.config.extensions import load_extensions, words_after
-from megavlm.config.fields import Kind, Option, options, with_values
-from megavlm.config.messages import DASHES, did_you_mean, plain
+from megavlm.config.fields import Option, options, with_values
+from megavlm.config.help import Formatter, described, key_table, metavar
+from megavlm.config.keys import assigned
+from megavlm.config.messages import plain
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.schema import Config
+from megavlm.config.unknown_words import unexpected, wrong_values
 from megavlm.errors import UserError
 from megavlm.recipes import RECIPES, recipe, with_user_values
-
-# Flags that are no field of the configuration.
-RUN_FLAGS = ("--help", "--help-all", "--recipe", "--config", "--print-config")
-
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = None) -> Config:
     """Return the configuration that a command line describes.
 
-    Flags override a recipe or a YAML file, which overrides the defaults; the last value of a repeated flag wins, except
-    that `--datasets` add up. A recipe's schedules are scaled to the flags. Options of a recipe that have no effect
-    return to their defaults, and so do those of a file that have none only for the flags. Raises UserError for every
-    mistake. `--help`, `--help-all` and `--print-config` print and exit with status 0.
+    Flags and `--set` override a recipe or a YAML file, which overrides the defaults; the last value of an option wins,
+    except that `--datasets` add up. A recipe's schedules are scaled to the flags. Options of a recipe that have no
+    effect return to their defaults, and so do those of a file that have none only for the flags. Raises UserError for
+    every mistake. `--help` and the like, and `--print-config`, print and exit with status 0.
 
     `complete` returns a configuration with the model of its Hugging Face folder, as `--print-config` prints it. A
     program that gives it trains with all of the configuration, so a flag without effect is refused even at its default.
@@ -48,9 +43,9 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     try:
         given, rest = parser.parse_known_args(_with_joined_negatives(argv))
     except argparse.ArgumentError as error:
-        raise UserError(_described(error)) from None
+        raise UserError(wrong_values(error)) from None
     if rest:
-        raise UserError(_unexpected(rest, argv))
+        raise UserError(unexpected(rest, argv))
     if given.config == "":
         raise UserError("--config is empty: name a file, or leave it out")
     if given.recipe is not None and given.config is not None:
@@ -70,9 +65,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
         raise SystemExit(0)
     # A flag that comes again, with its default, takes back what an earlier one asked for: scripts end with "$@".
     words = Counter(word.partition("=")[0] for word in argv)
-    typed = {
-        option.path for option in options() if sum(words[flag] for flag in (*option.flags, *option.negations)) == 1
-    }
+    names = {option.path: (option.key, *option.flags, *option.negations) for option in options()}
+    typed = {path for path, spellings in names.items() if sum(words[each] for each in spellings) == 1}
     # A model may give an option its effect; it is read only if there is something to ask.
     asks = any(True for _ in idle(config, typed=typed))
     if complete and asks and (complaint := options_have_an_effect(complete(config), typed=typed)):
@@ -109,26 +103,26 @@ def _from_file(path: str) -> Config:
     return from_yaml_file(path)
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Prints the metavar of an option once, after its last flag, on all Python versions."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        flags = ", ".join(action.option_strings)
-        return flags if action.nargs == 0 else f"{flags} {self._format_args(action, str(action.metavar))}"
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
 class _Help(argparse.Action):
-    """Prints the common options (`--help`) or all options (`--help-all`) and exits."""
+    """Prints the common options (`--help`), all with flags (`--help-all`) or the others (`--help-keys`), and exits."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        _parser(all_options=self.const).print_help()
+        if self.const == "keys":
+            print(key_table())
+        else:
+            _parser(all_options=self.const == "all").print_help()
         raise SystemExit(0)
+
+
+class _Set(argparse.Action):
+    """Stores the value of each `SECTION.KEY=VALUE` under the option's key, as its flag does."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        for word in values:
+            for path, value in assigned(word).items():
+                setattr(namespace, ".".join(path), value)
 
 
 class _Store(argparse.Action):
@@ -165,26 +159,38 @@ class _Store(argparse.Action):
 def _parser(*, all_options: bool) -> argparse.ArgumentParser:
     """Return the parser of all options, by section, or of the common ones, by task (for `--help` alone)."""
     parser = Parser(
-        usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG [VALUE ...]] ...",
+        usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG VALUE ...] ...",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
         f"the last of repeated flags wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
         exit_on_error=False,
         add_help=False,
     )
     run = parser.add_argument_group("run")
-    run.add_argument("-h", "--help", action=_Help, nargs=0, const=False, help="Print the common options and exit.")
-    run.add_argument("--help-all", action=_Help, nargs=0, const=True, help="Print all options and exit.")
+    for flags, listed, what in (
+        (("-h", "--help"), "common", "Print the common options and exit."),
+        (("--help-all",), "all", "Print all options that have flags and exit."),
+        (("--help-keys",), "keys", "Print the keys of all other options (a model's shape) and exit."),
+    ):
+        run.add_argument(*flags, action=_Help, nargs=0, const=listed, help=what)
     run.add_argument("--recipe", metavar="NAME", help="Start from a predefined configuration.")
     run.add_argument("--config", metavar="FILE.yaml", help="Start from a configuration that --print-config wrote.")
+    run.add_argument(
+        "--set",
+        action=_Set,
+        nargs="+",
+        metavar="KEY=VALUE",
+        default=argparse.SUPPRESS,
+        help="Set any option by its key in a file; VALUE is YAML.",
+    )
     run.add_argument("--print-config", action="store_true", help="Print the configuration as YAML and exit.")
-    titles = dict.fromkeys(option.section for option in options()) if all_options else COMMON_GROUPS
+    titles = dict.fromkeys(option.section for option in options() if option.flag) if all_options else COMMON_GROUPS
     groups = {title: parser.add_argument_group(title) for title in titles}
     for option in options():
-        if all_options:
+        if all_options and option.flag:
             _add(groups[option.section], option)
-        elif option.common is not None:
+        elif not all_options and option.common is not None:
             _add_briefly(groups[option.common], option)
     return parser
 
@@ -193,10 +199,10 @@ def _add(group: Any, option: Option) -> None:
     """Add an option's flags to a group of the parser; flags that are not given leave no value in the namespace."""
     kind = option.kind
     settings = {"action": _Store, "option": option, "dest": option.key, "default": argparse.SUPPRESS}
-    help = f"{option.help}{_default(option)}".replace("%", "%%")
+    help = described(option).replace("%", "%%")
     if kind.scalar is not bool:
         nargs = "*" if kind.many else None
-        group.add_argument(*option.flags, nargs=nargs, metavar=_metavar(kind), help=help, **settings)
+        group.add_argument(*option.flags, nargs=nargs, metavar=metavar(kind), help=help, **settings)
     elif kind.optional:
         group.add_argument(*option.flags, nargs="?", metavar="none", help=help, **settings)
         group.add_argument(*option.negations, nargs=0, help=f"Opposite of {option.flag}.", **settings)
@@ -206,31 +212,12 @@ def _add(group: Any, option: Option) -> None:
 
 def _add_briefly(group: Any, option: Option) -> None:
     """Add an option to a group of `--help`, under its shortest flag."""
-    flag, help = min(option.flags, key=len), f"{option.help}{_default(option)}".replace("%", "%%")
+    flag, help = min(option.flags, key=len), described(option).replace("%", "%%")
     kind = replace(option.kind, optional=False)
     if kind.scalar is bool:
         group.add_argument(flag, action="store_true", help=help)
     else:
-        group.add_argument(flag, nargs="*" if kind.many else None, metavar=_metavar(kind), help=help)
-
-
-def _metavar(kind: Kind) -> str:
-    what = f"{{{','.join(kind.choices)}}}" if kind.choices else _METAVARS.get(kind.scalar, "PATH[,KEY=VALUE…]")
-    return f"{what}|none" if kind.optional else what
-
-
-def _default(option: Option) -> str:
-    """Return the default as a user would type it; empty if the help line already explains a missing value."""
-    value = option.default
-    if value in (None, ()) and "default:" in option.help.lower():
-        return ""
-    if isinstance(value, bool):
-        text = "on" if value else "off"
-    elif isinstance(value, tuple):
-        text = " ".join(map(str, value)) or "empty"
-    else:
-        text = "none" if value is None else str(value)
-    return f" (default: {text})"
+        group.add_argument(flag, nargs="*" if kind.many else None, metavar=metavar(kind), help=help)
 
 
 def _with_joined_negatives(argv: Sequence[str]) -> list[str]:
@@ -252,50 +239,3 @@ def _is_odd_negative(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _described(error: argparse.ArgumentError) -> str:
-    """Return the message for a flag with too few or too many values."""
-    names = (error.argument_name or "").split("/")
-    for option in options():
-        if option.flag in names and option.kind.scalar is bool:
-            return f"{option.flag} takes no value: write {option.flag} or {option.negations[0]}"
-        if option.flag in names:
-            return f"{'/'.join(option.flags)} expects {option.kind.expected}, but no value follows it"
-    return f"{names[0]}: {error.message}"
-
-
-def _unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
-    """Return the message for words that belong to no flag."""
-    flags = [word for word in rest if word[:1] in DASHES and word.lstrip(DASHES)[:1].isalpha()]
-    if not flags:
-        if rest[0].endswith((".yaml", ".yml")):
-            return f"unexpected argument {plain(rest[0])}: a file of options follows --config"
-        before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
-        for option in options():
-            if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
-                hint = (
-                    elsewhere.exact_hint(before[-1], written=str)
-                    or f": write {option.flags[0]} or {option.negations[0]}"
-                )
-                return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
-        return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
-    word, equals, value = flags[0].partition("=")
-    if re.search(r"\s", word):
-        return f"{plain(word)} is one word: write the flag and its value as two, without quotes around both"
-    value = value if equals else (*rest[rest.index(word) + 1 :], "")[0]
-    known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations))]
-    aside = [flag for option in options() if option.registers for flag in option.flags]
-    hint = _switched_off(word) if value.lower() in ("false", "no") else ""
-    hint = hint or elsewhere.exact_hint(word, written=str) or did_you_mean(word, known, aside=aside)
-    hint = hint or elsewhere.hint(word, written=str)
-    return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"
-
-
-def _switched_off(word: str) -> str:
-    """Return the end of a message for an option of another trainer that is given as false; empty for other words."""
-    meaning = elsewhere.meaning_of(word).partition(",")[0]
-    for option in options():
-        if meaning == option.flag and option.kind.scalar is bool:
-            return f": here it is {option.negations[0]}"
-    return f": where that is false, leave it out (true is {meaning} here)" if meaning.startswith("--") else ""

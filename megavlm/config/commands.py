@@ -67,7 +67,7 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
 
     typed = {word.partition("=")[0] for word in argv}
     for option in options():
-        for first, *others in (option.flags, option.negations or ("",)):
+        for first, *others in filter(None, (option.flags, option.negations)):
             for other in typed.intersection(others) if first not in typed else ():
                 message = re.sub(rf"(?<![\w-]){first}(?![\w-])", other, message)
     return message

@@ -17,7 +17,7 @@ def heads_divide_over_context(config: Config) -> str | None:
     if config.parallel.cp_comm_type == "a2a" and (heads := local_heads(config)) % cp:
         return (
             f"--context-parallel-size {cp} does not divide the {heads} query heads of a rank "
-            f"(--language-num-attention-heads {config.model.language.num_attention_heads}, "
+            f"(model.language.num_attention_heads {config.model.language.num_attention_heads}, "
             f"--tensor-model-parallel-size {tp}): set it to {divisors(heads)}, or use --cp-comm-type auto"
         )
     return None

@@ -124,7 +124,7 @@ def layer_precision(name: str, config: Config) -> Precision:
 
 
 def layers_that_run(part: str, config: Config) -> int:
-    """Return the number of layers that run; vision layers after --vision-feature-layer do not."""
+    """Return the number of layers that run; vision layers after model.vision.feature_layer do not."""
     if part == "language":
         return config.model.language.num_layers
     return config.model.vision.num_layers + 1 + config.model.vision.feature_layer

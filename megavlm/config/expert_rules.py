@@ -18,13 +18,13 @@ def tokens_find_experts(config: Config) -> str | None:
     experts = config.model.experts
     if experts.router_topk > experts.num_experts:
         return (
-            f"--moe-router-topk {experts.router_topk} is more than --num-experts {experts.num_experts}: lower it to at "
-            f"most {experts.num_experts}"
+            f"model.experts.router_topk {experts.router_topk} is more than --num-experts {experts.num_experts}: lower "
+            f"it to at most {experts.num_experts}"
         )
     if experts.router_topk == 1 and experts.router_score_function == "softmax" and not experts.router_pre_softmax:
         return (
-            "--moe-router-topk 1 gives the one chosen expert the weight 1, from which the router learns nothing: add "
-            "--moe-router-pre-softmax"
+            "model.experts.router_topk 1 gives the one chosen expert the weight 1, from which the router learns "
+            "nothing: add --set model.experts.router_pre_softmax=true"
         )
     return None
 
@@ -33,9 +33,11 @@ def dense_layers_exist(config: Config) -> str | None:
     layers, count = config.model.experts.dense_layers, config.model.language.num_layers
     shown = " ".join(map(str, layers))
     if layers and max(layers) >= count:
-        return f"--moe-dense-layers {shown} must be layers that exist, 0 to {count - 1}: name those alone"
+        return f"model.experts.dense_layers {shown} must be layers that exist, 0 to {count - 1}: name those alone"
     if not any(has_experts(config.model, layer) for layer in range(count)):
-        return f"--moe-dense-layers {shown} leaves no layer with experts: name fewer, or leave --num-experts out"
+        return (
+            f"model.experts.dense_layers {shown} leaves no layer with experts: name fewer, or leave --num-experts out"
+        )
     return None
 
 
@@ -45,24 +47,27 @@ def groups_of_experts_divide(config: Config) -> str | None:
     if groups is None and chosen is None:
         return None
     if groups is None or chosen is None:
-        given, missing = ("group-topk", "num-groups") if groups is None else ("num-groups", "group-topk")
-        return f"--moe-router-{given} needs --moe-router-{missing}: add it, or leave both out"
+        names = ("router_group_topk", "router_num_groups")
+        given, missing = names if groups is None else names[::-1]
+        return f"model.experts.{given} needs model.experts.{missing}: add it, or leave both out"
     if experts.num_experts % groups:
         return (
-            f"--moe-router-num-groups {groups} does not divide --num-experts {experts.num_experts}: set it to "
+            f"model.experts.router_num_groups {groups} does not divide --num-experts {experts.num_experts}: set it to "
             f"{divisors(experts.num_experts)}"
         )
     if chosen > groups:
-        return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}: lower it"
+        return (
+            f"model.experts.router_group_topk {chosen} is more than model.experts.router_num_groups {groups}: lower it"
+        )
     if experts.router_topk % chosen:
         return (
-            f"--moe-router-group-topk {chosen} does not divide --moe-router-topk {experts.router_topk}: set it to "
-            f"{divisors(experts.router_topk)}"
+            f"model.experts.router_group_topk {chosen} does not divide model.experts.router_topk "
+            f"{experts.router_topk}: set it to {divisors(experts.router_topk)}"
         )
     if experts.router_topk > chosen * (experts.num_experts // groups):
         return (
-            f"--moe-router-group-topk {chosen} leaves {chosen * (experts.num_experts // groups)} experts to choose "
-            f"from, fewer than --moe-router-topk {experts.router_topk}: raise it"
+            f"model.experts.router_group_topk {chosen} leaves {chosen * (experts.num_experts // groups)} experts to "
+            f"choose from, fewer than model.experts.router_topk {experts.router_topk}: raise it"
         )
     return None
 
@@ -71,7 +76,8 @@ def bias_has_sigmoid(config: Config) -> str | None:
     experts = config.model.experts
     if experts.router_enable_expert_bias and experts.router_score_function != "sigmoid":
         return (
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it, or leave the bias out"
+            "model.experts.router_enable_expert_bias needs sigmoid scores: add --set "
+            "model.experts.router_score_function=sigmoid, or leave the bias out"
         )
     return None
 
@@ -87,13 +93,14 @@ def experts_divide_over_ranks(config: Config) -> str | None:
         )
     if experts.ffn_hidden_size % etp:
         return (
-            f"--moe-ffn-hidden-size {experts.ffn_hidden_size} is not divisible by --expert-tensor-parallel-size {etp}: "
-            f"{nearest(experts.ffn_hidden_size, etp)}, or set --etp to {divisors(experts.ffn_hidden_size)}"
+            f"model.experts.ffn_hidden_size {experts.ffn_hidden_size} is not divisible by "
+            f"--expert-tensor-parallel-size {etp}: {nearest(experts.ffn_hidden_size, etp)}, or set --etp to "
+            f"{divisors(experts.ffn_hidden_size)}"
         )
     shared = experts.shared_ffn_hidden_size
     if shared is not None and shared % tp:
         return (
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
+            f"model.experts.shared_ffn_hidden_size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
             f"{nearest(shared, tp)}"
         )
     return None
@@ -108,9 +115,9 @@ def rows_of_experts_are_aligned(config: Config) -> str | None:
     shared = model.experts.shared_ffn_hidden_size if step == 16 else None
     tp = config.parallel.tensor_model_parallel_size
     for flag, size, multiple, split in (
-        ("--language-hidden-size", hidden, step, ""),
-        ("--moe-ffn-hidden-size", width, step * etp, f" on --etp {etp}"),
-        ("--moe-shared-expert-intermediate-size", shared or 0, step * tp, f" on --tp {tp}"),
+        ("model.language.hidden_size", hidden, step, ""),
+        ("model.experts.ffn_hidden_size", width, step * etp, f" on --etp {etp}"),
+        ("model.experts.shared_ffn_hidden_size", shared or 0, step * tp, f" on --tp {tp}"),
     ):
         if size % multiple:
             return (
@@ -152,7 +159,7 @@ def frozen_routers_have_no_bias(config: Config) -> str | None:
         rate = experts.router_bias_update_rate
     if experts.router_enable_expert_bias and rate and "language" not in trained_whole(config):
         return (
-            "--moe-router-enable-expert-bias changes the router's frozen bias each step: add "
+            "model.experts.router_enable_expert_bias changes the router's frozen bias each step: add "
             "--moe-router-bias-update-rate 0"
         )
     return None

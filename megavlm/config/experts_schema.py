@@ -1,6 +1,6 @@
 """Options of a mixture of experts: language layers whose MLP is many MLPs, of which each token takes few.
 
-Part of the schema (`schema.py`). Flags have Megatron's names.
+Part of the schema (`schema.py`). Those that say how experts are trained have flags, with Megatron's names.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import option
+from megavlm.config.needs import EXPERTS
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Needs, Valid, option
 
 
 @dataclass(frozen=True)
@@ -16,75 +17,110 @@ class ExpertsConfig:
     """A router, routed experts and possibly a shared expert in place of the MLP (Qwen3-MoE, GLM-4.5, DeepSeek-V3)."""
 
     num_experts: int = option(
-        0, "Number of experts of a language layer, each of which is an MLP; 0: every layer has one dense MLP."
+        0,
+        "Number of experts of a language layer, each of which is an MLP; 0: every layer has one dense MLP.",
+        flag="--num-experts",
+        valid=Valid("0, or at least 2", lambda value: value == 0 or value >= 2),
     )
-    router_topk: int = option(2, "Number of experts that each token is sent to.", flag="--moe-router-topk")
+    router_topk: int = option(2, "Number of experts that each token is sent to.", valid=AT_LEAST_1, needs=EXPERTS)
     ffn_hidden_size: int = option(
-        None, "Inner width of an expert; default: --language-ffn-hidden-size.", flag="--moe-ffn-hidden-size"
+        None, "Inner width of an expert; default: model.language.ffn_hidden_size.", valid=AT_LEAST_1, needs=EXPERTS
     )
     shared_ffn_hidden_size: int | None = option(
         None,
         "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
-        flag="--moe-shared-expert-intermediate-size",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     shared_gate: bool = option(
         False,
         "Multiply the output of the shared expert by a learned sigmoid gate of the token (Qwen2-MoE).",
-        flag="--moe-shared-expert-gate",
+        needs=(
+            EXPERTS,
+            Needs(
+                lambda config: config.model.experts.shared_ffn_hidden_size is not None,
+                "without a shared expert",
+                "add --set model.experts.shared_ffn_hidden_size=N",
+            ),
+        ),
     )
     dense_layers: tuple[int, ...] = option(
         (),
         "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",
-        flag="--moe-dense-layers",
+        valid=AT_LEAST_0,
+        needs=EXPERTS,
     )
     router_score_function: Literal["softmax", "sigmoid"] = option(
         "softmax",
         "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5).",
-        flag="--moe-router-score-function",
+        needs=EXPERTS,
     )
     router_pre_softmax: bool = option(
         False,
         "Weigh the chosen experts by a softmax over all experts; off: by a softmax over those that are chosen.",
-        flag="--moe-router-pre-softmax",
+        needs=(
+            EXPERTS,
+            Needs(
+                lambda config: config.model.experts.router_score_function == "softmax",
+                "with sigmoid scores",
+                "use --set model.experts.router_score_function=softmax",
+            ),
+        ),
     )
     router_topk_scaling_factor: float | None = option(
-        None,
-        "Factor of the weights of the chosen experts; default: none (1).",
-        flag="--moe-router-topk-scaling-factor",
+        None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE, needs=EXPERTS
     )
     router_num_groups: int | None = option(
         None,
-        "Number of groups of experts, of which a token takes experts of --moe-router-group-topk groups only; default: "
-        "no groups.",
-        flag="--moe-router-num-groups",
+        "Number of groups of experts, of which a token takes experts of model.experts.router_group_topk groups only; "
+        "default: no groups.",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     router_group_topk: int | None = option(
         None,
         "Number of groups whose experts a token may take: those with the largest sums of their best scores; default: "
         "no groups.",
-        flag="--moe-router-group-topk",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     router_enable_expert_bias: bool = option(
         False,
         "Balance experts by a bias per expert that only their choice uses; each step lowers it for experts with more "
         "tokens than the mean and raises it for others (DeepSeek-V3).",
-        flag="--moe-router-enable-expert-bias",
+        needs=EXPERTS,
     )
     router_bias_update_rate: float = option(
         None,
         "Amount by which each step changes the bias of an expert; default: 0.001, and 0 with given weights.",
         flag="--moe-router-bias-update-rate",
+        valid=AT_LEAST_0,
+        needs=(
+            EXPERTS,
+            Needs(
+                lambda config: config.model.experts.router_enable_expert_bias,
+                "without a bias",
+                "add --set model.experts.router_enable_expert_bias=true",
+            ),
+        ),
     )
     aux_loss_coeff: float = option(
         0.0,
         "Factor of the loss that balances the load of experts within each sequence, summed over layers; 0: none.",
         flag="--moe-aux-loss-coeff",
+        valid=AT_LEAST_0,
+        needs=EXPERTS,
     )
     z_loss_coeff: float = option(
-        0.0, "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.", flag="--moe-z-loss-coeff"
+        0.0,
+        "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.",
+        flag="--moe-z-loss-coeff",
+        valid=AT_LEAST_0,
+        needs=EXPERTS,
     )
     router_force_load_balancing: bool = option(
         False,
         "Send tokens to all experts equally often, whatever the router says: for measurements of speed only.",
         flag="--moe-router-force-load-balancing",
+        needs=EXPERTS,
     )

@@ -16,13 +16,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megavlm.config.elsewhere import value_hint
 from megavlm.config.messages import did_you_mean, plain, shown
-from megavlm.config.option import Valid
+from megavlm.config.option import KEY_ONLY, Needs, Valid
 from megavlm.config.registry import OPEN_POINTS, Sections, State, from_code, registered, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
-# The flags of these sections start with the section's name, since their fields have equal names.
-PREFIXED_SECTIONS = ("vision", "projector", "language", "lora")
+# The shape of a model is a file format: of these sections, only options that say a flag have one.
+SHAPE = ("model.vision", "model.projector", "model.language", "model.experts")
+# What the flags of a section start with where its fields have names that others have, too.
+PREFIXES = {"vision": "vision", "projector": "projector", "language": "language", "lora": "lora", "experts": "moe"}
 
 PUBLISHED = ("model", "published")
 
@@ -194,9 +196,10 @@ class Option:
     default: Any
     help: str
     aliases: tuple[str, ...]
-    own_flag: str | None  # None: the flag follows from the path
+    own_flag: str | None  # None: the flag follows from the path; KEY_ONLY: it has none
     common: str | None  # its group in `--help`; None: only `--help-all` lists it
-    valid: Valid | None  # the range of a number; None: `ranges.py` has it, or it has none
+    valid: Valid | None  # the range of a number; None: it has none, or one that depends on other options
+    needs: tuple[Needs, ...]  # what must be set for it to have an effect
     point: str | None  # where the names are registered that it may say
     registers: bool  # whether it belongs to something that is registered under a name
 
@@ -210,21 +213,31 @@ class Option:
         return ".".join(self.path[:-1])
 
     @property
+    def spelled(self) -> str:
+        """Return the flag that follows from the path: `--train-iters`, `--vision-num-layers`."""
+        prefix = PREFIXES.get(self.path[-2], self.path[-2] if self.registers else None)
+        return "--" + "-".join(filter(None, (prefix, self.path[-1]))).replace("_", "-")
+
+    @property
     def flag(self) -> str:
-        """Name on the command line: `--vision-num-layers`, `--train-iters`."""
+        """Return the name on the command line; KEY_ONLY for a key of files and of `--set` alone."""
         if self.own_flag is not None:
             return self.own_flag
-        prefix = [self.path[-2]] if self.registers or self.path[-2] in PREFIXED_SECTIONS else []
-        return "--" + "-".join([*prefix, self.path[-1]]).replace("_", "-")
+        return KEY_ONLY if self.section.startswith(SHAPE) else self.spelled
+
+    @property
+    def name(self) -> str:
+        """Return what messages call the option: its flag, or its key where it has none."""
+        return self.flag or self.key
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Return the flag and its aliases."""
-        return (self.flag, *self.aliases)
+        """Return the flag and its aliases; none for a key alone."""
+        return (self.flag, *self.aliases) if self.flag else ()
 
     @property
     def negations(self) -> tuple[str, ...]:
-        """Flags that switch a boolean off: `--no-` before each of its names."""
+        """Return the flags that switch a boolean off: `--no-` before each of its names."""
         return tuple(f"--no-{flag[2:]}" for flag in self.flags) if self.kind.scalar is bool else ()
 
 
@@ -255,7 +268,7 @@ def _options(section: Any, path: tuple[str, ...], *, registers: bool = False) ->
             kind = replace(kind, choices=(*kind.choices, *registered(point)))
         if field.default is None:  # also where `resolve` fills it in, so that the type does not say it
             kind = replace(kind, optional=True)
-        # The metadata's keys are help, aliases, own_flag, common, valid and point.
+        # The metadata's keys are help, aliases, own_flag, common, valid, needs and point.
         yield Option((*path, field.name), kind, field.default, registers=registers, **field.metadata)
     for name, below in nested:
         if below is not None:

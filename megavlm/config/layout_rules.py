@@ -10,8 +10,9 @@ from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_
 from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind, is_set, resolve_model
+from megavlm.config.resolve import is_set, resolve_model
 from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.sharding_rules import SHARDING_RULES
@@ -23,8 +24,8 @@ def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
     parallel, model = config.parallel, config.model
     language, vision = ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size), _vision_tp(config)
     widths = (
-        (("--vision-ffn-hidden-size", model.vision.ffn_hidden_size), vision),
-        (("--language-ffn-hidden-size", model.language.ffn_hidden_size), language),
+        (("model.vision.ffn_hidden_size", model.vision.ffn_hidden_size), vision),
+        (("model.language.ffn_hidden_size", model.language.ffn_hidden_size), language),
         (_projector_width(model), vision),
     )
     for (flag, width), (option, tp) in widths:
@@ -85,8 +86,8 @@ def encoders_divide_replica(config: Config) -> str | None:
 
 def _projector_width(model: ModelConfig) -> tuple[str, int]:
     if model.projector.kind != "linear" and is_set(model.projector, "hidden_size"):
-        return "--projector-hidden-size", model.projector.hidden_size
-    return "--language-hidden-size (the width of the projector)", model.language.hidden_size
+        return "model.projector.hidden_size", model.projector.hidden_size
+    return "model.language.hidden_size (the width of the projector)", model.language.hidden_size
 
 
 def sequence_parallel_has_tp(config: Config) -> str | None:
@@ -196,7 +197,7 @@ def compressing_groups_divide(config: Config, world: int) -> str | None:
     size = config.parallel.compress_group_size
     ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
     if size is not None and ranks % size:
-        return f"--compress-group-size {size} does not divide {ranks} data-parallel ranks: use {divisors(ranks)}"
+        return f"parallel.compress_group_size {size} does not divide {ranks} data-parallel ranks: use {divisors(ranks)}"
     return None
 
 

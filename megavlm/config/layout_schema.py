@@ -5,17 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.option import LAYOUT, PRECISION, option
+from megavlm.config.needs import COLOCATED, EXPERTS
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, LAYOUT, POSITIVE, PRECISION, Needs, option
+
+FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add --fp8 hybrid")
+DELAYED_SCALING = (
+    FP8,
+    Needs(
+        lambda config: config.precision.fp8_recipe == "delayed", "without delayed scaling", "use --fp8-recipe delayed"
+    ),
+)
+BF16_LAYERS = Needs(
+    lambda config: config.precision.first_last_layers_bf16, "without --first-last-layers-bf16", "add it"
+)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How ranks split the model, the batch and the optimizer state."""
 
-    tensor_model_parallel_size: int = option(1, "Number of ranks that split each layer.", "--tp", common=LAYOUT)
-    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT)
+    tensor_model_parallel_size: int = option(
+        1, "Number of ranks that split each layer.", "--tp", common=LAYOUT, valid=AT_LEAST_1
+    )
+    pipeline_model_parallel_size: int = option(1, "Number of pipeline stages.", "--pp", common=LAYOUT, valid=AT_LEAST_1)
     virtual_pipeline_model_parallel_size: int = option(
-        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT
+        1, "Model chunks per pipeline stage (interleaved 1F1B).", "--vpp", common=LAYOUT, valid=AT_LEAST_1
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1"] | None = option(
         None,
@@ -26,22 +40,35 @@ class ParallelConfig:
         1,
         "Number of ranks that split each sequence (context parallelism), for sequences that one rank cannot hold.",
         "--cp",
+        valid=AT_LEAST_1,
     )
     cp_comm_type: Literal["auto", "a2a", "all_gather"] = option(
         "auto",
         "How ranks of --cp attend to one another's positions: exchange heads (a2a), gather keys and values "
         "(all_gather), or both (auto): as many ranks exchange heads as the heads allow, and groups of them gather.",
+        needs=Needs(
+            lambda config: config.parallel.context_parallel_size > 1, "without context parallelism", "add --cp 2"
+        ),
     )
     expert_model_parallel_size: int = option(
-        1, "Number of ranks that hold different experts of each layer; must divide --num-experts.", "--ep"
+        1,
+        "Number of ranks that hold different experts of each layer; must divide --num-experts.",
+        "--ep",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     expert_tensor_parallel_size: int | None = option(
-        None, "Number of ranks that split each expert; default: TP if EP is 1, else 1.", "--etp"
+        None,
+        "Number of ranks that split each expert; default: TP if EP is 1, else 1.",
+        "--etp",
+        valid=AT_LEAST_1,
+        needs=EXPERTS,
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
         "alltoall",
         "How tokens reach experts on other ranks: each is sent to its experts (alltoall), or all tokens are gathered "
         "by all ranks of EP × ETP (allgather).",
+        needs=EXPERTS,
     )
     sequence_parallel: bool | None = option(
         None,
@@ -52,6 +79,8 @@ class ParallelConfig:
         1,
         "Colocated encoder: number of ranks that split an encoder too large for one GPU; must divide TP × CP × PP.",
         "--vision-tp",
+        valid=AT_LEAST_1,
+        needs=COLOCATED,
     )
     data_parallel_sharding: Literal["none", "optimizer", "optimizer_gradients", "full"] = option(
         "optimizer",
@@ -63,12 +92,14 @@ class ParallelConfig:
         None,
         "Number of data-parallel ranks per shard group; groups replicate one another (HSDP). Default: one group "
         "of all ranks.",
+        valid=AT_LEAST_1,
     )
     secondary_shard_size: int | None = option(
         None,
         "ZeRO-3: number of neighbouring data-parallel ranks (of a node) that keep a second shard of gathered weights "
         "from a forward pass to its backward pass, which then gathers among them alone (ZeRO++'s hpZ, "
         "zero_hpz_partition_size). Default: backward passes gather over all ranks that shard.",
+        valid=AT_LEAST_1,
     )
     overlap_grad_reduce: bool | None = option(
         None, "Overlap gradient reduction with the backward pass; default: on if DP > 1."
@@ -82,6 +113,8 @@ class ParallelConfig:
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
         "none",
@@ -92,15 +125,17 @@ class ParallelConfig:
         None,
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
     )
     compress_error_feedback: bool = option(
         True,
         "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
         "that a rank sends.",
+        flag=KEY_ONLY,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
-        "none",
-        "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact.",
+        "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
     )
     tp_comm_overlap: bool = option(
         False,
@@ -108,7 +143,7 @@ class ParallelConfig:
         "Transformer Engine.",
     )
     distributed_timeout_minutes: float = option(
-        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run."
+        10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run.", valid=POSITIVE
     )
     spare_ranks: bool = option(
         False,
@@ -123,8 +158,7 @@ class PlacementConfig:
 
     encoder: Literal["stages", "colocated"] = option(
         "stages",
-        "Run the vision encoder as pipeline stages, or colocated: a copy on every rank encodes a share of the "
-        "images before the language pipeline starts.",
+        "Where the vision encoder runs: in pipeline stages, or colocated on every rank.",
         flag="--placement",
         common=LAYOUT,
     )
@@ -132,11 +166,16 @@ class PlacementConfig:
         None,
         "Colocated encoder: maximum number of patches per encoder pass (at least one image), which bounds "
         "activation memory; default: 16384 on a GPU, 4096 on a CPU.",
+        valid=AT_LEAST_1,
+        needs=COLOCATED,
     )
     encoder_keep_chunks: int = option(
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=COLOCATED,
     )
     encode_ahead: bool = option(
         False,
@@ -148,7 +187,13 @@ class PlacementConfig:
         "default: no cache.",
     )
     vision_cache_size: float = option(
-        10.0, "Size limit of --vision-cache in GiB; least recently used entries are evicted."
+        10.0,
+        "Size limit of --vision-cache in GiB; least recently used entries are evicted.",
+        flag=KEY_ONLY,
+        valid=POSITIVE,
+        needs=Needs(
+            lambda config: config.placement.vision_cache is not None, "without a cache", "add --vision-cache DIR"
+        ),
     )
     plan: Literal["manual", "auto"] = option(
         "manual",
@@ -177,14 +222,12 @@ class ExecutionConfig:
         "a GPU are available).",
     )
     recompute_granularity: Literal["none", "selective", "full"] = option(
-        "none",
-        "Recompute nothing, attention (selective), or whole layers (full) in the backward pass.",
-        common=PRECISION,
+        "none", "Recompute attention (selective) or whole layers (full) in the backward pass.", common=PRECISION
     )
     offload: tuple[str, ...] = option(
         (),
-        "Keep in host memory: optimizer state, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
-        "default: none of them.",
+        "What is kept in host memory: optimizer, activations, with ZeRO-3 parameters; on disk: optimizer=nvme:DIR; "
+        "default: none.",
         common=PRECISION,
     )
     gradient_accumulation_fusion: bool = option(
@@ -196,6 +239,8 @@ class ExecutionConfig:
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(
         False,
@@ -210,8 +255,7 @@ class PrecisionConfig:
 
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         None,
-        "Type of parameters and activations (main weights and sums of gradients are fp32); default: fp32, from given "
-        "weights bf16.",
+        "Type of parameters and activations (main weights are fp32); default: fp32, given weights: bf16.",
         flag="--precision",
         common=PRECISION,
     )
@@ -224,25 +268,48 @@ class PrecisionConfig:
         "tensorwise",
         "FP8 scaling: delayed (per tensor, amax history), tensorwise (per tensor, current amax), blockwise, or "
         "mxfp8 (32-element blocks, Blackwell GPUs).",
+        needs=FP8,
     )
     fp8_parts: tuple[Literal["vision", "language"], ...] = option(
-        ("language",), "FP8: parts of the model whose transformer layers use FP8."
+        ("language",), "FP8: parts of the model whose transformer layers use FP8.", needs=FP8
     )
-    first_last_layers_bf16: bool = option(False, "FP8: keep the first and the last layers of each part in bf16.")
+    first_last_layers_bf16: bool = option(
+        False, "FP8: keep the first and the last layers of each part in bf16.", needs=FP8
+    )
     num_layers_at_start_in_bf16: int = option(
-        1, "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16."
+        1,
+        "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=BF16_LAYERS,
     )
     num_layers_at_end_in_bf16: int = option(
-        1, "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16."
+        1,
+        "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=BF16_LAYERS,
     )
     fp8_margin: int = option(
-        0, "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow."
+        0,
+        "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=DELAYED_SCALING,
     )
-    fp8_amax_history_len: int = option(1024, "FP8 delayed scaling: length of the amax history in passes.")
+    fp8_amax_history_len: int = option(
+        1024,
+        "FP8 delayed scaling: length of the amax history in passes.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=DELAYED_SCALING,
+    )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
         "max",
         "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
+        flag=KEY_ONLY,
+        needs=DELAYED_SCALING,
     )
     fp8_param_gather: bool = option(
-        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
+        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine.", needs=FP8
     )

@@ -63,6 +63,11 @@ def from_dict(data: object) -> Config:
 
     Raises UserError naming `section.key` for an unknown key (with a suggestion) or a value of the wrong type.
     """
+    return with_values(Config(), values_in(data))
+
+
+def values_in(data: object) -> dict[tuple[str, ...], Any]:
+    """Return the value of each option, by path, that nested mappings have. Raises UserError as `from_dict`."""
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
     sections |= {
@@ -71,7 +76,7 @@ def from_dict(data: object) -> Config:
         "data.sources",
         "logging.callbacks",
     }  # also where nothing has options
-    return with_values(Config(), dict(_values(data, prefix="", table=table, sections=sections)))
+    return dict(_values(data, prefix="", table=table, sections=sections))
 
 
 def _values(
@@ -114,6 +119,9 @@ def in_yaml(text: str) -> str:
     """Return the text of a hint with keys in the place of flags: `--precision bf16` is `precision.dtype: bf16`."""
     by_flag = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
     head, comma, note = text.partition(",")
+    if head.startswith("--set "):
+        key, equals, value = head.removeprefix("--set ").partition("=")
+        return key + (f": {value}" if equals else "") + comma + note
     flag, *values = head.split()
     value = f"[{', '.join(values)}]" if by_flag[flag].kind.many else " ".join(values)
     value = "false" if flag in by_flag[flag].negations else value
@@ -182,19 +190,24 @@ def read_yaml(path: str | Path, *, what: str) -> Any:
         is_folder = bool(path) and Path(path).is_dir()
         why = "it is a folder: name the file in it" if is_folder else error.strerror or plain(str(error))
         raise UserError(f"{what} {name} cannot be read: {why}") from None
+    return data_of(text, what=f"{what} {name}")
+
+
+def data_of(text: str, *, what: str) -> Any:
+    """Return the data in a YAML text; None if it is empty. Raises UserError as `read_yaml`, beginning with `what`."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if _expanded(root) > _MOST_NODES:
-            raise UserError(f"{what} {name} has more than {_MOST_NODES} values with its aliases expanded: write fewer")
+            raise UserError(f"{what} has more than {_MOST_NODES} values with its aliases expanded: write fewer")
         duplicate = _duplicate_key(root)
         data = yaml.safe_load(text)
     except UserError:
         raise
     # PyYAML raises many types on malformed text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
     except Exception as error:
-        raise UserError(f"{what} {name} is not valid YAML{_place(error)}") from None
+        raise UserError(f"{what} is not valid YAML{_place(error)}") from None
     if duplicate is not None:
-        raise UserError(f"{what} {name} has {plain(duplicate)} twice in one mapping: merge them or remove one")
+        raise UserError(f"{what} has {plain(duplicate)} twice in one mapping: merge them or remove one")
     return data
 
 

@@ -66,7 +66,7 @@ def unmatched(config: Config) -> list[str]:
 
 
 def never_run(config: Config) -> list[str]:
-    """Return the targets that match only vision layers after --vision-feature-layer, which never run."""
+    """Return the targets that match only vision layers after model.vision.feature_layer, which never run."""
     vision = config.model.vision
     runs = vision.num_layers + 1 + vision.feature_layer
     skipped = {

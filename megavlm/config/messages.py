@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 # Larger divisors are not listed: no layer is split over more processes.
@@ -19,13 +19,15 @@ _LIKE = 0.75
 DASHES = "-–—−"
 
 
-def did_you_mean(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> str:
+def did_you_mean(
+    word: str, candidates: Iterable[str], *, aside: Collection[str] = (), written: Callable[[str], str] = str
+) -> str:
     """Return `": did you mean X?"` for the candidates most similar to a word, or an empty string.
 
-    Those `aside` are meant only where no other is as similar.
+    Those `aside` are meant only where no other is as similar. `written` returns a candidate as the message has it.
     """
     near = nearest_names(word, candidates, aside=aside)
-    return f": did you mean {' or '.join(near[:3])}?" if near else ""
+    return f": did you mean {' or '.join(map(written, near[:3]))}?" if near else ""
 
 
 def nearest_names(word: str, candidates: Iterable[str], *, aside: Collection[str] = ()) -> list[str]:

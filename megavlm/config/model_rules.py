@@ -10,8 +10,9 @@ from megavlm.config.derived import masks_attention, rotary_channels
 from megavlm.config.expert_rules import EXPERT_MODEL_RULES
 from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind, is_set, resolve_model
+from megavlm.config.resolve import is_set, resolve_model
 from megavlm.config.schema import Config
 
 
@@ -19,7 +20,7 @@ def vision_heads_divide_hidden(config: Config) -> str | None:
     vision = config.model.vision
     if vision.hidden_size % vision.num_attention_heads:
         return (
-            f"--vision-hidden-size {vision.hidden_size} is not divisible by --vision-num-attention-heads "
+            f"model.vision.hidden_size {vision.hidden_size} is not divisible by model.vision.num_attention_heads "
             f"{vision.num_attention_heads}: {nearest(vision.hidden_size, vision.num_attention_heads)}"
         )
     return None
@@ -31,9 +32,9 @@ def vision_rotary_pairs(config: Config) -> str | None:
     head = vision.hidden_size // vision.num_attention_heads
     if vision.position_embedding != "learned" and head % 4:
         return (
-            f"--vision-position-embedding {vision.position_embedding} needs a head width divisible by 4, but "
-            f"--vision-hidden-size {vision.hidden_size} / --vision-num-attention-heads {vision.num_attention_heads} "
-            f"is {head}: change either, or use learned"
+            f"model.vision.position_embedding {vision.position_embedding} needs a head width divisible by 4, but "
+            f"model.vision.hidden_size {vision.hidden_size} / model.vision.num_attention_heads "
+            f"{vision.num_attention_heads} is {head}: change either, or use learned"
         )
     return None
 
@@ -42,8 +43,8 @@ def language_heads_divide_hidden(config: Config) -> str | None:
     language = config.model.language
     if not is_set(language, "kv_channels") and language.hidden_size % language.num_attention_heads:
         return (
-            f"--language-hidden-size {language.hidden_size} is not divisible by --language-num-attention-heads "
-            f"{language.num_attention_heads}: change either, or set --language-kv-channels"
+            f"model.language.hidden_size {language.hidden_size} is not divisible by model.language.num_attention_heads "
+            f"{language.num_attention_heads}: change either, or set model.language.kv_channels"
         )
     return None
 
@@ -54,16 +55,16 @@ def language_rotary_pairs(config: Config) -> str | None:
     channels = rotary_channels(resolve_model(config.model).language)
     if language.rotary_percent < 1 and (channels % 2 or not channels):
         return (
-            f"--language-rotary-percent {language.rotary_percent} rotates {channels} channels of a head, and rotary "
-            "embedding needs pairs: set another share"
+            f"model.language.rotary_percent {language.rotary_percent} rotates {channels} channels of a head, and "
+            "rotary embedding needs pairs: set another share"
         )
     if is_set(language, "kv_channels") and language.kv_channels % 2:
-        return f"--language-kv-channels {language.kv_channels} must be even for rotary embedding: add or subtract 1"
+        return f"model.language.kv_channels {language.kv_channels} must be even for rotary embedding: add or subtract 1"
     if not is_set(language, "kv_channels") and (head := language.hidden_size // language.num_attention_heads) % 2:
         return (
-            f"--language-hidden-size {language.hidden_size} / --language-num-attention-heads "
+            f"model.language.hidden_size {language.hidden_size} / model.language.num_attention_heads "
             f"{language.num_attention_heads} is {head}, and rotary embedding needs an even head width: change either, "
-            f"or set --language-kv-channels"
+            f"or set model.language.kv_channels"
         )
     return None
 
@@ -72,12 +73,12 @@ def rope_scaling_has_a_middle(config: Config) -> str | None:
     language = config.model.language
     if language.rope_scaling == "llama3" and language.rope_high_freq_factor <= language.rope_low_freq_factor:
         return (
-            f"--language-rope-high-freq-factor {language.rope_high_freq_factor} must be above "
-            f"--language-rope-low-freq-factor {language.rope_low_freq_factor}: raise it (Llama 3.1 has 4 and 1)"
+            f"model.language.rope_high_freq_factor {language.rope_high_freq_factor} must be above "
+            f"model.language.rope_low_freq_factor {language.rope_low_freq_factor}: raise it (Llama 3.1 has 4 and 1)"
         )
     if language.rope_scaling == "yarn" and language.rope_beta_fast <= language.rope_beta_slow:
         return (
-            f"--language-rope-beta-fast {language.rope_beta_fast} must be above --language-rope-beta-slow "
+            f"model.language.rope_beta_fast {language.rope_beta_fast} must be above model.language.rope_beta_slow "
             f"{language.rope_beta_slow}: raise it (YaRN has 32 and 1)"
         )
     return None
@@ -88,7 +89,7 @@ def sequence_is_not_too_long(config: Config) -> str | None:
     longest = language.max_positions
     if longest is None or config.train.seq_length <= longest:
         return None
-    remedy = "set --language-max-positions none"
+    remedy = "add --set model.language.max_positions=null"
     # A folder decides the limit, and the programs that read an exported model take it from the same config.json.
     if folder := config.checkpoint.init_from or config.checkpoint.language_from:
         # A window of full attention is a limit (families/shared/language.py); Gemma's belongs to the model.
@@ -107,12 +108,15 @@ def mrope_sections_fill_the_head(config: Config) -> str | None:
     language = config.model.language
     sections = language.mrope_section
     if language.mrope_interleaved and not sections:
-        return "--language-mrope-interleaved sets the order of M-RoPE sections: add --language-mrope-section"
+        return (
+            "model.language.mrope_interleaved sets the order of M-RoPE sections: add --set "
+            "model.language.mrope_section=[T,H,W]"
+        )
     pairs = rotary_channels(resolve_model(config.model).language) // 2
     if sections and (len(sections) != 3 or sum(sections) != pairs):
         return (
-            f"--language-mrope-section {' '.join(map(str, sections))} must be three numbers (time, height, width) that "
-            f"add up to {pairs}, the channel pairs of a language head that rotate"
+            f"model.language.mrope_section {' '.join(map(str, sections))} must be three numbers (time, height, width) "
+            f"that add up to {pairs}, the channel pairs of a language head that rotate"
         )
     return None
 
@@ -121,8 +125,9 @@ def query_groups_divide_heads(config: Config) -> str | None:
     language = config.model.language
     if is_set(language, "num_query_groups") and language.num_attention_heads % language.num_query_groups:
         return (
-            f"--language-num-query-groups {language.num_query_groups} must divide --language-num-attention-heads "
-            f"{language.num_attention_heads}: use {divisors(language.num_attention_heads)}"
+            f"model.language.num_query_groups {language.num_query_groups} must divide "
+            f"model.language.num_attention_heads {language.num_attention_heads}: use "
+            f"{divisors(language.num_attention_heads)}"
         )
     return None
 
@@ -131,8 +136,8 @@ def feature_layer_exists(config: Config) -> str | None:
     vision = config.model.vision
     if not -vision.num_layers <= vision.feature_layer <= -1:
         return (
-            f"--vision-feature-layer {vision.feature_layer} must be between -1 (the last layer) and "
-            f"{-vision.num_layers} (the first of --vision-num-layers {vision.num_layers})"
+            f"model.vision.feature_layer {vision.feature_layer} must be between -1 (the last layer) and "
+            f"{-vision.num_layers} (the first of model.vision.num_layers {vision.num_layers})"
         )
     return None
 
@@ -142,15 +147,18 @@ def windows_hold_features(config: Config) -> str | None:
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     if vision.window_size is None:
         if vision.full_attention_layers:
-            return "--vision-full-attention-layers are exceptions from windowed attention: add --vision-window-size"
+            return (
+                "model.vision.full_attention_layers are exceptions from windowed attention: add --set "
+                "model.vision.window_size=N"
+            )
         return None
     if vision.window_size < vision.patch_size * shuffle:
         return (
-            f"--vision-window-size {vision.window_size} is smaller than a feature: set it to at least "
-            f"--vision-patch-size {vision.patch_size} × --projector-pixel-shuffle {shuffle}"
+            f"model.vision.window_size {vision.window_size} is smaller than a feature: set it to at least "
+            f"model.vision.patch_size {vision.patch_size} × model.projector.pixel_shuffle {shuffle}"
         )
     if vision.class_token:
-        return "--vision-window-size and --vision-class-token cannot be combined: a class token is in no window"
+        return "model.vision.window_size and model.vision.class_token cannot be combined: a class token is in no window"
     return None
 
 
@@ -158,29 +166,31 @@ def deepstack_layers_exist(config: Config) -> str | None:
     """The features of the j-th DeepStack layer are added after language layer j."""
     vision, language = config.model.vision, config.model.language
     layers, last = vision.deepstack_layers, vision.num_layers + vision.feature_layer
-    shown = f"--vision-deepstack-layers {' '.join(map(str, layers))}"
+    shown = f"model.vision.deepstack_layers {' '.join(map(str, layers))}"
     if list(layers) != sorted(set(layers)):
         return f"{shown} must be in ascending order: list each layer once"
     if layers and layers[-1] > last:
-        return f"{shown} must be layers that run, 0 to {last}: see --vision-num-layers and --vision-feature-layer"
+        return (
+            f"{shown} must be layers that run, 0 to {last}: see model.vision.num_layers and model.vision.feature_layer"
+        )
     if len(layers) > language.num_layers:
-        return f"{shown} are more than --language-num-layers {language.num_layers}: list fewer"
+        return f"{shown} are more than model.language.num_layers {language.num_layers}: list fewer"
     return None
 
 
 def patches_tile_images(config: Config) -> str | None:
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
-    sides = [("--vision-image-size", vision.image_size)]
+    sides = [("model.vision.image_size", vision.image_size)]
     if data_kind(config) == "synthetic":
         sides += [("--image-sizes", side) for side in config.data.image_sizes]
     for flag, side in sides:
         count, remedy = side // vision.patch_size, nearest(side, vision.patch_size * shuffle)
         if side % vision.patch_size:
-            return f"{flag} {side} is not a multiple of --vision-patch-size {vision.patch_size}: {remedy}"
+            return f"{flag} {side} is not a multiple of model.vision.patch_size {vision.patch_size}: {remedy}"
         if count % shuffle:
             return (
-                f"{flag} {side} is {count} patches of --vision-patch-size {vision.patch_size} a side, which "
-                f"--projector-pixel-shuffle {shuffle} does not divide: {remedy}"
+                f"{flag} {side} is {count} patches of model.vision.patch_size {vision.patch_size} a side, which "
+                f"model.projector.pixel_shuffle {shuffle} does not divide: {remedy}"
             )
     return None
 
@@ -189,14 +199,14 @@ def full_attention_layers_exist(config: Config) -> str | None:
     layers, last = config.model.language.full_attention_layers, config.model.language.num_layers - 1
     if layers and max(layers) > last:
         shown = " ".join(map(str, layers))
-        return f"--language-full-attention-layers {shown} must be layers that exist, 0 to {last}: name those alone"
+        return f"model.language.full_attention_layers {shown} must be layers that exist, 0 to {last}: name those alone"
     return None
 
 
 def masks_are_expressible(config: Config) -> str | None:
     """A sliding window and images that attend both ways need masks, which depend on a micro-batch's images."""
     language = config.model.language
-    flag = "--language-bidirectional-images" if language.bidirectional_images else "--language-window-size"
+    flag = "model.language.bidirectional_images" if language.bidirectional_images else "model.language.window_size"
     if not masks_attention(language):
         return None
     if language.bidirectional_images and data_kind(config) == "digits":
@@ -212,16 +222,22 @@ def tiled_images_are_expressible(config: Config) -> str | None:
     if model.projector.anyres_max_tiles is None:
         return None
     if model.vision.deepstack_layers:
-        return "--projector-anyres-max-tiles and --vision-deepstack-layers cannot be combined: leave one of them out"
+        return (
+            "model.projector.anyres_max_tiles and model.vision.deepstack_layers cannot be combined: leave one of them "
+            "out"
+        )
     if model.language.mrope_section:
-        return "--projector-anyres-max-tiles and --language-mrope-section cannot be combined: leave one of them out"
+        return (
+            "model.projector.anyres_max_tiles and model.language.mrope_section cannot be combined: leave one of them "
+            "out"
+        )
     if data_kind(config) == "digits":
-        return "--data digits has no tiled images: leave --projector-anyres-max-tiles out, or use --data synthetic"
+        return "--data digits has no tiled images: leave model.projector.anyres_max_tiles out, or use --data synthetic"
     for side in data.image_sizes:
         if side % model.vision.image_size:
             return (
-                f"--image-sizes {side} is not a multiple of --vision-image-size {model.vision.image_size}, "
-                f"which --projector-anyres-max-tiles needs: {nearest(side, model.vision.image_size)}"
+                f"--image-sizes {side} is not a multiple of model.vision.image_size {model.vision.image_size}, "
+                f"which model.projector.anyres_max_tiles needs: {nearest(side, model.vision.image_size)}"
             )
     return None
 
@@ -234,9 +250,11 @@ def connector_takes_the_model(config: Config) -> str | None:
     connector: Any = registered("connectors")[model.projector.kind]
     flag = f"--projector-kind {connector.name}"
     if not connector.keeps_grid and model.vision.deepstack_layers:
-        return f"{flag} and --vision-deepstack-layers cannot be combined: leave one of them out"
+        return f"{flag} and model.vision.deepstack_layers cannot be combined: leave one of them out"
     if not connector.keeps_grid and model.language.mrope_section:
-        return f"{flag} and --language-mrope-section cannot be combined, as its features have no rows: leave one out"
+        return (
+            f"{flag} and model.language.mrope_section cannot be combined, as its features have no rows: leave one out"
+        )
     return next(iter(connector.problems(replace(config, model=model))), None)
 
 
@@ -255,7 +273,7 @@ def lora_targets_exist(config: Config) -> str | None:
     if idle := never_run(config):
         vision = config.model.vision
         return (
-            f"--lora-targets {idle[0]} matches only vision layers that never run, because --vision-feature-layer "
+            f"--lora-targets {idle[0]} matches only vision layers that never run, because model.vision.feature_layer "
             f"{vision.feature_layer} uses the output of layer {vision.num_layers + vision.feature_layer}: name layers "
             "up to that one"
         )

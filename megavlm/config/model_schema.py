@@ -2,89 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.objective_schema import ObjectiveConfig
-from megavlm.config.option import MODEL, option
+from megavlm.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    KEY_ONLY,
+    MODEL,
+    POSITIVE,
+    Needs,
+    option,
+)
 from megavlm.config.registry import ConnectorSections
+from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
 
 
-@dataclass(frozen=True)
-class VisionConfig:
-    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
+def _norm_layer(there: Callable[[ProjectorConfig, VisionConfig], bool]) -> Needs:
+    return Needs(
+        lambda config: there(config.model.projector, config.model.vision),
+        "without a norm layer",
+        "add --set model.projector.input_norm=true",
+    )
 
-    num_layers: int = option(4, "Number of transformer layers of the vision encoder.")
-    hidden_size: int = option(128, "Hidden size of the vision encoder.")
-    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.")
-    num_attention_heads: int = option(
-        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP."
-    )
-    image_size: int = option(32, "Side in pixels of the images that the table of learned positions is for.")
-    patch_size: int = option(8, "Side of a patch in pixels.")
-    in_channels: int = option(
-        3,
-        "Number of channels of an image; with given weights, as many as theirs or more (see --vision-new-channels).",
-    )
-    new_channels: Literal["zeros", "repeat"] = option(
-        "zeros",
-        "Weights of the channels that --vision-in-channels adds to given ones: zeros, so that training starts from the "
-        "given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
-    )
-    temporal_patch_size: int = option(
-        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2)."
-    )
-    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
-    position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
-        "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
-    )
-    position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
-        "bicubic",
-        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
-        "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
-    )
-    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.")
-    rotary_interleaved: bool = option(
-        False,
-        "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
-        "gelu", "Activation function of the vision MLP."
-    )
-    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
-    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
-    qk_norm: Literal["none", "head", "full"] = option(
-        "none", "RMS normalization of queries and keys: none, per head, or full (over all heads at once, InternViT-6B)."
-    )
-    layer_scale: bool = option(
-        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
-    )
-    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
-    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
-    norm_before_position: bool = option(
-        False, "Apply the norm layer of --vision-pre-norm before learned positions are added (GLM-4.1V); off: after."
-    )
-    post_norm: bool = option(
-        True, "Add a norm layer after the last layer; it has no effect if --vision-feature-layer is not -1."
-    )
-    feature_layer: int = option(
-        -1,
-        "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
-    )
-    window_size: int | None = option(
-        None, "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image."
-    )
-    full_attention_layers: tuple[int, ...] = option(
-        (), "Indices (from 0) of layers that attend to the whole image despite --vision-window-size; default: no layer."
-    )
-    deepstack_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
-        "(Qwen3-VL's DeepStack); default: no layer.",
-    )
+
+# Which norm layers of the projector an option is about: those of its input, of DeepStack, and of a gated projector.
+ANY_NORM = _norm_layer(
+    lambda projector, vision: projector.input_norm or projector.kind == "gated" or bool(vision.deepstack_layers)
+)
+OWN_NORM = _norm_layer(lambda projector, vision: projector.input_norm or projector.kind == "gated")
+MERGED_NORM = _norm_layer(lambda projector, vision: projector.input_norm or bool(vision.deepstack_layers))
+CONVOLUTION = Needs(
+    lambda config: config.model.projector.merge == "convolution",
+    "without a convolution",
+    "use --set model.projector.merge=convolution",
+)
+ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 
 
 @dataclass(frozen=True)
@@ -95,30 +52,48 @@ class ProjectorConfig:
         "mlp",
         "Type of the projector: one linear layer, an MLP (linear, GELU, linear), gated (a linear layer, norm and GELU, "
         "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/connectors.md).",
+        flag="--projector-kind",
         point="connectors",
     )
-    hidden_size: int = option(None, "Inner width of the projector's MLP; default: --language-hidden-size.")
+    hidden_size: int = option(
+        None, "Inner width of the projector's MLP; default: model.language.hidden_size.", valid=AT_LEAST_1
+    )
     pixel_shuffle: int = option(
-        1, "Merge each N×N block of neighbouring patches into one feature before the projector."
+        1, "Merge each N×N block of neighbouring patches into one feature before the projector.", valid=AT_LEAST_1
     )
     merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
-        "How the patches of a block of --projector-pixel-shuffle become one feature: concatenated, averaged (Gemma 3), "
-        "or by a learned convolution over the block (Mistral 3).",
+        "How the patches of a block of model.projector.pixel_shuffle become one feature: concatenated, averaged (Gemma "
+        "3), or by a learned convolution over the block (Mistral 3).",
+        needs=Needs(
+            lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
+            "without blocks of patches",
+            "set model.projector.pixel_shuffle",
+        ),
     )
     merge_channels: int | None = option(
-        None, "Channels of a feature after --projector-merge convolution; default: those of a patch."
+        None,
+        "Channels of a feature after model.projector.merge convolution; default: those of a patch.",
+        valid=AT_LEAST_1,
+        needs=CONVOLUTION,
     )
-    merge_bias: bool = option(False, "Add a bias to --projector-merge convolution (GLM-4.1V).")
+    merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).", needs=CONVOLUTION)
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
-        "Apply the norm layer of --projector-input-norm to single patches (Mistral 3); off: to merged features.",
+        "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",
+        needs=MERGED_NORM,
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the norm layer before the projector's first linear layer.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "Type of the projector's norm layers.", needs=ANY_NORM
+    )
+    norm_epsilon: float = option(
+        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE, needs=OWN_NORM
+    )
     apply_layernorm_1p: bool = option(
-        False, "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma)."
+        False,
+        "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma).",
+        needs=ANY_NORM,
     )
     bias: bool = option(True, "Add biases to the projector's linear layers.")
     anyres_max_tiles: int | None = option(
@@ -126,105 +101,9 @@ class ProjectorConfig:
         "Split images into tiles, join the tiles' features into one map with a learned newline after each row, "
         "and downsample the map to at most this many tiles' features (LLaVA-OneVision's anyres_max_N); default: "
         "images are not split.",
+        valid=AT_LEAST_1,
     )
     connectors: ConnectorSections = field(default_factory=ConnectorSections)
-
-
-@dataclass(frozen=True)
-class LanguageConfig:
-    """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4 and those of their VLMs."""
-
-    num_layers: int = option(4, "Number of transformer layers of the language model.")
-    hidden_size: int = option(128, "Hidden size of the language model.")
-    ffn_hidden_size: int = option(256, "Inner width of the language MLP.")
-    num_attention_heads: int = option(8, "Number of query heads of the language model.")
-    num_query_groups: int = option(
-        None, "Number of key/value heads (grouped-query attention); default: the number of query heads."
-    )
-    kv_channels: int = option(None, "Width of an attention head; default: hidden size / attention heads.")
-    vocab_size: int = option(
-        None, "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results."
-    )
-    rotary_base: float = option(10000.0, "Base of the rotary position embedding.")
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
-        "none",
-        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
-        "low ones.",
-    )
-    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.")
-    rope_low_freq_factor: float = option(
-        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this."
-    )
-    rope_high_freq_factor: float = option(
-        4.0,
-        "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
-        "the two bounds.",
-    )
-    rope_beta_fast: float = option(
-        32.0, "yarn scaling: keep frequencies that make at least this many turns within the original positions."
-    )
-    rope_beta_slow: float = option(
-        1.0,
-        "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
-        "between the two bounds.",
-    )
-    rope_original_positions: int = option(
-        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions)."
-    )
-    rotary_percent: float = option(
-        1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5)."
-    )
-    rotary_interleaved: bool = option(
-        False, "Rotate pairs of neighbouring channels (GLM); off: channels of the first and the second half of a head."
-    )
-    local_rotary_base: float | None = option(
-        None,
-        "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
-        "(Gemma 3); default: positions rotate alike in all layers.",
-    )
-    max_positions: int | None = option(
-        None, "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit."
-    )
-    mrope_section: tuple[int, ...] = option(
-        (),
-        "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
-        "rotate with the token position.",
-    )
-    mrope_interleaved: bool = option(
-        False,
-        "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
-    )
-    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.")
-    add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
-    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
-    post_norms: bool = option(
-        False,
-        "Apply RMSNorm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
-    )
-    apply_layernorm_1p: bool = option(
-        False, "Multiply by 1 + weight in the language model's RMSNorm layers, instead of by the weight (Gemma)."
-    )
-    activation: Literal["swiglu", "geglu"] = option(
-        "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
-    )
-    softmax_scale: float | None = option(
-        None, "Factor of attention scores before the softmax; default: 1 / √(width of an attention head)."
-    )
-    embedding_scale: float = option(1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).")
-    window_size: int | None = option(
-        None,
-        "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
-        "tokens before it.",
-    )
-    full_attention_layers: tuple[int, ...] = option(
-        (),
-        "Indices (from 0) of language layers that attend to all tokens despite --language-window-size; default: no "
-        "layer.",
-    )
-    bidirectional_images: bool = option(
-        False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
-    )
-    tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")
 
 
 @dataclass(frozen=True)
@@ -241,19 +120,28 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     image_token: int | None = option(
-        None, "Token id whose positions receive the image features; default: the tokenizer's image token."
+        None,
+        "Token id whose positions receive the image features; default: the tokenizer's image token.",
+        valid=AT_LEAST_0,
     )
     video_token: int | None = option(
-        None, "Token id whose positions receive the features of videos; default: the model's (without one: no videos)."
+        None,
+        "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
     )
     video_steps_per_second: float | None = option(
         None,
         "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
         "frames that share patches (Qwen2-VL).",
+        flag=KEY_ONLY,
+        valid=POSITIVE,
     )
-    init_method_std: float = option(0.02, "Standard deviation of the normal distribution of initial weights.")
-    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.")
-    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.")
+    init_method_std: float = option(
+        0.02, "Standard deviation of the normal distribution of initial weights.", valid=POSITIVE
+    )
+    attention_dropout: float = option(0.0, "Dropout probability of attention probabilities.", valid=BELOW_1)
+    hidden_dropout: float = option(0.0, "Dropout probability of the output of each residual branch.", valid=BELOW_1)
     freeze: tuple[Literal["vision", "projector", "language"], ...] | None = option(
         None, "Parts to freeze; default: none, LoRA: those without adapters.", common=MODEL
     )
@@ -263,12 +151,17 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021) as in PEFT; all other weights of a part with adapters are frozen."""
 
-    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL)
-    alpha: float = option(16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.")
-    dropout: float = option(0.0, "Dropout probability of the input of adapters.")
+    rank: int = option(0, "Rank of the LoRA adapters; 0: no adapters.", common=MODEL, valid=AT_LEAST_0)
+    alpha: float = option(
+        16.0, "LoRA alpha: the output of adapters is multiplied by alpha / rank.", valid=POSITIVE, needs=ADAPTERS
+    )
+    dropout: float = option(0.0, "Dropout probability of the input of adapters.", valid=BELOW_1, needs=ADAPTERS)
     targets: tuple[str, ...] = option(
         ("language",),
         "Layers with LoRA adapters: a part (language, vision), a linear layer (q_proj), or a pattern with * and ?; "
         "routed experts only by their name (experts).",
+        needs=ADAPTERS,
     )
-    train_router: bool = option(False, "Train the routers of experts beside adapters; off: they are frozen.")
+    train_router: bool = option(
+        False, "Train the routers of experts beside adapters; off: they are frozen.", flag=KEY_ONLY
+    )

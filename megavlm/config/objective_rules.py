@@ -24,8 +24,8 @@ def matryoshka_widths_are_beginnings(config: Config) -> str | None:
     for width in widths:
         if width >= hidden:
             return (
-                f"--matryoshka-widths {width} is not below --language-hidden-size {hidden}, which has a loss anyway: "
-                "leave it out, or lower it"
+                f"model.objective.matryoshka_widths {width} is not below model.language.hidden_size {hidden}, which "
+                "has a loss anyway: leave it out, or lower it"
             )
     return None
 

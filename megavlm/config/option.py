@@ -1,10 +1,13 @@
-"""How an option of a run is declared: a dataclass field with a help line, aliases and a group of `--help`."""
+"""How an option of a run is declared: a dataclass field with all that is known of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megavlm.config.schema import Config
 
 # Groups of `--help`, in its order.
 MODEL = "model and weights"
@@ -13,6 +16,8 @@ LAYOUT = "layout"
 TRAINING = "training"
 PRECISION = "precision and memory"
 FILES = "checkpoints and logging"
+# In place of a flag: the option is a key of files and of `--set` alone.
+KEY_ONLY = ""
 COMMON_GROUPS = (MODEL, DATA, LAYOUT, TRAINING, PRECISION, FILES)
 
 
@@ -24,11 +29,24 @@ class Valid:
     holds: Callable[[float], bool]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """An option has an effect if `there(config)` is true; else messages say "--option has no effect " + `lacking`, and
+    the `remedy`.
+    """
+
+    there: Callable[[Config], bool]
+    lacking: str
+    remedy: str
+
+
 AT_LEAST_0 = Valid("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Valid("at least 1", lambda value: value >= 1)
 POSITIVE = Valid("greater than 0", lambda value: value > 0)
 BELOW_1 = Valid("at least 0 and less than 1", lambda value: 0 <= value < 1)
 FRACTION = Valid("between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_1 = Valid("at least 0 and less than 1", lambda value: 0 <= value < 1)
+SHARE = Valid("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def option(
@@ -38,12 +56,24 @@ def option(
     flag: str | None = None,
     common: str | None = None,
     valid: Valid | None = None,
+    needs: Needs | tuple[Needs, ...] = (),
     point: str | None = None,
 ) -> Any:
     """Return a dataclass field with its help line, short flag aliases (`"--tp"`) and group in `--help`, if any.
 
-    `flag` replaces the flag that follows from the field's name. `valid` is the range of a number, where `ranges.py`
-    does not have it. An option with a `point` may also say any name that is registered there (`registry.py`).
+    `flag` replaces the flag that follows from the field's name, or says that there is none (`KEY_ONLY`). `valid` is the
+    range of a number; bounds that depend on other options are rules (`rules.py`). `needs` is what must be set for the
+    option to have an effect, in the order in which messages name it. An option with a `point` may also say any name
+    that is registered there (`registry.py`).
     """
-    metadata = {"help": help, "aliases": aliases, "own_flag": flag, "common": common, "valid": valid, "point": point}
+    needs = needs if isinstance(needs, tuple) else (needs,)
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "own_flag": flag,
+        "common": common,
+        "valid": valid,
+        "needs": needs,
+        "point": point,
+    }
     return field(default=default, metadata=metadata)

@@ -39,9 +39,9 @@ def some_layer_is_left_to_fp8(config: Config) -> str | None:
     for part in precision.fp8_parts if precision.fp8 != "none" and precision.first_last_layers_bf16 else ():
         if kept >= (layers := layers_that_run(part, config)):
             return (
-                f"--num-layers-at-start-in-bf16 {precision.num_layers_at_start_in_bf16} and "
-                f"--num-layers-at-end-in-bf16 {precision.num_layers_at_end_in_bf16} leave none of the {layers} {part} "
-                f"layers to FP8: together use at most {layers - 1}"
+                f"precision.num_layers_at_start_in_bf16 {precision.num_layers_at_start_in_bf16} and "
+                f"precision.num_layers_at_end_in_bf16 {precision.num_layers_at_end_in_bf16} leave none of the {layers} "
+                f"{part} layers to FP8: together use at most {layers - 1}"
             )
     return None
 
@@ -100,8 +100,8 @@ def fp8_fits_the_widths(config: Config) -> str | None:
     for part, sizes in (("vision", model.vision), ("language", model.language)):
         if fp8_in(part, config):
             hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
-            widths.append((f"--{part}-hidden-size", hidden, hidden, multiple))
-            widths.append((f"--{part}-ffn-hidden-size", ffn, mlp_share(ffn, tp), multiple * tp))
+            widths.append((f"model.{part}.hidden_size", hidden, hidden, multiple))
+            widths.append((f"model.{part}.ffn_hidden_size", ffn, mlp_share(ffn, tp), multiple * tp))
     for flag, width, on_rank, step in widths:
         if on_rank % multiple:
             return (
@@ -123,8 +123,8 @@ def fp8_fits_the_heads(config: Config) -> str | None:
         for what, channels in (("query", queries), ("query, key and value", split.local_rows)):
             if channels % step:
                 return (
-                    f"--{part}-num-attention-heads {split.heads}: {channels} channels of {what} heads on a rank are "
-                    f"not a multiple of {step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp "
+                    f"model.{part}.num_attention_heads {split.heads}: {channels} channels of {what} heads on a rank "
+                    f"are not a multiple of {step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp "
                     f"{tp}): use another number or width of heads, a smaller --tp, or --fp8 none"
                 )
     return None

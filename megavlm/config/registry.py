@@ -51,7 +51,7 @@ class ObjectiveEntry(Entry):
     """A loss of embeddings: the code is a function as `megavlm.objective.contrastive.info_nce`.
 
     Args:
-        learned: parameters of the loss that --learn-temperature trains: ("log_scale",), or none.
+        learned: parameters of the loss that model.objective.learn_temperature trains: ("log_scale",), or none.
         counted: what a loss is the mean over, as metrics call it.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megavlm.config.needs import data_kind, has_validation
 from megavlm.config.registry import ConnectorSections, registered
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.config.start_defaults import steps, with_start_defaults
@@ -13,10 +14,10 @@ from megavlm.config.start_defaults import steps, with_start_defaults
 def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
     """Return the configuration with a value for each option whose default follows from other options.
 
-    `vocab_size` is the tokenizer's size, the default of `--language-vocab-size`. Given values stay, so that resolving
-    again changes nothing. Defaults that follow from the layout or the device are not filled in here, because the
-    planner varies both: `layout_rules.overlapped` and `device_defaults` do that. With `--epochs`, the number of steps,
-    and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
+    `vocab_size` is the tokenizer's size, the default of `model.language.vocab_size`. Given values stay, so that
+    resolving again changes nothing. Defaults that follow from the layout or the device are not filled in here, because
+    the planner varies both: `layout_rules.overlapped` and `device_defaults` do that. With `--epochs`, the number of
+    steps, and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
     """
     train = _filled(config.train, train_iters=steps(config))
     optimizer = _filled(config.optimizer, lr_decay_iters=train.train_iters)
@@ -62,16 +63,6 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         return model
     sections = ConnectorSections({**model.projector.connectors, connector.name: connector.resolved(model)})
     return replace(model, projector=replace(model.projector, connectors=sections))
-
-
-def data_kind(config: Config) -> str:
-    """Return `--data` or its default, for code that runs before `resolve`."""
-    return config.data.kind if is_set(config.data, "kind") else "files" if config.data.datasets else "synthetic"
-
-
-def has_validation(config: Config) -> bool:
-    """Return whether a run has samples that it does not train on, whose loss it measures."""
-    return bool(config.data.validation) or config.data.validation_split > 0 or data_kind(config) == "digits"
 
 
 def is_set(section: Any, name: str) -> bool:

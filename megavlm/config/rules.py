@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megavlm.config.effects import options_have_an_effect
+from megavlm.config.fields import options, value_at
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.model_rules import MODEL_RULES
 from megavlm.config.objective_rules import OBJECTIVE_RULES
 from megavlm.config.precision_rules import PRECISION_RULES
-from megavlm.config.ranges import out_of_range
 from megavlm.config.run_rules import RUN_RULES
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import with_start_defaults
@@ -46,6 +46,17 @@ def usable_world(config: Config, launched: int) -> int:
     config = with_start_defaults(config)
     numbers = range(launched, 0, -1)
     return next((world for world in numbers if not any(rule(config, world) for rule in WORLD_RULES)), launched)
+
+
+def out_of_range(config: Config) -> Iterator[str]:
+    """Yield a message for each value outside the range of its option, in the order of the schema."""
+    for option in options():
+        if option.valid is None:
+            continue
+        value = value_at(config, option.path)
+        for number in value if option.kind.many else (value,):
+            if number is not None and not option.valid.holds(number):
+                yield f"{option.name} {number} must be {option.valid.words}"
 
 
 def _complaints(config: Config, world: int) -> Iterator[str]:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.messages import shown
+from megavlm.config.needs import has_validation
 from megavlm.config.optimizer_rules import OPTIMIZER_RULES
 from megavlm.config.registry import registered
-from megavlm.config.resolve import has_validation, is_set, resolve
+from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
 from megavlm.resilience.bad_steps import iterations
@@ -92,7 +93,7 @@ def loss_scale_starts_above_its_floor(config: Config) -> str | None:
     optimizer = config.optimizer
     if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         return (
-            f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
+            f"optimizer.min_loss_scale {optimizer.min_loss_scale} is above optimizer.initial_loss_scale "
             f"{optimizer.initial_loss_scale}: lower the former or raise the latter"
         )
     return None
@@ -102,7 +103,9 @@ def imageless_samples_exist(config: Config) -> str | None:
     size = config.train.global_batch_size
     for place in config.data.imageless_samples:
         if place >= size:
-            return f"--imageless-samples {place} is not in a batch of --global-batch-size {size}: use 0 to {size - 1}"
+            return (
+                f"data.imageless_samples {place} is not in a batch of --global-batch-size {size}: use 0 to {size - 1}"
+            )
     return None
 
 

@@ -26,8 +26,8 @@ def buckets_are_reduced_apart(config: Config) -> str | None:
     parallel = config.parallel
     if parallel.ddp_bucket_size is not None and (parallel.overlap_grad_reduce is False or shards_gradients(config)):
         return (
-            f"--ddp-bucket-size {parallel.ddp_bucket_size} has no effect if gradients are reduced all at once or per "
-            "layer: leave it out, or use --overlap-grad-reduce with --data-parallel-sharding optimizer or none"
+            f"parallel.ddp_bucket_size {parallel.ddp_bucket_size} has no effect if gradients are reduced all at once "
+            "or per layer: leave it out, or use --overlap-grad-reduce with --data-parallel-sharding optimizer or none"
         )
     return None
 
@@ -81,9 +81,12 @@ def links_carry_codes(config: Config) -> str | None:
     if (gradients or weights) and config.model.experts.num_experts:
         return f"{option} does not support --num-experts: leave it out"
     if not (parallel.compress_error_feedback or gradients):
-        return "--no-compress-error-feedback has no effect without --compress-gradients: add it, or leave this out"
+        return (
+            "parallel.compress_error_feedback=false has no effect without --compress-gradients: add it, or leave this "
+            "out"
+        )
     if (size := parallel.compress_group_size) is not None:
-        option = f"--compress-group-size {size}"
+        option = f"parallel.compress_group_size {size}"
         if not gradients:
             return f"{option} has no effect without --compress-gradients: add it"
         if sharding == "none" or parallel.hybrid_shard_size is not None:

@@ -143,7 +143,7 @@ def start_table(config: Config, *, asked: Config | None = None) -> str:
     lines = []
     for option, value, origin in _origins(config, asked or config):
         shown = f"{value:g}" if isinstance(value, float) else " ".join(value) if option.kind.many else str(value)
-        lines.append(f"{option.flag:18} {shown:>8}  {origin}")
+        lines.append(f"{option.name:18} {shown:>8}  {origin}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from megavlm.config.option import AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, option
+from megavlm.config.option import AT_LEAST_1, BELOW_1, KEY_ONLY, POSITIVE, TRAINING, option
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,15 @@ class AdamWOptions:
 class MuonOptions:
     """The options of Muon."""
 
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
+    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1)
     muon_num_ns_steps: int = option(
-        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
+        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", flag=KEY_ONLY, valid=AT_LEAST_1
     )
     muon_precision: Literal["fp32", "bf16"] = option(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
+        flag=KEY_ONLY,
     )
 
 
@@ -90,9 +91,9 @@ class LionOptions:
     """The options of Lion."""
 
     lion_beta1: float = option(
-        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
+        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", flag=KEY_ONLY, valid=BELOW_1
     )
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
+    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.config.messages import several
-from megavlm.config.resolve import data_kind
+from megavlm.config.needs import data_kind
 from megavlm.config.run_rules import with_train_iters
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import bins_of

@@ -35,7 +35,7 @@ _BEYOND = 2**24 - 1  # the largest token that a tokenizer may have, where its im
 
 def processor_for(config: Config) -> Processor:
     """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower; for a tower
-    with random weights one that resizes images to `--vision-image-size`.
+    with random weights one that resizes images to `model.vision.image_size`.
 
     Raises UserError if the folder has no processor, or one that does not fit the model or cannot be read.
     """
@@ -125,9 +125,9 @@ def _checked(processor: Processor, model: ModelConfig) -> Processor:
     tiled = model.projector.anyres_max_tiles is not None
     if tiled != processor.anyres:
         raise UserError(
-            "--projector-anyres-max-tiles goes with an image processor that cuts images into anyres tiles, and "
+            "model.projector.anyres_max_tiles goes with an image processor that cuts images into anyres tiles, and "
             + ("--image-processor does not" if tiled else "it is left out")
-            + ": name the folder of such a model, or change --projector-anyres-max-tiles"
+            + ": name the folder of such a model, or change model.projector.anyres_max_tiles"
         )
     return processor
 
@@ -148,8 +148,8 @@ def _with_channels(processor: Processor, config: Config, given: str | None) -> P
     if vision_input == RGB:
         if wanted != 3:
             raise UserError(
-                f"--vision-in-channels {wanted}: photos have 3 channels: leave it out, or add --vision-input array for "
-                "images of other channels"
+                f"model.vision.in_channels {wanted}: photos have 3 channels: leave it out, or add --vision-input array "
+                "for images of other channels"
             )
         return processor
     statistics = statistics or vision_input.channels
@@ -161,7 +161,7 @@ def _with_channels(processor: Processor, config: Config, given: str | None) -> P
     if len(statistics.mean) != wanted:
         where = f"--vision-input {name} makes" if file is None or not file.exists() else f"{file} is of"
         raise UserError(
-            f"{where} {len(statistics.mean)} channels and the model has {wanted}: set --vision-in-channels "
+            f"{where} {len(statistics.mean)} channels and the model has {wanted}: set model.vision.in_channels "
             f"{len(statistics.mean)}"
         )
     return replace(processor, vision_input=vision_input, mean=statistics.mean, std=statistics.std)

@@ -1,6 +1,6 @@
 """Choose validation samples as prompts: the same ones at every layout, at every time and after every resume.
 
-    validation samples ─ one of each data set in turn ─ usable? ─→ the first `--sample-count` of them
+    validation samples ─ one of each data set in turn ─ usable? ─→ the first `evaluation.sample_count` of them
 
 Of a conversation, the prompt ends before the first answer that is trained on: the first one, or with `--train-on last`
 the last one. Plain text is continued: its last tokens are the reference.
@@ -43,7 +43,7 @@ _PICTURES = 8  # of a prompt that readers see; the model sees all
 def choose_prompts(
     config: Config, source: ComputedSource | FilesSource, samples: Sequence[HeldOut]
 ) -> tuple[HeldOutPrompt, ...]:
-    """Return `--sample-count` prompts, or fewer where there are no more. One rank calls it: it reads files.
+    """Return `evaluation.sample_count` prompts, or fewer where there are no more. One rank calls it: it reads files.
 
     Raises UserError if none of the first samples can be used.
     """

@@ -22,7 +22,7 @@ from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 
-VOCABULARY = 256  # number of tokens if --language-vocab-size is not given
+VOCABULARY = 256  # number of tokens if model.language.vocab_size is not given
 
 # The random streams of a sample: whether it has images, its text, and one for each image.
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
@@ -51,14 +51,14 @@ class SyntheticSource(ComputedSource):
     image token is `--image-token` or the last of the vocabulary, token 0 is padding, and text consists of all others.
 
     If the model tiles images, the only image of a sample has a base tile and k × k others, where k is its side divided
-    by `--vision-image-size`. Images of a sample with several have their base tiles only.
+    by `model.vision.image_size`. Images of a sample with several have their base tiles only.
     """
 
     pad_token = 0
 
     def __init__(self, config: Config, *, tiling: Tiling | None = None) -> None:
         """`tiling` returns the (rows, columns) of tiles for a (height, width) in pixels; by default the quotients of
-        the sides by `--vision-image-size`.
+        the sides by `model.vision.image_size`.
 
         Raises UserError if `--seq-length` is too short for the images, or the vocabulary does not fit.
         """
@@ -81,7 +81,7 @@ class SyntheticSource(ComputedSource):
         self._tile_side = vision.image_size
         self._tiling = tiling or (lambda size: (size[0] // vision.image_size, size[1] // vision.image_size))
         if self.vocab_size < 3:
-            raise UserError(f"--language-vocab-size {self.vocab_size} leaves no room for text: use at least 3")
+            raise UserError(f"model.language.vocab_size {self.vocab_size} leaves no room for text: use at least 3")
         if not 0 < self.image_token < self.vocab_size:
             raise UserError(
                 f"--image-token {self.image_token} is not between 1 and {self.vocab_size - 1}, the end of the "
@@ -93,11 +93,12 @@ class SyntheticSource(ComputedSource):
         if needed > self._seq_length:
             raise UserError(
                 f"--seq-length {self._seq_length} is too short for {count} image(s) of {needed - 2} tokens in all: set "
-                f"--seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or --vision-image-size"
+                f"--seq-length to at least {needed}, or lower --images-per-sample, --image-sizes or "
+                "model.vision.image_size"
             )
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index`. Its answer has between half and one and a half times `--answer-share` of the text."""
+        """Return sample `index`. Its answer has half to one and a half times `data.answer_share` of the text."""
         sides = () if self._is_imageless(index) else self._sides_of(index)
         feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)

@@ -106,7 +106,7 @@ class Canvases:
         """Raises UserError if the canvas is too small for a row of digits, or scikit-learn is missing."""
         if width < MAX_DIGITS * SCAN_SIDE or width % MAX_DIGITS:
             raise UserError(
-                f"--vision-image-size {width} cannot be divided into {MAX_DIGITS} cells for digits of {SCAN_SIDE} "
+                f"model.vision.image_size {width} cannot be divided into {MAX_DIGITS} cells for digits of {SCAN_SIDE} "
                 f"pixels: --data digits needs a multiple of {MAX_DIGITS}, at least {MAX_DIGITS * SCAN_SIDE}"
             )
         self.width = width

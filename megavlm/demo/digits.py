@@ -75,7 +75,7 @@ class DigitsSource(ComputedSource):
         }
         if self.vocab_size < tokenizer.vocab_size:
             raise UserError(
-                f"--language-vocab-size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
+                f"model.language.vocab_size {self.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
                 "leave it out, or set it to at least that"
             )
         needed = max(len(prompt) for prompt in self._prompts.values()) + self.max_answer_tokens

@@ -43,7 +43,7 @@ _BESIDE = (
     r"logit_scale|logit_bias|.*position_ids",
 )
 
-# Features of the second to last layer, LLaVA's choice, are the default; --vision-feature-layer takes others.
+# Features of the second to last layer, LLaVA's choice, are the default; model.vision.feature_layer takes others.
 CLIP = _tower(
     "clip",
     ("clip", "clip_vision_model"),

@@ -7,9 +7,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-from megavlm.config.cli import RUN_FLAGS
 from megavlm.config.commands import Parser, reported
 from megavlm.config.fields import options as training
+from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.launch import agent, kubernetes, local, slurm, vertex
 from megavlm.launch.profile import read_profile

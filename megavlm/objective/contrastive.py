@@ -9,8 +9,8 @@ are the same as a positive of q. In the other direction, over all queries i that
 
     ℓ(p→q) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_i e^{s(i,p)/τ} )
 
-A pair's loss is ℓ(q→p), or with `--symmetric` the mean of both. The batch's is their sum, which is divided by the
-number of pairs where the sums over tokens are, at the update.
+A pair's loss is ℓ(q→p), or with `model.objective.symmetric` the mean of both. The batch's is their sum, which is
+divided by the number of pairs where the sums over tokens are, at the update.
 
 Each rank has the vectors of all ranks, of length 1, and computes the losses of the pairs whose positive is its own. The
 gradients of these with respect to all vectors are summed over ranks, and a rank goes on with those of its own. So each

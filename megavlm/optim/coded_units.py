@@ -83,7 +83,7 @@ def compress_units(
     units: Iterable[FSDPModule], config: Config, groups: Groups, levels: Levels | None
 ) -> tuple[list[Reduction], CodedReplicaSum | None]:
     """Let units communicate by codes, as far as the configuration asks for it; return what reduces gradients so, and
-    what sums those of shard groups. `levels` are those of `--compress-group-size`.
+    what sums those of shard groups. `levels` are those of `parallel.compress_group_size`.
     """
     gradients, weights = config.parallel.compress_gradients, config.parallel.compress_weights
     if (gradients, weights) != ("none", "none"):

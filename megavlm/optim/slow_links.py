@@ -5,7 +5,7 @@ megatron-core's bucket groups reduce their gradients in `start_grad_sync` and ga
 for each collective, so nothing overlaps with them.
 
 Ranks of one node should sum exact gradients, so that only what leaves the node is coded, once: reduction in two levels.
-With `--hybrid-shard-size` the shard groups are the nodes, else `--compress-group-size` says how many ranks are.
+With `--hybrid-shard-size` the shard groups are the nodes, else `parallel.compress_group_size` says how many ranks are.
 """
 
 from __future__ import annotations

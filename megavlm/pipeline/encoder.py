@@ -3,9 +3,10 @@
 With `--vision-tp` the ranks that hold one encoder encode the same images. Each returns an equal shard of the features,
 and the gradients of the shards are gathered before the backward passes.
 
-A pass encodes images of at most `--encoder-chunk-patches` patches. The last `--encoder-keep-chunks` passes keep their
-activations for the backward pass. Earlier passes run without a graph and are recomputed, with the same dropout, so that
-memory does not grow with the number of images in a step. A frozen tower keeps almost nothing, so no pass is recomputed.
+A pass encodes images of at most `--encoder-chunk-patches` patches. The last `placement.encoder_keep_chunks` passes keep
+their activations for the backward pass. Earlier passes run without a graph and are recomputed, with the same dropout,
+so that memory does not grow with the number of images in a step. A frozen tower keeps almost nothing, so no pass is
+recomputed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.config.resolve import data_kind, resolve
+from megavlm.config.needs import data_kind
+from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -77,7 +78,7 @@ def read_grid(path: Path) -> Grid:
         raise UserError("grid has no run_dir: the variants train in folders of it")
     varied = [key for each in (values.get("product") or {}, *(values.get("list") or ())) for key in each]
     words = [word.partition("=")[0] for word in (*values["flags"], *(f"--{str(key).lstrip('-')}" for key in varied))]
-    if "--run-dir" in [word.replace("_", "-") for word in words]:
+    if {"--run-dir", "--run.run-dir", "run.run-dir"} & {word.replace("_", "-") for word in words}:
         raise UserError("grid: it sets --run-dir: each variant has a folder of its own in run_dir")
     return Grid(**{key: value for key, value in values.items() if value is not None})
 
@@ -169,7 +170,11 @@ def _words(flags: Any) -> tuple[str, ...]:
 
 
 def _flag(key: str, value: Any) -> list[str]:
-    """Return the words that set an option: --tp 2 of `tp: 2`, --freeze vision of `freeze: [vision]`."""
+    """Return the words that set an option: --tp 2 of `tp: 2`, --freeze vision of `freeze: [vision]`, and of a key in a
+    section (`model.language.num_layers: 2`) --set with it.
+    """
+    if "." in str(key):
+        return ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     flag = "--" + str(key).lstrip("-").replace("_", "-")
     if value is True:
         return [flag]

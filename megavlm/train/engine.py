@@ -43,7 +43,7 @@ class Engine:
     groups: Groups
     head_logits: HeadLogits | None = None  # with `--qk-clip`
     sequence_multiple: int = 1  # sequence lengths must be multiples of this
-    evaluates_averages: bool = False  # an evaluation is of averaged weights (`--eval-ema`)
+    evaluates_averages: bool = False  # an evaluation is of averaged weights (`evaluation.eval_ema`)
 
     def train_step(
         self,

@@ -1,4 +1,4 @@
-"""Compute a micro-batch twice and compare bit for bit (`--verify-micro-batch-interval`).
+"""Compute a micro-batch twice and compare bit for bit (`numerics.verify_micro_batch_interval`).
 
 A device that computes wrongly now and then gives two results for the same inputs and random numbers, long before a loss
 shows it. Each chunk is checked by itself, before its first forward pass of a step and with the input that it received:

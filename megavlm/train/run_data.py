@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.backend import Backend
-from megavlm.config.resolve import has_validation
+from megavlm.config.needs import has_validation
 from megavlm.config.run_rules import with_train_iters
 from megavlm.config.schema import Config
 from megavlm.data.epochs import RunLength, prepare_data, run_length, windows_of

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from megavlm.arch.objectives import objective_of
 from megavlm.config.messages import described
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import Entry, registered
-from megavlm.config.resolve import data_kind, is_set, resolve
+from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource

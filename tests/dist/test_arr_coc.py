@@ -23,9 +23,12 @@ from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E4
 
 # Images of 4 × 4 patches: four regions of one to four tokens, nine together.
 FLAGS = (
-    "--extension arr_coc --vision-input texture --vision-in-channels 13 --projector-kind arr_coc --arr-coc-budget 9 "
-    "--arr-coc-fewest 1 --arr-coc-most 4 --arr-coc-regions 2 --arr-coc-scorer-size 12 --arr-coc-queries 3 "
-    "--arr-coc-hidden-size 24 --seq-length 64 --packing-window 8 --num-workers 0 --vision-image-size 32 --lr 1e-3"
+    "--extension arr_coc --vision-input texture --set model.vision.in_channels=13 --projector-kind arr_coc --set "
+    "model.projector.connectors.arr_coc.budget=9 model.projector.connectors.arr_coc.fewest=1 "
+    "model.projector.connectors.arr_coc.most=4 model.projector.connectors.arr_coc.regions=2 "
+    "model.projector.connectors.arr_coc.scorer_size=12 --set model.projector.connectors.arr_coc.queries=3 "
+    "model.projector.connectors.arr_coc.hidden_size=24 --seq-length 64 --packing-window 8 --num-workers 0 --set "
+    "model.vision.image_size=32 --lr 1e-3"
 ).split()
 LAYOUTS = {
     "tp2-pp2-vpp2": (4, "--tp 2 --pp 2 --vpp 2"),
@@ -53,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def argv_of(data: Sequence[str]) -> list[str]:
     kept = SMALL[: SMALL.index("--images-per-sample")]
-    return [*kept, *FLAGS, *data, "--projector-pixel-shuffle", "1"]
+    return [*kept, *FLAGS, *data, "--set", "model.projector.pixel_shuffle=1"]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,9 @@ def test_scorers_are_trained(pools: Pools, data: list[str], tmp_path: Path) -> N
 
 
 def test_a_budget_that_regions_cannot_share_is_refused(pools: Pools, data: list[str], tmp_path: Path) -> None:
-    argv = [*argv_of(data), "--arr-coc-budget", "17"]
+    argv = [*argv_of(data), "--set", "model.projector.connectors.arr_coc.budget=17"]
     (line,) = pools(1).run(extensions.train_with_examples, argv, str(tmp_path))
-    assert "--arr-coc-budget 17 cannot be shared by 4 regions of 1 to 4 tokens: set it between 4 and 16" in line
+    assert (
+        "model.projector.connectors.arr_coc.budget 17 cannot be shared by 4 regions of 1 to 4 tokens: set it "
+        "between 4 and 16" in line
+    )

@@ -24,7 +24,10 @@ from tests.support.hf_families import FAMILIES, square  # noqa: E402
 from tests.support.pool import Pools  # noqa: E402
 from tests.support.training import SMALL, train, train_composed  # noqa: E402
 
-RUN = [*SMALL, *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --language-tie-embeddings".split()]
+RUN = [
+    *SMALL,
+    *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --set model.language.tie_embeddings=true".split(),
+]
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
     (2, "--tp 2 --optimizer muon"),

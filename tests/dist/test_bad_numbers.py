@@ -19,7 +19,7 @@ from tests.support.training import SMALL, metrics, train, without_wall_time
 
 FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
 
-DELAYED = "--fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3"
+DELAYED = "--fp8 hybrid --fp8-recipe delayed --set precision.fp8_amax_history_len=3"
 
 CASES = [
     (2, "--tp 2", Fault("output", (3,), rank=1, name="language.layers.2")),
@@ -87,7 +87,9 @@ def test_a_bad_step_is_as_a_batch_left_out(pools: Pools, tmp_path: Path, world: 
 
 
 SPIKE = Fault("gradient", (20, 22), rank=1, name="language.layers.1", value=1e6)
-LONGER = "--lr-warmup-iters 1 --train-iters 24 --spike-factor 50 --vision-num-layers 1 --language-num-layers 3".split()
+LONGER = (
+    "--lr-warmup-iters 1 --train-iters 24 --spike-factor 50 --set model.vision.num_layers=1 model.language.num_layers=3"
+).split()
 
 
 @pytest.mark.slow
@@ -129,12 +131,15 @@ def test_rewinding_leaves_out_all_batches_since_the_checkpoint(pools: Pools, tmp
 
 
 def test_bad_steps_in_a_row_end_the_run_and_keep_its_checkpoint(pools: Pools, tmp_path: Path):
-    argv = [*SMALL, *"--train-iters 9 --save-interval 1 --keep-checkpoints 1 --max-consecutive-skips 3".split()]
+    argv = [
+        *SMALL,
+        *"--train-iters 9 --save-interval 1 --keep-checkpoints 1 --set numerics.max_consecutive_skips=3".split(),
+    ]
     bad = Fault("output", (2, 4, 5, 6), rank=1, name="language.layers.2")
     ends = pools(2).run(train_with, argv, str(tmp_path), bad)
     where = "iteration 6: the loss is nan: rank 1 is the first where the output of language.layers.2 is not finite"
     assert all(where in end for end in ends)
-    assert all("this is bad step 3 in a row (--max-consecutive-skips)" in end for end in ends)
+    assert all("this is bad step 3 in a row (numerics.max_consecutive_skips)" in end for end in ends)
     assert [record["iteration"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert folders.newest(tmp_path / "checkpoints").name == "iter_0000003"
 
@@ -224,7 +229,7 @@ def train_with_a_flipped_bit(argv: list[str], run_dir: str) -> str:
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_replicas_that_differ_are_named(pools: Pools, tmp_path: Path, interval: int):
-    check = f"--train-iters 4 --no-save --check-weight-hash-across-dp-replicas-interval {interval}".split()
+    check = f"--train-iters 4 --no-save --set numerics.check_weight_hash_across_dp_replicas_interval={interval}".split()
     ends = pools(2).run(train_with_a_flipped_bit, [*SMALL, *check], str(tmp_path))
     if interval == 2:  # the next gather of ZeRO-1 has mended it
         assert ends == ["", ""]

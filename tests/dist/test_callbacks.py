@@ -12,7 +12,10 @@ from tests.support.training import SMALL, metrics
 from tests.support.user_callbacks import diary, train_to_error
 
 HERE = "tests.support.user_callbacks"
-THREE = [*SMALL, *"--train-iters 3 --lr-warmup-iters 1 --vision-num-layers 2 --language-num-layers 2".split()]
+THREE = [
+    *SMALL,
+    *"--train-iters 3 --lr-warmup-iters 1 --set model.vision.num_layers=2 model.language.num_layers=2".split(),
+]
 
 
 def saved(run_dir: Path) -> str | None:

@@ -70,7 +70,7 @@ def flags(folder: Path, kind: str = "arrays") -> list[str]:
     given = [*RUN, "--init-from", str(folder / "hf"), "--datasets", str(folder / f"{kind}.jsonl")]
     if kind == "photos":
         return given
-    return [*given, *"--vision-input array --vision-in-channels 5".split(), *statistics(folder)]
+    return [*given, *"--vision-input array --set model.vision.in_channels=5".split(), *statistics(folder)]
 
 
 def statistics(folder: Path) -> list[str]:

@@ -14,11 +14,12 @@ from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
 MODEL = (
-    "--global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard --language-tie-embeddings "
-    "--vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128 --vision-num-attention-heads 4 "
-    "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
-    "--language-hidden-size 128 --language-ffn-hidden-size 384 --language-num-attention-heads 4 "
-    "--language-num-query-groups 2 --language-vocab-size 256 --images-per-sample 1"
+    "--global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard --set "
+    "model.language.tie_embeddings=true model.vision.num_layers=2 model.vision.hidden_size=64 "
+    "model.vision.ffn_hidden_size=128 model.vision.num_attention_heads=4 model.vision.image_size=16 "
+    "model.vision.patch_size=4 model.projector.pixel_shuffle=2 model.language.hidden_size=128 "
+    "model.language.ffn_hidden_size=384 model.language.num_attention_heads=4 model.language.num_query_groups=2 "
+    "model.language.vocab_size=256 --images-per-sample 1"
 ).split()
 
 
@@ -103,7 +104,9 @@ def test_a_save_takes_a_ranks_share_and_a_load_one_tensor(pools: Pools, tmp_path
         rank
         for layers in ("1", "4")
         for rank in pools(4).run(
-            bytes_taken, [*MODEL, *flags.split(), "--language-num-layers", layers], str(tmp_path / layers)
+            bytes_taken,
+            [*MODEL, *flags.split(), "--set", f"model.language.num_layers={layers}"],
+            str(tmp_path / layers),
         )
     ]
     (largest,) = {rank["largest"] for rank in ranks}

@@ -60,7 +60,15 @@ def test_compose_train_and_export(
 ) -> None:
     vision = hf.save(tower, tmp_path / "vision")
     language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
-    argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--vision-feature-layer", layer]
+    argv = [
+        *RUN,
+        "--vision-from",
+        str(vision),
+        "--language-from",
+        str(language),
+        "--set",
+        f"model.vision.feature_layer={layer}",
+    ]
     pools(1).run(train_composed, argv, str(tmp_path / "one"))
     pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
     hold_composed(vision, language, tmp_path)
@@ -80,7 +88,15 @@ def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
     vision = hf.save(tower, tmp_path / "vision")
     text = transformers.Qwen3Config(**TEXT)
     language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
-    argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--vision-feature-layer", "-1"]
+    argv = [
+        *RUN,
+        "--vision-from",
+        str(vision),
+        "--language-from",
+        str(language),
+        "--set",
+        "model.vision.feature_layer=-1",
+    ]
     pools(1).run(train_composed, argv, str(tmp_path / "one"))
     pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
     hold_composed(vision, language, tmp_path)
@@ -113,24 +129,29 @@ def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Poo
 
 
 CONNECTORS = {
-    "qformer": "--projector-kind qformer --qformer-num-queries 5 --qformer-num-layers 3 --qformer-hidden-size 28 "
-    "--qformer-num-attention-heads 7 --qformer-ffn-hidden-size 26",
+    "qformer": "--projector-kind qformer --set model.projector.connectors.qformer.num_queries=5 "
+    "model.projector.connectors.qformer.num_layers=3 model.projector.connectors.qformer.hidden_size=28 "
+    "model.projector.connectors.qformer.num_attention_heads=7 model.projector.connectors.qformer.ffn_hidden_size=26",
     # As wide inside as Idefics2's, which Transformers reads.
-    "perceiver": "--projector-kind perceiver --perceiver-num-latents 5 --perceiver-num-layers 2 "
-    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 4",
-    "narrow-perceiver": "--projector-kind perceiver --perceiver-num-latents 5 --perceiver-num-layers 1 "
-    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 4 "
-    "--perceiver-ffn-hidden-size 21",
-    "adaptive-pool": "--projector-kind adaptive_pool --adaptive-pool-factor 3",
-    "c-abstractor": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
-    "--c-abstractor-hidden-size 15",
+    "perceiver": "--projector-kind perceiver --set model.projector.connectors.perceiver.num_latents=5 "
+    "model.projector.connectors.perceiver.num_layers=2 model.projector.connectors.perceiver.num_attention_heads=6 "
+    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4",
+    "narrow-perceiver": "--projector-kind perceiver --set model.projector.connectors.perceiver.num_latents=5 "
+    "model.projector.connectors.perceiver.num_layers=1 model.projector.connectors.perceiver.num_attention_heads=6 "
+    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4 "
+    "model.projector.connectors.perceiver.ffn_hidden_size=21",
+    "adaptive-pool": "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.factor=3",
+    "c-abstractor": "--projector-kind c_abstractor --set model.projector.connectors.c_abstractor.side=3 "
+    "model.projector.connectors.c_abstractor.depth=1 model.projector.connectors.c_abstractor.hidden_size=15",
     # What a LLaVA does not have; with a tower of its own, an MLP as well.
-    "linear": "--projector-kind linear --no-projector-bias",
-    "gated": "--projector-kind gated --projector-pixel-shuffle 2 --projector-input-norm --projector-hidden-size 28",
-    "convolution": "--projector-kind mlp --projector-pixel-shuffle 2 --projector-merge convolution "
-    "--projector-merge-bias --projector-input-norm --projector-norm-before-merge --projector-normalization RMSNorm",
-    "c-abstractor-as-wide": "--projector-kind c_abstractor --c-abstractor-side 3 --c-abstractor-depth 1 "
-    "--c-abstractor-hidden-size 36",
+    "linear": "--projector-kind linear --set model.projector.bias=false",
+    "gated": "--projector-kind gated --set model.projector.pixel_shuffle=2 model.projector.input_norm=true "
+    "model.projector.hidden_size=28",
+    "convolution": "--projector-kind mlp --set model.projector.pixel_shuffle=2 model.projector.merge=convolution "
+    "model.projector.merge_bias=true model.projector.input_norm=true model.projector.norm_before_merge=true "
+    "model.projector.normalization=RMSNorm",
+    "c-abstractor-as-wide": "--projector-kind c_abstractor --set model.projector.connectors.c_abstractor.side=3 "
+    "model.projector.connectors.c_abstractor.depth=1 model.projector.connectors.c_abstractor.hidden_size=36",
 }
 # The module of Transformers that reads a connector, and what it has no room for.
 MODULES = {

@@ -101,12 +101,15 @@ def test_transformers_alone_answers_on_the_export(
 
 
 SMALL = {
-    "qformer": "--qformer-num-queries 5 --qformer-num-layers 2 --qformer-hidden-size 28 --qformer-ffn-hidden-size 26 "
-    "--qformer-num-attention-heads 7",
-    "perceiver": "--perceiver-num-latents 5 --perceiver-num-layers 2 --perceiver-num-attention-heads 6 "
-    "--perceiver-num-query-groups 3 --perceiver-kv-channels 4",
-    "c_abstractor": "--c-abstractor-side 2 --c-abstractor-depth 1 --c-abstractor-hidden-size 15",
-    "adaptive_pool": "--adaptive-pool-factor 2",
+    "qformer": "--set model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=2 "
+    "model.projector.connectors.qformer.hidden_size=28 model.projector.connectors.qformer.ffn_hidden_size=26 "
+    "model.projector.connectors.qformer.num_attention_heads=7",
+    "perceiver": "--set model.projector.connectors.perceiver.num_latents=5 "
+    "model.projector.connectors.perceiver.num_layers=2 model.projector.connectors.perceiver.num_attention_heads=6 "
+    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4",
+    "c_abstractor": "--set model.projector.connectors.c_abstractor.side=2 "
+    "model.projector.connectors.c_abstractor.depth=1 model.projector.connectors.c_abstractor.hidden_size=15",
+    "adaptive_pool": "--set model.projector.connectors.adaptive_pool.factor=2",
 }
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
 

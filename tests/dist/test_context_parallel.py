@@ -44,7 +44,7 @@ SLOW = [
         for other in ("dp2", "tp2", "pp2")
         for kind in ("optimizer_gradients", "full")
     ],
-    ("cp4", "plain", "--loss-chunk-tokens 2"),
+    ("cp4", "plain", "--set execution.loss_chunk_tokens=2"),
     *[(layout, "rich", "--cp-comm-type all_gather") for layout in LAYOUTS],
     ("cp2-tp2", "qwen3-vl", "--cp-comm-type all_gather --placement colocated"),
 ]
@@ -95,7 +95,11 @@ def test_other_runs_split_rows(pools, tmp_path, flags):
 
 @pytest.mark.slow
 def test_three_ranks_split_rows_of_six_heads(pools, tmp_path):
-    argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 2".split()]
+    argv = [
+        *SMALL,
+        "--no-save",
+        *"--set model.language.num_attention_heads=6 model.language.num_query_groups=2".split(),
+    ]
     argv += "--seq-length 33".split()
     pools(1).run(train, argv, str(tmp_path / "one"))
     pools(3).run(train, [*argv, "--cp", "3"], str(tmp_path / "three"))
@@ -108,7 +112,11 @@ def test_heads_that_context_ranks_do_not_divide(pools, tmp_path):
     The first rank encodes the largest image, which is not the first of its sample: features arrive in another order
     than that of their tokens.
     """
-    argv = [*SMALL, "--no-save", *"--language-num-attention-heads 6 --language-num-query-groups 3".split()]
+    argv = [
+        *SMALL,
+        "--no-save",
+        *"--set model.language.num_attention_heads=6 model.language.num_query_groups=3".split(),
+    ]
     argv += "--images-per-sample 3 0 2 1 --image-sizes 16 24 32 --seq-length 64".split()
     pools(1).run(train, argv, str(tmp_path / "one"))
     pools(4).run(train, [*argv, "--cp", "4"], str(tmp_path / "four"))

@@ -19,18 +19,20 @@ PAIRS = [*SMALL, *"--objective contrastive --seq-length 80 --global-batch-size 8
 # At the default temperature of 0.05 three losses over prefixes are so steep that eight steps in fp32 drift by 2e-5 with
 # M-RoPE's model; in float64 the same case is 4e-14 off.
 LOSSES = {
-    "plain": "--learn-temperature",
-    "mean": "--temperature 0.2 --learn-temperature --pooling mean --matryoshka-widths 8 24 --no-symmetric",
+    "plain": "--set model.objective.learn_temperature=true",
+    "mean": "--temperature 0.2 --set model.objective.learn_temperature=true --pooling mean --set "
+    "model.objective.matryoshka_widths=[8,24] model.objective.symmetric=false",
     "sigmoid": "--objective sigmoid",
-    "lora": "--lora-rank 4 --freeze vision --learn-temperature",
+    "lora": "--lora-rank 4 --freeze vision --set model.objective.learn_temperature=true",
 }
 # Balance losses that move the gradient norm by per cents, or a bias that moves each step; FP8 by current values.
 MODELS = {
     **MODELS,
-    "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-aux-loss-coeff 0.1 "
-    "--moe-z-loss-coeff 0.01",
-    "biased-experts": "--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-aux-loss-coeff 0.05 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02",
+    "experts": "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] "
+    "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+    "biased-experts": "--num-experts 8 --set model.experts.ffn_hidden_size=16 model.experts.router_topk=4 "
+    "--moe-aux-loss-coeff 0.05 --set model.experts.router_score_function=sigmoid "
+    "model.experts.router_enable_expert_bias=true --moe-router-bias-update-rate 0.02",
     "fp8": "--precision bf16 --fp8 hybrid --fp8-parts vision language",
 }
 LAYOUTS = {
@@ -193,9 +195,9 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
 @pytest.mark.parametrize(
     "flags",
     [
-        "--learn-temperature",
-        f"--pooling mean --matryoshka-widths 8 {' '.join(DROPOUT)}",
-        f"--learn-temperature {MODELS['experts']}",
+        "--set model.objective.learn_temperature=true",
+        f"--pooling mean --set model.objective.matryoshka_widths=[8] {' '.join(DROPOUT)}",
+        f"--set model.objective.learn_temperature=true {MODELS['experts']}",
     ],
 )
 def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch_at_once(pools: Pools, tmp_path: Path, flags: str):
@@ -246,7 +248,7 @@ def outputs_of_both_passes(argv: list[str], run_dir: str) -> tuple[list[Any], li
 
 def test_both_passes_are_the_same_in_fp8_and_count_experts_once(pools: Pools, tmp_path: Path) -> None:
     """Bit for bit, with scales by current values; delayed ones would have moved in between, and are refused."""
-    argv = [*PAIRS, "--no-save", *MODELS["fp8"].split(), *"--num-experts 4 --moe-router-topk 2".split()]
+    argv = [*PAIRS, "--no-save", *MODELS["fp8"].split(), *"--num-experts 4 --set model.experts.router_topk=2".split()]
     ((first, second, loads),) = pools(1).run(outputs_of_both_passes, argv, str(tmp_path))
     assert len(first) == 8
     assert first == second

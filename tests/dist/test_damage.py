@@ -19,7 +19,10 @@ from tests.support.training import SMALL, metrics, train, without_wall_time
 
 TINY = [
     *SMALL,
-    *"--vision-num-layers 1 --language-num-layers 1 --lr-warmup-iters 1 --save-interval 1 --keep-checkpoints 0".split(),
+    *(
+        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 1 "
+        "--keep-checkpoints 0"
+    ).split(),
 ]
 
 

@@ -12,8 +12,8 @@ from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train
 
 SHORT = (
-    "--recipe demo --train-iters 6 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --eval-samples 6 --eval-interval 3 "
-    "--save-interval 0 --micro-batch-size 8 --global-batch-size 32"
+    "--recipe demo --train-iters 6 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --set evaluation.eval_samples=6 "
+    "--eval-interval 3 --save-interval 0 --micro-batch-size 8 --global-batch-size 32"
 ).split()
 
 

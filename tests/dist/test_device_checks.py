@@ -19,9 +19,11 @@ from tests.support.forked import context, run_program, status_of
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
 
-SHORT = "--lr-warmup-iters 1 --train-iters 4 --no-save --vision-num-layers 2 --language-num-layers 4".split()
-TWICE = "--verify-micro-batch-interval 2".split()
-COPIES = "--check-weight-hash-across-dp-replicas-interval 1".split()
+SHORT = (
+    "--lr-warmup-iters 1 --train-iters 4 --no-save --set model.vision.num_layers=2 model.language.num_layers=4".split()
+)
+TWICE = "--set numerics.verify_micro_batch_interval=2".split()
+COPIES = "--set numerics.check_weight_hash_across_dp_replicas_interval=1".split()
 
 
 @contextmanager

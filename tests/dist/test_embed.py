@@ -35,7 +35,7 @@ def flags(folder: Path, pooling: str, *, model: str = "--init-from {}") -> list[
     """Options of a run on the folder's model, `{}` in `model`."""
     return [
         *model.replace("{}", str(folder / "model")).split(),
-        *f"--objective contrastive --pooling {pooling} --learn-temperature".split(),
+        *f"--objective contrastive --pooling {pooling} --set model.objective.learn_temperature=true".split(),
         *f"--datasets {folder / 'pairs.jsonl'},image_root={folder / 'images'} --precision fp32 --lr 1e-3".split(),
         *"--train-iters 3 --global-batch-size 4 --seq-length 256 --num-workers 0 --no-packing --no-tensorboard".split(),
         *"--query-prefix find: --document-prefix see: --save-interval 0".split(),
@@ -121,8 +121,10 @@ def test_an_export_embeds_as_training_does(pools: Pools, folder: Path, tmp_path:
 
 # No model of Transformers has such a connector; a LLaVA has the other one, and is composed of its own parts again.
 IN_PARTS = (
-    "--vision-from {} --language-from {} --projector-kind qformer --qformer-num-queries 5 --qformer-num-layers 2 "
-    "--qformer-hidden-size 32 --qformer-num-attention-heads 4 --qformer-ffn-hidden-size 24"
+    "--vision-from {} --language-from {} --projector-kind qformer --set "
+    "model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=2 "
+    "model.projector.connectors.qformer.hidden_size=32 model.projector.connectors.qformer.num_attention_heads=4 "
+    "model.projector.connectors.qformer.ffn_hidden_size=24"
 )
 COMPOSED = "--vision-from {} --language-from {}"
 
@@ -138,7 +140,7 @@ def test_an_export_of_composed_parts_embeds_as_training_does(
     from megavlm.cli.embed import main
 
     argv, run_dir, out = flags(folder, "mean", model=model), tmp_path / "run", tmp_path / "exported"
-    argv += "--matryoshka-widths 32 --temperature 0.2 --vision-feature-layer -3".split()
+    argv += "--set model.objective.matryoshka_widths=[32] --temperature 0.2 --set model.vision.feature_layer=-3".split()
     pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(run_dir))
     assert convert(["export", str(run_dir), str(out)]) == 0
     told = json.loads((out / "megavlm_embedding.json").read_text())
@@ -153,7 +155,7 @@ def test_an_export_of_composed_parts_embeds_as_training_does(
     assert given[head].equal(kept[head])
 
     if model == IN_PARTS:
-        assert "--vision-feature-layer -3 --objective contrastive" in (out / "README.md").read_text()
+        assert "--set model.vision.feature_layer=-3 --objective contrastive" in (out / "README.md").read_text()
     picture = sorted((folder / "images").iterdir())[0].name
     file = tmp_path / "records.jsonl"
     file.write_text(f'{{"text": "a cat"}}\n{{"text": "see the red mat", "image": "{picture}"}}\n')

@@ -56,13 +56,13 @@ def test_one_line_and_status_2(tmp_path: Path, argv: list[str], named: str):
 
 def test_bad_numbers_end_with_status_3(tmp_path: Path):
     explodes = (
-        "--train-iters 30 --lr 1e30 --clip-grad 0 --lr-warmup-iters 0 --max-consecutive-skips 2 --no-save".split()
-    )
+        "--train-iters 30 --lr 1e30 --clip-grad 0 --lr-warmup-iters 0 --set numerics.max_consecutive_skips=2 --no-save"
+    ).split()
     run_dir = tmp_path / "run"
     status, output = program(*SMALL, *explodes, "--run-dir", str(run_dir), output=tmp_path / "output")
     assert status == 3, output
     (line,) = lines_of_ours(output)
-    assert "this is bad step 2 in a row (--max-consecutive-skips)" in line
+    assert "this is bad step 2 in a row (numerics.max_consecutive_skips)" in line
     assert "Traceback" not in output
     told = read_status(run_dir)
     assert told["state"] == "failed"
@@ -86,12 +86,22 @@ def test_every_rank_ends_with_status_2_and_one_speaks():
 def finished(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of one process with a checkpoint at iteration 8."""
     run_dir = tmp_path_factory.mktemp("finished")
-    pools(1).run(train, [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1"], str(run_dir))
+    pools(1).run(
+        train, [*SMALL, "--set", "model.vision.num_layers=1", "--set", "model.language.num_layers=1"], str(run_dir)
+    )
     return run_dir
 
 
 def resume(run_dir: Path, *argv: str) -> tuple[int | None, str]:
-    small = [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "1", "--train-iters", "10"]
+    small = [
+        *SMALL,
+        "--set",
+        "model.vision.num_layers=1",
+        "--set",
+        "model.language.num_layers=1",
+        "--train-iters",
+        "10",
+    ]
     return program(*small, *argv, "--run-dir", str(run_dir), output=run_dir / "output")
 
 
@@ -106,7 +116,7 @@ def copy_of(finished: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_checkpoint_of_another_model_is_refused(finished: Path, tmp_path: Path):
     run_dir, _ = copy_of(finished, tmp_path)
-    status, output = resume(run_dir, "--language-hidden-size", "64")
+    status, output = resume(run_dir, "--set", "model.language.hidden_size=64")
     assert status == 2, output
     (line,) = lines_of_ours(output)
     assert "language.hidden_size" in line

@@ -11,9 +11,9 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train
 
 # A rank that grouped products do not read, so that it is padded; a dense first layer; a shared expert.
 LORA = (
-    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32 "
-    "--lora-rank 3 --lora-alpha 12 --lora-targets language experts --freeze vision projector --lr 1e-2 "
-    "--lora-train-router --moe-aux-loss-coeff 0.1"
+    "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] "
+    "model.experts.shared_ffn_hidden_size=32 --lora-rank 3 --lora-alpha 12 --lora-targets language experts --freeze "
+    "vision projector --lr 1e-2 --set lora.train_router=true --moe-aux-loss-coeff 0.1"
 ).split()
 
 

@@ -11,11 +11,12 @@ from tests.support.pool import Pools
 
 # Each expert gets equally many tokens, so that every rank sends as many.
 MIXTURE = (
-    "--train-iters 1 --global-batch-size 4 --micro-batch-size 2 --seq-length 64 --no-tensorboard --no-save "
-    "--vision-num-layers 1 --images-per-sample 1 --language-num-layers 3 --language-hidden-size 64 "
-    "--language-ffn-hidden-size 160 --language-num-attention-heads 4 --language-num-query-groups 2 "
-    "--language-vocab-size 128 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-dense-layers 0 "
-    "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate --moe-router-force-load-balancing"
+    "--train-iters 1 --global-batch-size 4 --micro-batch-size 2 --seq-length 64 --no-tensorboard --no-save --set "
+    "model.vision.num_layers=1 --images-per-sample 1 --set model.language.num_layers=3 model.language.hidden_size=64 "
+    "model.language.ffn_hidden_size=160 model.language.num_attention_heads=4 model.language.num_query_groups=2 "
+    "model.language.vocab_size=128 --num-experts 8 --set model.experts.router_topk=2 "
+    "model.experts.ffn_hidden_size=96 model.experts.dense_layers=[0] model.experts.shared_ffn_hidden_size=48 "
+    "model.experts.shared_gate=true --moe-router-force-load-balancing"
 )
 LAYERS, TOKENS, TOPK, HIDDEN = 2, 128, 2, 64  # layers with experts; tokens of a micro-batch
 

@@ -15,22 +15,24 @@ from tests.support.training import LONG, SMALL, THREE, assert_same_curve, farthe
 
 # Balance losses on, so large that they move the gradient norm by per cents; a dense first layer; a shared expert.
 SOFTMAX = (
-    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
-    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
+    "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] --moe-aux-loss-coeff 0.1 "
+    "--moe-z-loss-coeff 0.01 --set model.experts.shared_ffn_hidden_size=32 model.experts.shared_gate=true"
 )
 # A bias that moves each step, groups of experts, more experts than tokens of some rows choose.
 SIGMOID = (
-    "--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-num-groups 4 "
-    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-aux-loss-coeff 0.05"
+    "--num-experts 8 --set model.experts.ffn_hidden_size=16 model.experts.router_topk=4 "
+    "model.experts.router_score_function=sigmoid model.experts.router_enable_expert_bias=true "
+    "--moe-router-bias-update-rate 0.02 --set model.experts.router_num_groups=4 "
+    "model.experts.router_group_topk=2 model.experts.router_topk_scaling_factor=2.5 --moe-aux-loss-coeff 0.05"
 )
 MODELS = {
     "softmax": SOFTMAX,
     "sigmoid": SIGMOID,
-    "pre-softmax": "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-z-loss-coeff 0.01",
+    "pre-softmax": "--num-experts 4 --set model.experts.router_topk=1 model.experts.router_pre_softmax=true "
+    "--moe-z-loss-coeff 0.01",
     "frozen-language": f"{SOFTMAX.replace('--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01', '')} --freeze language",
-    "frozen-vision": f"{SIGMOID} --freeze vision projector --language-tie-embeddings",
-    "one-image-rank": f"{SOFTMAX} --imageless-samples 1 2 3 --images-per-sample 1",
+    "frozen-vision": f"{SIGMOID} --freeze vision projector --set model.language.tie_embeddings=true",
+    "one-image-rank": f"{SOFTMAX} --set data.imageless_samples=[1,2,3] --images-per-sample 1",
 }
 LAYOUTS = {
     "ep2": (2, "--ep 2"),

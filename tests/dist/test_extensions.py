@@ -20,7 +20,7 @@ activate()  # before the module below imports megatron-core
 from megavlm.cli import convert  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--lr 1e-3 --lr-warmup-iters 2 --projector-pixel-shuffle 1".split()
+SIZES = "--lr 1e-3 --lr-warmup-iters 2 --set model.projector.pixel_shuffle=1".split()
 ARGV = [*SMALL[: SMALL.index("--images-per-sample")], *SIZES]
 DOTS = "--extension counting_dots --data dots --dots-most 5 --callback dots_log --dots-log-every 2".split()
 LAYOUTS = {

@@ -18,7 +18,10 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 FILES = [
     *SMALL,
     *"--images-per-sample 1 --image-sizes --train-iters 8 --seq-length 96".split(),
-    *"--packing-window 16 --num-workers 0 --lr-decay-iters 20 --vision-num-layers 1 --language-num-layers 3".split(),
+    *(
+        "--packing-window 16 --num-workers 0 --lr-decay-iters 20 --set model.vision.num_layers=1 "
+        "model.language.num_layers=3"
+    ).split(),
 ]
 
 

@@ -12,7 +12,9 @@ from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, metrics, train, without_wall_time
 
 # A gradient of a logit lies within ±1 and fp16 ends at 65504: at a scale of 2^18 the first steps must be skipped.
-FP16 = "--precision fp16 --initial-loss-scale 262144 --hysteresis 1 --loss-scale-window 4".split()
+FP16 = (
+    "--precision fp16 --set optimizer.initial_loss_scale=262144 optimizer.hysteresis=1 optimizer.loss_scale_window=4"
+).split()
 
 
 @pytest.mark.parametrize(
@@ -60,10 +62,18 @@ def test_curve_is_that_of_fp32(pools: Pools, tmp_path: Path):
 # Gradients of embeddings are larger: the loss of a text is over all others of the batch, and steep.
 PAIRS = [
     *SMALL,
-    *"--objective contrastive --seq-length 80 --global-batch-size 8 --learn-temperature --temperature 0.2".split(),
+    *(
+        "--objective contrastive --seq-length 80 --global-batch-size 8 --set model.objective.learn_temperature=true "
+        "--temperature 0.2"
+    ).split(),
     *"--train-iters 10 --no-save".split(),
 ]
-PAIRS_FP16 = [*PAIRS, *"--precision fp16 --initial-loss-scale 8192 --hysteresis 1 --loss-scale-window 3".split()]
+PAIRS_FP16 = [
+    *PAIRS,
+    *(
+        "--precision fp16 --set optimizer.initial_loss_scale=8192 optimizer.hysteresis=1 optimizer.loss_scale_window=3"
+    ).split(),
+]
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,9 @@ def test_a_run_in_fp8_differs_from_bf16_and_learns(pools: Pools, tmp_path: Path)
 @pytest.mark.slow
 def test_experts_in_fp8_differ_by_its_rounding_alone(pools: Pools, tmp_path: Path) -> None:
     """From bf16, and among layouts, whose ranks join other rows before they are scaled."""
-    mixture = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.1 --recompute-granularity full".split()
+    mixture = (
+        "--num-experts 4 --set model.experts.ffn_hidden_size=32 --moe-aux-loss-coeff 0.1 --recompute-granularity full"
+    ).split()
     runs = {"high": (1, "--fp8 none"), "low": (1, "--fp8 hybrid"), "spread": (2, "--fp8 hybrid --ep 2")}
     for name, (world, flags) in runs.items():
         pools(world).run(train, [*BF16, *mixture, *flags.split()], str(tmp_path / name))

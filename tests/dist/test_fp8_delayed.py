@@ -13,8 +13,10 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, wit
 
 SAVING = [
     *SMALL,
-    *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --fp8-amax-history-len 3".split(),
-    *"--train-iters 4 --vision-num-layers 1 --language-num-layers 3 --language-hidden-size 64".split(),
+    *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --set precision.fp8_amax_history_len=3".split(),
+    *(
+        "--train-iters 4 --set model.vision.num_layers=1 model.language.num_layers=3 model.language.hidden_size=64"
+    ).split(),
 ]
 
 

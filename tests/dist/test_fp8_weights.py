@@ -15,7 +15,7 @@ from tests.support.pool import Pools
 from tests.support.quantized import E4M3, Quantized, transformer_engine
 from tests.support.training import SMALL, metrics, train
 
-BF16 = [*SMALL, *"--precision bf16 --vision-num-layers 1 --language-num-layers 3 --train-iters 4".split()]
+BF16 = [*SMALL, *"--precision bf16 --set model.vision.num_layers=1 model.language.num_layers=3 --train-iters 4".split()]
 WIDE = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]  # the second layer alone
 GATHERED = [*WIDE, "--fp8-param-gather"]
 INSIDE = "language.layers.1."
@@ -113,8 +113,8 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(pools: Pools, gathered: Path
 
 
 def test_frozen_weights_stay_as_they_are(pools: Pools, tmp_path: Path) -> None:
-    frozen = [*GATHERED, *"--fp8-parts language vision --freeze vision --vision-ffn-hidden-size 64".split()]
-    frozen += "--no-first-last-layers-bf16 --vision-num-attention-heads 2".split()
+    frozen = [*GATHERED, *"--fp8-parts language vision --freeze vision --set model.vision.ffn_hidden_size=64".split()]
+    frozen += "--no-first-last-layers-bf16 --set model.vision.num_attention_heads=2".split()
     (names,) = pools(1).run(_in_fp8, frozen, str(tmp_path))
     assert {name.split(".")[0] for name in names} == {"language"}
 

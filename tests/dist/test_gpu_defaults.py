@@ -24,11 +24,11 @@ HOT = "--train-iters 4 --lr-decay-iters 6 --lr 1e-2 --lr-warmup-iters 0".split()
 # In bf16 at 1e-2, noise of 1e-7 in gradients (sums in another order, as on a GPU) makes gradient norms differ by up to
 # 20 % in six steps; at 1e-3 by up to 5e-4.
 BF16 = "--precision bf16 --lr 1e-3"
-BUCKETS = "--ddp-bucket-size 5000".split()
+BUCKETS = "--set parallel.ddp_bucket_size=5000".split()
 MODELS_HERE = {
     **MODELS,
-    "lora": "--lora-rank 4 --lora-targets language vision --freeze projector --vision-num-attention-heads 3 "
-    "--vision-hidden-size 36 --language-tie-embeddings",
+    "lora": "--lora-rank 4 --lora-targets language vision --freeze projector --set model.vision.num_attention_heads=3 "
+    "model.vision.hidden_size=36 model.language.tie_embeddings=true",
 }
 FULL, GRADIENTS = "--data-parallel-sharding full", "--data-parallel-sharding optimizer_gradients"
 COLOCATED = "--placement colocated"
@@ -136,7 +136,7 @@ def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: A
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, f"--language-tie-embeddings {BF16}"),
+        (2, f"--set model.language.tie_embeddings=true {BF16}"),
         pytest.param(2, MODELS_HERE["lora"], marks=pytest.mark.slow),
         pytest.param(8, f"--tp 2 --pp 2 {BF16} {MODELS['qwen2.5-vl']}", marks=pytest.mark.slow),
     ],
@@ -167,7 +167,10 @@ def stale(folder: str) -> int:
 def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Path) -> None:
     """Answers between steps, and the steps after them, are those of a run that gathers at once."""
     argv = "--recipe demo --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --lr-decay-style constant"
-    argv += " --lr-wsd-decay-iters none --eval-interval 1 --eval-samples 6 --global-batch-size 16 --micro-batch-size 8"
+    argv += (
+        " --lr-wsd-decay-iters none --eval-interval 1 --set evaluation.eval_samples=6 --global-batch-size 16 "
+        "--micro-batch-size 8"
+    )
     argv += " --no-save --no-tensorboard"
     pools(2).run(train_as_on_gpu, [*argv.split(), *BUCKETS], str(tmp_path / "late"))
     pools(2).run(train, [*argv.split(), "--no-overlap-param-gather"], str(tmp_path / "at-once"))

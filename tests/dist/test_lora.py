@@ -37,13 +37,17 @@ from tests.support.whole_models import whole_folder  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
-    "--lora-rank 4 --lora-alpha 8 --lora-targets language vision --language-num-query-groups 2 --lr 1e-3 "
-    "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-tie-embeddings --freeze projector"
+    "--lora-rank 4 --lora-alpha 8 --lora-targets language vision --set model.language.num_query_groups=2 --lr 1e-3 "
+    "--set model.vision.num_attention_heads=3 model.vision.hidden_size=36 model.language.tie_embeddings=true --freeze "
+    "projector"
 ).split()
 OTHERS = [name for name in SINGLE if name != "llava"]
 TARGETS = {"glm4v-moe": "q_proj k_proj v_proj o_proj"}  # PEFT takes adapters of its MLPs for adapters of experts
 ATTENTION = "vision.layers.*.o_proj language.layers.*.q_proj"
-EXPERTS = {"router": f"{ATTENTION} experts --lora-train-router", "second": "vision.layers.*.o_proj experts.down_proj"}
+EXPERTS = {
+    "router": f"{ATTENTION} experts --set lora.train_router=true",
+    "second": "vision.layers.*.o_proj experts.down_proj",
+}
 EXPERT_LAYOUTS = {"ep2": "--ep 2", "tp2-ep2-etp2": "--tp 2 --ep 2 --etp 2"}
 
 
@@ -57,10 +61,12 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, "--pp 2 --vpp 2 --recompute-granularity full --loss-chunk-tokens 2"),
+        (2, "--pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2"),
         pytest.param(2, "--tp 2", marks=pytest.mark.slow),
         pytest.param(
-            4, "--tp 2 --pp 2 --vpp 2 --recompute-granularity full --loss-chunk-tokens 2", marks=pytest.mark.slow
+            4,
+            "--tp 2 --pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2",
+            marks=pytest.mark.slow,
         ),
         pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2", marks=pytest.mark.slow),

@@ -14,55 +14,64 @@ from tests.support.pool import Pools
 
 # Equal images and layers wide enough that what is left out (positions, statistics of norms) is small.
 MODEL = (
-    "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --seq-length 128 --no-tensorboard --no-save "
-    "--vision-num-layers 3 --vision-hidden-size 128 --vision-ffn-hidden-size 256 --vision-num-attention-heads 4 "
-    "--vision-image-size 64 --vision-patch-size 8 --projector-pixel-shuffle 2 --language-num-layers 4 "
-    "--language-hidden-size 192 --language-ffn-hidden-size 512 --language-num-attention-heads 6 "
-    "--language-num-query-groups 2 --language-vocab-size 512 --images-per-sample 1"
+    "--train-iters 2 --global-batch-size 8 --micro-batch-size 2 --seq-length 128 --no-tensorboard --no-save --set "
+    "model.vision.num_layers=3 model.vision.hidden_size=128 model.vision.ffn_hidden_size=256 "
+    "model.vision.num_attention_heads=4 model.vision.image_size=64 model.vision.patch_size=8 "
+    "model.projector.pixel_shuffle=2 model.language.num_layers=4 model.language.hidden_size=192 "
+    "model.language.ffn_hidden_size=512 model.language.num_attention_heads=6 model.language.num_query_groups=2 "
+    "model.language.vocab_size=512 --images-per-sample 1"
 )
 RICH = (
-    "--language-tie-embeddings --language-qk-norm --language-add-qkv-bias --vision-normalization RMSNorm "
-    "--vision-activation swiglu --vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale "
-    "--projector-input-norm --vision-pre-norm --vision-class-token"
+    "--set model.language.tie_embeddings=true model.language.qk_norm=true model.language.add_qkv_bias=true "
+    "model.vision.normalization=RMSNorm model.vision.activation=swiglu model.vision.position_embedding=rope2d "
+    "model.vision.qk_norm=head model.vision.layer_scale=true model.projector.input_norm=true "
+    "model.vision.pre_norm=true model.vision.class_token=true"
 )
 
 GEMMA = (
-    "--seq-length 256 --language-window-size 32 --language-full-attention-layers 3 --image-token 9 "
-    "--language-bidirectional-images --language-post-norms --language-apply-layernorm-1p --language-activation geglu "
-    "--projector-kind linear --projector-merge average --projector-input-norm --projector-normalization RMSNorm"
+    "--seq-length 256 --set model.language.window_size=32 model.language.full_attention_layers=[3] --image-token 9 "
+    "--set model.language.bidirectional_images=true model.language.post_norms=true "
+    "model.language.apply_layernorm_1p=true model.language.activation=geglu "
+    "--projector-kind linear --set model.projector.merge=average model.projector.input_norm=true "
+    "model.projector.normalization=RMSNorm"
 )
 
 MISTRAL3 = (
-    "--projector-merge convolution --projector-input-norm --projector-norm-before-merge "
-    "--projector-normalization RMSNorm --no-projector-bias"
+    "--set model.projector.merge=convolution model.projector.input_norm=true model.projector.norm_before_merge=true "
+    "model.projector.normalization=RMSNorm model.projector.bias=false"
 )
 
 GLM4V = (
-    "--vision-pre-norm --vision-norm-before-position --vision-normalization RMSNorm --projector-kind gated "
-    "--projector-merge convolution --projector-merge-channels 192 --projector-merge-bias --no-projector-bias "
-    "--language-mrope-section 3 3 2 --language-rotary-percent 0.5 --language-rotary-interleaved --language-post-norms "
-    "--projector-hidden-size 384"
+    "--set model.vision.pre_norm=true model.vision.norm_before_position=true model.vision.normalization=RMSNorm "
+    "--projector-kind gated --set model.projector.merge=convolution model.projector.merge_channels=192 "
+    "model.projector.merge_bias=true model.projector.bias=false model.language.mrope_section=[3,3,2] "
+    "model.language.rotary_percent=0.5 model.language.rotary_interleaved=true model.language.post_norms=true "
+    "model.projector.hidden_size=384"
 )
 
 QFORMER = (
-    "--projector-pixel-shuffle 1 --projector-kind qformer --qformer-num-layers 6 --qformer-hidden-size 192 "
-    "--qformer-num-attention-heads 6 --qformer-ffn-hidden-size 512 --qformer-num-queries 32"
+    "--set model.projector.pixel_shuffle=1 --projector-kind qformer --set "
+    "model.projector.connectors.qformer.num_layers=6 model.projector.connectors.qformer.hidden_size=192 "
+    "model.projector.connectors.qformer.num_attention_heads=6 model.projector.connectors.qformer.ffn_hidden_size=512 "
+    "model.projector.connectors.qformer.num_queries=32"
 )
 PERCEIVER = (
-    "--projector-pixel-shuffle 1 --projector-kind perceiver --perceiver-num-latents 32 "
-    "--perceiver-num-attention-heads 6 --perceiver-num-query-groups 3 --perceiver-kv-channels 32"
+    "--set model.projector.pixel_shuffle=1 --projector-kind perceiver --set "
+    "model.projector.connectors.perceiver.num_latents=32 model.projector.connectors.perceiver.num_attention_heads=6 "
+    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=32"
 )
 C_ABSTRACTOR = (
-    "--projector-pixel-shuffle 1 --projector-kind c_abstractor --c-abstractor-side 6 --c-abstractor-depth 2 "
-    "--c-abstractor-hidden-size 190"
+    "--set model.projector.pixel_shuffle=1 --projector-kind c_abstractor --set "
+    "model.projector.connectors.c_abstractor.side=6 model.projector.connectors.c_abstractor.depth=2 "
+    "model.projector.connectors.c_abstractor.hidden_size=190"
 )
 
 # Experts whose rows outweigh the rest; even, as other loads differ from rank to rank.
 EXPERTS = (
-    "--seq-length 512 --num-experts 8 --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-dense-layers 0 "
-    "--moe-router-force-load-balancing"
+    "--seq-length 512 --num-experts 8 --set model.experts.router_topk=8 model.experts.ffn_hidden_size=128 "
+    "model.experts.dense_layers=[0] --moe-router-force-load-balancing"
 )
-SHARED = "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate --moe-aux-loss-coeff 1e-3"
+SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_gate=true --moe-aux-loss-coeff 1e-3"
 
 CASES = {
     "qformer": (1, QFORMER),
@@ -91,9 +100,9 @@ CASES = {
     "full-bf16": (1, "--recompute-granularity full --precision bf16"),
     "frozen-vision": (1, "--freeze vision"),
     "rich": (1, RICH),
-    "large-vocabulary-bf16": (1, "--language-vocab-size 8192 --precision bf16"),
+    "large-vocabulary-bf16": (1, "--set model.language.vocab_size=8192 --precision bf16"),
     "tp2": (2, "--tp 2"),
-    "tp4-shared-keys": (4, "--tp 4 --language-ffn-hidden-size 510 --vision-ffn-hidden-size 254"),
+    "tp4-shared-keys": (4, "--tp 4 --set model.language.ffn_hidden_size=510 model.vision.ffn_hidden_size=254"),
     "tp4-shared-keys-selective": (4, "--tp 4 --recompute-granularity selective --precision bf16"),
     "tp2-no-sp": (2, "--tp 2 --no-sequence-parallel --precision bf16"),
     "pp2": (2, "--pp 2"),
@@ -156,7 +165,8 @@ CASES = {
     "pp2-colocated-passes": (2, "--pp 2 --placement colocated --encoder-chunk-patches 128"),
     "pp2-colocated-recomputed": (
         2,
-        "--pp 2 --placement colocated --encoder-chunk-patches 128 --encoder-keep-chunks 1 --recompute-granularity full",
+        "--pp 2 --placement colocated --encoder-chunk-patches 128 --set placement.encoder_keep_chunks=1 "
+        "--recompute-granularity full",
     ),
     "tp2-vision-tp2": (2, "--tp 2 --placement colocated --vision-tp 2"),
     "dp2-colocated-zero3": (2, "--placement colocated --data-parallel-sharding full --precision bf16"),

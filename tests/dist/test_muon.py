@@ -34,9 +34,14 @@ from tests.support.training import (
 
 MUON, LION = "--optimizer muon", "--optimizer lion --lr 1e-4"
 SLOWER = "--optimizer muon --lr 1e-4"
-EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32"
+EXPERTS = (
+    "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] "
+    "model.experts.shared_ffn_hidden_size=32"
+)
 # Heads and widths that two ranks do not divide; a vision head is padding.
-UNEVEN = "--language-num-attention-heads 3 --language-num-query-groups 3 --language-ffn-hidden-size 50"
+UNEVEN = (
+    "--set model.language.num_attention_heads=3 model.language.num_query_groups=3 model.language.ffn_hidden_size=50"
+)
 KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4"}
 
 Curve = Callable[..., list[dict[str, Any]]]
@@ -158,7 +163,9 @@ def test_sharding_gives_the_numbers_of_one_process(pools, one, tmp_path, world, 
     ("world", "flags"),
     [
         (2, f"{MUON} --tp 2 --micro-batch-size 4"),
-        pytest.param(4, f"{MUON} --tp 2 --micro-batch-size 2 --muon-precision bf16", marks=pytest.mark.slow),
+        pytest.param(
+            4, f"{MUON} --tp 2 --micro-batch-size 2 --set optimizer.muon_precision=bf16", marks=pytest.mark.slow
+        ),
         pytest.param(2, f"{MUON} {ZERO_3}", marks=pytest.mark.slow),
         pytest.param(2, f"{MUON} --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, f"{MUON} --precision bf16 --placement colocated", marks=pytest.mark.slow),
@@ -201,6 +208,6 @@ def test_another_optimizer_is_refused_on_resume(pools: Pools, tmp_path: Path):
 @pytest.mark.slow
 def test_steps_in_bf16_learn_as_those_in_fp32(pools: Pools, tmp_path: Path):
     for kind in ("fp32", "bf16"):
-        argv = [*TEXT_TO_LEARN, *MUON.split(), "--muon-precision", kind]
+        argv = [*TEXT_TO_LEARN, *MUON.split(), "--set", f"optimizer.muon_precision={kind}"]
         pools(1).run(train, argv, str(tmp_path / kind))
     assert_within_a_hundredth(*(metrics(tmp_path / kind) for kind in ("bf16", "fp32")))

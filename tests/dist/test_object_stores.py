@@ -30,7 +30,10 @@ pytestmark = pytest.mark.slow
 
 TINY = [
     *SMALL,
-    *"--vision-num-layers 1 --language-num-layers 1 --lr-warmup-iters 1 --save-interval 2 --keep-checkpoints 2".split(),
+    *(
+        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 2 "
+        "--keep-checkpoints 2"
+    ).split(),
 ]
 
 

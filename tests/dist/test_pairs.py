@@ -20,9 +20,9 @@ def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_tokenizer(folder / "tokenizer")
     train_file = write_pairs(folder, records=60)
     held_out = write_pairs(folder, records=17, seed=3, name="held.jsonl")
-    vocabulary = SMALL.index("--language-vocab-size")
+    without_size = [word for word in SMALL if not word.startswith("model.language.vocab_size=")]
     return [
-        *(SMALL[:vocabulary] + SMALL[vocabulary + 2 :]),
+        *without_size,
         *"--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16 --num-workers 0".split(),
         *f"--objective contrastive --temperature 0.2 --datasets {train_file},image_root={folder / 'images'}".split(),
         *f"--validation {held_out},image_root={folder / 'images'} --eval-interval 2".split(),

@@ -38,13 +38,13 @@ OPTIONS = {
     "overlap": "--overlap-grad-reduce --overlap-param-gather",
     "mbs2": "--micro-batch-size 2",
     # Logits of two tokens at a time, computed again in the backward pass; by default those of a micro-batch are kept.
-    "loss-chunks": "--loss-chunk-tokens 2",
+    "loss-chunks": "--set execution.loss_chunk_tokens=2",
     "selective": "--recompute-granularity selective",
     # patch_embed | vision 0-1 | vision 2, norm, projector, embedding, language 0 | the rest: cuts inside the tower,
     # and a chunk with vision and language layers.
     "cuts4": "--pipeline-cuts 1 3 8",
     # language.layers.0 and its embedding in one chunk of the last rank, the output in another
-    "cuts-late-embedding": "--pipeline-cuts 2 7 10 --loss-chunk-tokens 3",
+    "cuts-late-embedding": "--pipeline-cuts 2 7 10 --set execution.loss_chunk_tokens=3",
     # … deepstack.0 | … deepstack.1 | … language.layers.0 | the rest: one, two and two features on the way
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
     "colocated": "--placement colocated",
@@ -187,9 +187,9 @@ def test_recomputation_draws_the_same_dropout(pools, tmp_path):
 def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
     """A colocated encoder's numbers do not depend on which passes keep their activations."""
     argv = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --pp 2 --train-iters 2".split()]
-    argv += "--placement colocated --encoder-chunk-patches 20 --encoder-keep-chunks".split()
+    argv += "--placement colocated --encoder-chunk-patches 20 --set".split()
     for kept in ("0", "100"):
-        pools(2).run(train, [*argv, kept], str(tmp_path / kept))
+        pools(2).run(train, [*argv, f"placement.encoder_keep_chunks={kept}"], str(tmp_path / kept))
     assert_same_curve(metrics(tmp_path / "0"), metrics(tmp_path / "100"), tolerance=1e-6)
 
 

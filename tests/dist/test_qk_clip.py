@@ -17,19 +17,20 @@ from tests.support.muon_reference import farthest_from_reference
 from tests.support.pool import Pools
 from tests.support.training import SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
 
-CLIP = "--qk-clip --qk-clip-threshold 0.0005"
+CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"
 MUON = f"--optimizer muon {CLIP}"
 SLOWER = f"{MUON} --lr 1e-4"
 RUN = [*SMALL, *THREE, "--no-save"]
 # Rows of 64 tokens, a third of them padding.
-DIGITS = "--no-save --data digits --seq-length 64 --vision-image-size 32 --language-vocab-size 160"
+DIGITS = "--no-save --data digits --seq-length 64 --set model.vision.image_size=32 model.language.vocab_size=160"
 PADDED = [*SMALL[: SMALL.index("--images-per-sample")], *DIGITS.split(), "--lr", "1e-3"]
 WHOLE, ZERO_3 = "--data-parallel-sharding none", "--data-parallel-sharding full"
 GROUPED = (
-    "--language-num-query-groups 2 --language-add-qkv-bias --vision-class-token --vision-position-embedding rope2d"
+    "--set model.language.num_query_groups=2 model.language.add_qkv_bias=true model.vision.class_token=true "
+    "model.vision.position_embedding=rope2d"
 )
 # Three heads, which two ranks do not divide: one of a rank is padding.
-UNEVEN = "--language-num-attention-heads 3 --language-num-query-groups 3"
+UNEVEN = "--set model.language.num_attention_heads=3 model.language.num_query_groups=3"
 KNOWN = {**MODELS, "grouped": GROUPED, "uneven": UNEVEN}
 
 Records = list[dict[str, Any]]
@@ -61,14 +62,14 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 @pytest.mark.parametrize(
     ("run", "flags"),
     [
-        (PADDED, f"--optimizer muon {GROUPED} --micro-batch-size 2 --qk-clip-threshold 0.03"),
+        (PADDED, f"--optimizer muon {GROUPED} --micro-batch-size 2 --set optimizer.qk_clip_threshold=0.03"),
         pytest.param(RUN, "--optimizer adamw --recompute-granularity full --ema-decay 0.9", marks=pytest.mark.slow),
         pytest.param(RUN, f"--optimizer muon {GROUPED} --recompute-granularity selective", marks=pytest.mark.slow),
-        pytest.param(RUN, "--optimizer lion --lr 1e-4 --language-num-query-groups 1", marks=pytest.mark.slow),
+        pytest.param(RUN, "--optimizer lion --lr 1e-4 --set model.language.num_query_groups=1", marks=pytest.mark.slow),
     ],
 )
 def test_two_steps_are_those_of_the_paper(pools: Pools, tmp_path: Path, run: list[str], flags: str):
-    argv = [*run, *"--qk-clip --qk-clip-threshold 0.055".split(), *flags.split()]
+    argv = [*run, *"--qk-clip --set optimizer.qk_clip_threshold=0.055".split(), *flags.split()]
     (found,) = pools(1).run(farthest_from_reference, argv, str(tmp_path), 2)
     name, off = max(found.items(), key=lambda item: item[1])
     assert off < 1e-9, f"{name} is off by {off:.1e} of the way that it went"

@@ -138,7 +138,7 @@ def start(run_dir: Path) -> BaseProcess:
     argv = [
         *SMALL,
         *"--train-iters 12 --save-interval 2 --keep-checkpoints 0".split(),
-        *"--vision-num-layers 1 --language-num-layers 1".split(),
+        *"--set model.vision.num_layers=1 model.language.num_layers=1".split(),
     ]
     return start_program([*argv, "--run-dir", str(run_dir)], run_dir.with_name(f"{run_dir.name}-output"))
 

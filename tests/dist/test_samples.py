@@ -33,7 +33,9 @@ RUN = [
     *"--images-per-sample 1 --image-sizes --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
     *"--init-method-std 0.2 --packing-window 16 --num-workers 0 --no-save".split(),
 ]
-ASKED = "--sample-interval 2 --sample-count 5 --sample-max-new-tokens 6 --eval-interval 0".split()
+ASKED = (
+    "--sample-interval 2 --set evaluation.sample_count=5 evaluation.sample_max_new_tokens=6 --eval-interval 0".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +226,7 @@ def test_answers_are_those_of_transformers(pools: Pools, tmp_path: Path, name: s
     argv = (
         f"--init-from {folder} --precision fp32 --datasets {tmp_path}/train.jsonl --validation {tmp_path}/held.jsonl "
         "--train-iters 1 --lr 1e-30 --global-batch-size 2 --seq-length 640 --no-save --no-tensorboard "
-        "--eval-interval 0 --num-workers 0 --pp 2 --sample-interval 1 --sample-max-new-tokens 12"
+        "--eval-interval 0 --num-workers 0 --pp 2 --sample-interval 1 --set evaluation.sample_max_new_tokens=12"
     ).split()
     pools(2).run(train_beyond, argv, str(tmp_path / "run"))
 

@@ -19,8 +19,13 @@ FAST = [
     ("gpipe", 2, "one-image-rank", "--pp 2"),
     ("zb-h1", 2, "frozen-vision-projector", "--pp 2"),
     ("zb-h1", 4, "rich", "--pp 4 --pipeline-cuts 1 3 8"),
-    ("zb-h1", 4, "qwen3-vl", "--pp 2 --tp 2 --loss-chunk-tokens 2"),
-    ("zb-h1", 4, "one-image-rank", "--pp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+    ("zb-h1", 4, "qwen3-vl", "--pp 2 --tp 2 --set execution.loss_chunk_tokens=2"),
+    (
+        "zb-h1",
+        4,
+        "one-image-rank",
+        "--pp 2 --overlap-grad-reduce --overlap-param-gather --set parallel.ddp_bucket_size=4000",
+    ),
 ]
 SLOW = [
     ("gpipe", 4, "rich", "--pp 2 --tp 2"),
@@ -58,18 +63,18 @@ OPTIONS = {
     "dropout": (2, "--hidden-dropout 0.2 --attention-dropout 0.2"),
     "lora": (4, "--lora-rank 4 --lora-targets language --freeze projector --tp 2"),
     "offload": (2, "--offload activations"),
-    "no-zero": (4, "--data-parallel-sharding none --overlap-grad-reduce --ddp-bucket-size 4000"),
-    "overlap": (4, "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+    "no-zero": (4, "--data-parallel-sharding none --overlap-grad-reduce --set parallel.ddp_bucket_size=4000"),
+    "overlap": (4, "--overlap-grad-reduce --overlap-param-gather --set parallel.ddp_bucket_size=4000"),
     "no-sp": (4, "--tp 2 --no-sequence-parallel"),
     "cp2": (4, "--cp 2"),
     "experts": (4, "--num-experts 4 --ep 2"),
-    "experts-tp": (4, "--num-experts 4 --ep 2 --tp 2 --moe-shared-expert-intermediate-size 32"),
+    "experts-tp": (4, "--num-experts 4 --ep 2 --tp 2 --set model.experts.shared_ffn_hidden_size=32"),
     "colocated": (2, "--placement colocated"),
     "colocated-passes": (2, "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2"),
     "encode-ahead": (2, "--placement colocated --encode-ahead --freeze vision projector"),
-    "verified": (2, "--verify-micro-batch-interval 2"),
-    "loss-chunks": (2, "--loss-chunk-tokens 2 --language-tie-embeddings"),
-    "late-embedding": (2, "--pipeline-cuts 7 --language-tie-embeddings"),
+    "verified": (2, "--set numerics.verify_micro_batch_interval=2"),
+    "loss-chunks": (2, "--set execution.loss_chunk_tokens=2 model.language.tie_embeddings=true"),
+    "late-embedding": (2, "--pipeline-cuts 7 --set model.language.tie_embeddings=true"),
 }
 
 
@@ -87,7 +92,7 @@ def test_zero_bubble_changes_no_number(pools, tmp_path, option):
 
 # Processes, model, options; layers are Transformer Engine's, whose backward passes leave products to a store.
 TE_OPTIONS = {
-    "overlap": (4, "qwen2.5-vl", "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+    "overlap": (4, "qwen2.5-vl", "--overlap-grad-reduce --overlap-param-gather --set parallel.ddp_bucket_size=4000"),
     "tp": (4, "rich", "--tp 2"),
     "tp-no-sp": (4, "rich", "--tp 2 --no-sequence-parallel"),
     "recompute": (2, "one-image-rank", "--recompute-granularity full"),
@@ -157,7 +162,10 @@ def test_interleaving_gives_megatron_cores_numbers(pools, tmp_path, option):
 
 @pytest.mark.slow
 def test_validation_and_answers_do_not_know_the_schedule(pools, tmp_path):
-    argv = "--recipe demo --train-iters 4 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --eval-samples 6 --eval-interval 2"
+    argv = (
+        "--recipe demo --train-iters 4 --lr-warmup-iters 1 --lr-wsd-decay-iters 2 --set evaluation.eval_samples=6 "
+        "--eval-interval 2"
+    )
     for schedule in ("1f1b", "zb-h1", "gpipe"):
         flags = [*argv.split(), *"--sample-interval 2 --pp 2 --schedule".split(), schedule]
         pools(2).run(train, flags, str(tmp_path / schedule))
@@ -298,7 +306,10 @@ def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedu
     """DDP learns in a run's first step how often each parameter meets a gradient before its bucket may be reduced. Were
     all micro-batches counted, steps with another number of them would reduce too early, and lose gradients, or never.
     """
-    argv = [*SMALL, *"--no-save --train-iters 3 --overlap-grad-reduce --ddp-bucket-size 4000 --pp 2".split()]
+    argv = [
+        *SMALL,
+        *"--no-save --train-iters 3 --overlap-grad-reduce --set parallel.ddp_bucket_size=4000 --pp 2".split(),
+    ]
     argv += ["--vpp", str(vpp), "--schedule", schedule]
     pools(4).run(train_recording_reductions, argv, str(tmp_path))
     for rank in range(4):

@@ -27,8 +27,8 @@ GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parall
 # (processes, model, flags): every sharding with TP, PP, frozen parts, tied copies, micro-batches of text, and clipping.
 FAST = [
     (2, "one-image-rank", FULL),
-    (4, "rich", f"--tp 2 {FULL} --loss-chunk-tokens 2"),
-    (4, "rich", f"--pp 2 --vpp 2 {GRADIENTS} --loss-chunk-tokens 2"),
+    (4, "rich", f"--tp 2 {FULL} --set execution.loss_chunk_tokens=2"),
+    (4, "rich", f"--pp 2 --vpp 2 {GRADIENTS} --set execution.loss_chunk_tokens=2"),
     (4, "plain", f"{FULL} --hybrid-shard-size 2"),
     (2, "rich", f"{FULL} --placement colocated"),
     (2, "llava-onevision", f"{FULL} --offload optimizer activations"),

@@ -169,7 +169,11 @@ def test_units_send_what_codes_and_residuals_say(
     import numpy as np
 
     argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]
-    argv += ["--compress-group-size", str(group), *([] if feedback else ["--no-compress-error-feedback"])]
+    argv += [
+        "--set",
+        f"parallel.compress_group_size={group}",
+        *([] if feedback else ["--set", "parallel.compress_error_feedback=false"]),
+    ]
     ranks = pools(world).run(collectives_of_a_step, argv, str(tmp_path / "run"))
     assert all(rank["kept"] == feedback and rank["forgotten"] for rank in ranks)
     count, lost = world // group, [{} for _ in ranks]  # type: ignore[var-annotated]
@@ -210,10 +214,14 @@ CLOSE = [
 SLOW = [
     (2, WEIGHTS),
     (2, f"{GRADIENTS} {BF16}"),
-    (4, f"{GRADIENTS} {WEIGHTS} --compress-group-size 2"),
-    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --compress-group-size 2 --secondary-shard-size 2 --global-batch-size 8"),
+    (4, f"{GRADIENTS} {WEIGHTS} --set parallel.compress_group_size=2"),
+    (
+        4,
+        f"{FULL} {GRADIENTS} {WEIGHTS} --set parallel.compress_group_size=2 --secondary-shard-size 2 "
+        "--global-batch-size 8",
+    ),
     (4, f"--tp 2 {GRADIENTS} {WEIGHTS}"),
-    (4, f"--placement colocated --pp 2 {GRADIENTS} --compress-group-size 2"),
+    (4, f"--placement colocated --pp 2 {GRADIENTS} --set parallel.compress_group_size=2"),
     (2, f"{FULL} {GRADIENTS}"),
     (2, f"{FULL} {WEIGHTS} --micro-batch-size 2"),
     (2, f"--data-parallel-sharding optimizer_gradients {GRADIENTS} {WEIGHTS}"),
@@ -221,7 +229,7 @@ SLOW = [
     (4, f"--pp 2 --vpp 2 {FULL} {GRADIENTS} {WEIGHTS}"),
     (4, f"--cp 2 --recompute-granularity full {FULL} {GRADIENTS} {WEIGHTS}"),
     (4, f"{FULL} {GRADIENTS} {WEIGHTS} --hybrid-shard-size 2"),
-    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --placement colocated --compress-group-size 2"),
+    (4, f"{FULL} {GRADIENTS} {WEIGHTS} --placement colocated --set parallel.compress_group_size=2"),
     (2, f"{FULL} {GRADIENTS} {WEIGHTS} --offload optimizer parameters"),
     (2, f"{FULL} {GRADIENTS} {WEIGHTS} --freeze vision --lora-rank 4"),
     (2, "--compress-gradients fp8"),
@@ -231,7 +239,7 @@ SLOW = [
     (4, f"--pp 2 --placement colocated {GRADIENTS} {WEIGHTS}"),
     (2, f"{GRADIENTS} --no-overlap-grad-reduce"),
     (2, f"{WEIGHTS} --no-overlap-param-gather"),
-    (2, f"{GRADIENTS} --language-tie-embeddings"),
+    (2, f"{GRADIENTS} --set model.language.tie_embeddings=true"),
     (2, f"{GRADIENTS} --freeze vision --offload optimizer"),
 ]
 
@@ -241,9 +249,7 @@ def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, 
     """Four steps: a wrong sum, or weights that differ between ranks, would change the norm by far more."""
     words = flags.split()
     exact = [*words, "--compress-gradients", "none", "--compress-weights", "none"]
-    if "--compress-group-size" in exact:
-        place = exact.index("--compress-group-size")
-        del exact[place : place + 2]
+    exact = [word.replace("compress_group_size=2", "compress_group_size=null") for word in exact]
     pools(world).run(train, [*SMALL, "--no-save", *words], str(tmp_path / "coded"))
     pools(world).run(train, [*SMALL, "--no-save", *exact], str(tmp_path / "exact"))
     coded, plain = metrics(tmp_path / "coded"), metrics(tmp_path / "exact")
@@ -285,12 +291,12 @@ def test_coded_weights_of_zero_3_resume_bit_for_bit(pools: Pools, tmp_path: Path
         WEIGHTS,
         f"{GRADIENTS} {WEIGHTS}",
         f"{FULL} {GRADIENTS} {WEIGHTS}",
-        f"{FULL} {GRADIENTS} {WEIGHTS} --no-compress-error-feedback",
+        f"{FULL} {GRADIENTS} {WEIGHTS} --set parallel.compress_error_feedback=false",
         f"{FULL} --compress-gradients fp8 --compress-weights fp8",
     ],
 )
 def test_200_steps_end_within_a_hundredth_of_exact(pools: Pools, tmp_path: Path, flags: str) -> None:
-    plain = flags.removesuffix(" --no-compress-error-feedback")
+    plain = flags.removesuffix(" --set parallel.compress_error_feedback=false")
     exact = f"{plain} --compress-gradients none --compress-weights none"
     for name, words in (("exact", exact), ("coded", flags)):
         argv = [*TEXT_TO_LEARN, "--global-batch-size", "8", *words.split()]

@@ -26,28 +26,34 @@ from tests.support import hf  # noqa: E402
 from tests.support.tiny_models import qwen_vl  # noqa: E402
 
 # Key/value heads that two to four ranks share; widths of MLPs and of the vocabulary that are prime.
-WIDTHS = "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47 --projector-hidden-size 53 --weight-decay 0.2"
-RICH = f"--language-qk-norm --language-add-qkv-bias --vision-activation swiglu {WIDTHS}"
+WIDTHS = (
+    "--set model.language.ffn_hidden_size=61 model.vision.ffn_hidden_size=47 model.projector.hidden_size=53 "
+    "--weight-decay 0.2"
+)
+RICH = f"--set model.language.qk_norm=true model.language.add_qkv_bias=true model.vision.activation=swiglu {WIDTHS}"
 WIDE = (
-    "--language-num-attention-heads 6 --language-num-query-groups 6 --language-ffn-hidden-size 250 "
-    "--vision-ffn-hidden-size 254"
+    "--set model.language.num_attention_heads=6 model.language.num_query_groups=6 model.language.ffn_hidden_size=250 "
+    "model.vision.ffn_hidden_size=254"
 )
 MODELS = {
-    "3-in-1": f"--language-num-attention-heads 3 --language-num-query-groups 1 {RICH}",
-    "6-in-2": f"--language-num-attention-heads 6 --language-num-query-groups 2 {RICH} --language-tie-embeddings",
+    "3-in-1": f"--set model.language.num_attention_heads=3 model.language.num_query_groups=1 {RICH}",
+    "6-in-2": f"--set model.language.num_attention_heads=6 model.language.num_query_groups=2 {RICH} --set "
+    "model.language.tie_embeddings=true",
     # Slots of one key/value head on one rank and on two, each with a part of 3 or 2 channels; none is padding.
-    "6-in-3": f"--language-num-attention-heads 6 --language-num-query-groups 3 --language-kv-channels 6 {WIDTHS}",
-    "14-in-2": f"--language-num-attention-heads 14 --language-num-query-groups 2 --language-kv-channels 6 {RICH}",
+    "6-in-3": "--set model.language.num_attention_heads=6 model.language.num_query_groups=3 "
+    f"model.language.kv_channels=6 {WIDTHS}",
+    "14-in-2": "--set model.language.num_attention_heads=14 model.language.num_query_groups=2 "
+    f"model.language.kv_channels=6 {RICH}",
     # No key/value head is shared; the last rank has heads of zeros.
-    "5-in-5": f"--language-num-attention-heads 5 --language-num-query-groups 5 --language-kv-channels 8 {WIDTHS} "
-    "--projector-kind linear",
-    "gated": f"--language-num-attention-heads 3 --language-num-query-groups 1 --projector-kind gated {WIDTHS} "
-    "--language-hidden-size 51 --language-kv-channels 16",
-    "lora": f"--language-num-attention-heads 6 --language-num-query-groups 2 {RICH} --lora-rank 4 --lora-dropout 0 "
-    "--lora-targets language vision --freeze projector",
+    "5-in-5": "--set model.language.num_attention_heads=5 model.language.num_query_groups=5 "
+    f"model.language.kv_channels=8 {WIDTHS} --projector-kind linear",
+    "gated": "--set model.language.num_attention_heads=3 model.language.num_query_groups=1 --projector-kind gated "
+    f"{WIDTHS} --set model.language.hidden_size=51 model.language.kv_channels=16",
+    "lora": f"--set model.language.num_attention_heads=6 model.language.num_query_groups=2 {RICH} --lora-rank 4 "
+    "--lora-dropout 0 --lora-targets language vision --freeze projector",
     # Heads that TP divides, and MLPs that one process and two pad alike, to 256.
-    "wide": f"{WIDE} --vision-activation quick_gelu --weight-decay 0.2",
-    "wide-gated": f"{WIDE} --vision-activation swiglu",
+    "wide": f"{WIDE} --set model.vision.activation=quick_gelu --weight-decay 0.2",
+    "wide-gated": f"{WIDE} --set model.vision.activation=swiglu",
 }
 FAST = [
     (1, "wide", "--micro-batch-size 4"),
@@ -215,8 +221,10 @@ def test_answers_are_those_of_one_process(pools, tmp_path, model, flags):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_fp8_follows_one_process(pools, tmp_path, recipe):
     argv = [*SMALL, "--no-save", *f"--precision bf16 --fp8 hybrid --fp8-recipe {recipe}".split()]
-    argv += "--language-num-attention-heads 3 --language-num-query-groups 1 --language-kv-channels 32".split()
-    argv += "--language-hidden-size 64".split()
+    argv += (
+        "--set model.language.num_attention_heads=3 model.language.num_query_groups=1 model.language.kv_channels=32"
+    ).split()
+    argv += "--set model.language.hidden_size=64".split()
     pools(1).run(train, argv, str(tmp_path / "one"))
     pools(2).run(train, [*argv, "--tp", "2"], str(tmp_path / "two"))
     for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):

@@ -18,7 +18,7 @@ RUN = [
     *SMALL,
     *"--images-per-sample 1 --image-sizes --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
     *"--global-batch-size 8 --packing-window 16 --num-workers 0 --eval-interval 2".split(),
-    *"--vision-num-layers 1 --language-num-layers 3".split(),
+    *"--set model.vision.num_layers=1 model.language.num_layers=3".split(),
 ]
 
 

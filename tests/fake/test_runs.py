@@ -21,22 +21,27 @@ from tests.support.data_files import sources_of, write_llava, write_text, write_
 from tests.support.training import SMALL
 
 ROOT = Path(__file__).parents[2]
-TINY = "--vision-num-layers 2 --language-num-layers 3 --train-iters 1 --lr-warmup-iters 0 --precision bf16 --no-save"
+TINY = (
+    "--set model.vision.num_layers=2 model.language.num_layers=3 --train-iters 1 --lr-warmup-iters 0 --precision "
+    "bf16 --no-save"
+)
 PACKED = "--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16 --num-workers 0"
 QWEN3 = (
-    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d --vision-position-interpolation bilinear "
-    "--vision-temporal-patch-size 2 --vision-deepstack-layers 0 1 --projector-hidden-size 128 "
-    "--language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm --vision-num-layers 3 "
-    "--language-num-layers 4"
+    "--set model.vision.activation=gelu_tanh model.vision.position_embedding=learned_rope2d "
+    "model.vision.position_interpolation=bilinear model.vision.temporal_patch_size=2 "
+    "model.vision.deepstack_layers=[0,1] model.projector.hidden_size=128 model.language.mrope_section=[2,2,2] "
+    "model.language.mrope_interleaved=true model.language.qk_norm=true model.vision.num_layers=3 "
+    "model.language.num_layers=4"
 )
 QWEN25 = (
-    "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
-    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
-    "--vision-full-attention-layers 1 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
-    "--language-tie-embeddings"
+    "--set model.vision.normalization=RMSNorm model.vision.activation=swiglu model.vision.patch_bias=false "
+    "model.vision.position_embedding=rope2d model.vision.temporal_patch_size=2 model.vision.window_size=16 "
+    "model.vision.full_attention_layers=[1] model.projector.hidden_size=128 model.language.mrope_section=[1,2,3] "
+    "--set",
+    "model.language.tie_embeddings=true",
 )
-TILES = "--projector-anyres-max-tiles 2 --image-sizes 16 32 --no-vision-post-norm"
-BUCKETS = "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket"
+TILES = "--set model.projector.anyres_max_tiles=2 --image-sizes 16 32 --set model.vision.post_norm=false"
+BUCKETS = "--projector-kind linear --set model.projector.bias=false model.vision.position_interpolation=bucket"
 DEMO = "--recipe demo --lr-wsd-decay-iters 1"
 
 # name → (rank, world, flags)
@@ -75,7 +80,7 @@ SLOW = {
         1,
         4,
         "--data-parallel-sharding full --secondary-shard-size 2 --compress-gradients int8 --compress-weights fp8 "
-        "--compress-group-size 2",
+        "--set parallel.compress_group_size=2",
     ),
     "zero-3, second shards": (1, 4, "--data-parallel-sharding full --secondary-shard-size 2"),
     "tp2-pp2-dp2": (7, 8, "--tp 2 --pp 2 --save"),
@@ -86,8 +91,8 @@ SLOW = {
     "qwen2.5-vl, shared keys": (
         0,
         2,
-        f"{QWEN25} --tp 2 --language-num-attention-heads 3 --language-num-query-groups 1 --language-kv-channels 12 "
-        "--language-ffn-hidden-size 61 --vision-ffn-hidden-size 47",
+        f"{QWEN25} --tp 2 --set model.language.num_attention_heads=3 model.language.num_query_groups=1 "
+        "model.language.kv_channels=12 model.language.ffn_hidden_size=61 model.vision.ffn_hidden_size=47",
     ),
     "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
     "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
@@ -105,7 +110,11 @@ SLOW = {
     ),
     "cached features": (0, 2, "FILES --placement colocated --tp 2 --freeze vision projector --vision-cache CACHE"),
     "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
-    "answers": (0, 1, f"{DEMO} --precision bf16 --train-iters 1 --lr-warmup-iters 0 --eval-samples 1 --no-save"),
+    "answers": (
+        0,
+        1,
+        f"{DEMO} --precision bf16 --train-iters 1 --lr-warmup-iters 0 --set evaluation.eval_samples=1 --no-save",
+    ),
 }
 
 # What a step has to ask for: its own numbers, with the gradient norm (fp16: the scale, and whether all is finite).

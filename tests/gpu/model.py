@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 # Widths that tensor cores and fused attention take (heads of 64), images of two sizes and none, grouped queries.
 _FLAGS = (
     "--global-batch-size 1 --micro-batch-size 1 --seq-length 512 --no-tensorboard --data synthetic --lr 1e-3 "
-    "--init-method-std 0.05 --vision-num-layers 3 --vision-hidden-size 128 --vision-ffn-hidden-size 256 "
-    "--vision-num-attention-heads 2 --vision-image-size 64 --vision-patch-size 8 --projector-pixel-shuffle 2 "
-    "--language-num-layers 4 --language-hidden-size 256 --language-ffn-hidden-size 512 "
-    "--language-num-attention-heads 4 --language-num-query-groups 2 --language-vocab-size 512 "
-    "--images-per-sample 1 2 0 --image-sizes 64 96 32"
+    "--init-method-std 0.05 --set model.vision.num_layers=3 model.vision.hidden_size=128 "
+    "model.vision.ffn_hidden_size=256 model.vision.num_attention_heads=2 model.vision.image_size=64 "
+    "model.vision.patch_size=8 model.projector.pixel_shuffle=2 model.language.num_layers=4 "
+    "model.language.hidden_size=256 model.language.ffn_hidden_size=512 model.language.num_attention_heads=4 "
+    "model.language.num_query_groups=2 model.language.vocab_size=512 --images-per-sample 1 2 0 --image-sizes 64 96 32"
 )
 MODEL = _FLAGS.split()
 # bf16 rounds to 2^-9 of a value; some forty operations lie between a weight and its gradient, whose errors add up like

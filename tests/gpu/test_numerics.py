@@ -52,7 +52,7 @@ def test_experts_in_fp8_are_near_bf16_in_one_step(
 ) -> None:
     """By Transformer Engine's grouped products. A token whose scores are close may take another expert."""
     require_fp8(world)
-    mixture = "--num-experts 8 --moe-ffn-hidden-size 128 --moe-dense-layers 0".split()
+    mixture = "--num-experts 8 --set model.experts.ffn_hidden_size=128 model.experts.dense_layers=[0]".split()
     expected = model.reference(mixture, tmp_path_factory.mktemp("mixture"))
     fp8 = ["--transformer-impl", "te", "--precision", "bf16", "--fp8", "hybrid"]
     found = model.results([*mixture, *fp8], world)

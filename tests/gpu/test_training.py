@@ -69,7 +69,7 @@ def test_weights_kept_in_fp8_train_alike_and_a_run_without_them_goes_on(
 
 
 def test_batches_without_images_pass(tmp_path: Path) -> None:
-    run_program(tmp_path, "--train-iters", "3", "--imageless-share", "1.0", "--no-save")
+    run_program(tmp_path, "--train-iters", "3", "--set", "data.imageless_share=1.0", "--no-save")
     assert [record["images"] for record in metrics(tmp_path)] == [0, 0, 0]
 
 
@@ -88,10 +88,11 @@ def test_peak_memory_is_as_predicted(world: Any) -> None:
 
     scale = 1 if world.is_cpu else 16
     flags = (
-        f"--precision bf16 --seq-length {256 * scale} --images-per-sample 2 --image-sizes 64 --vision-num-layers 4 "
-        f"--language-hidden-size {128 * scale} --language-ffn-hidden-size {320 * scale} --language-num-layers 6 "
-        f"--language-num-attention-heads {2 * scale} --language-num-query-groups {scale} "
-        f"--language-vocab-size {1024 * scale}"
+        f"--precision bf16 --seq-length {256 * scale} --images-per-sample 2 --image-sizes 64 --set "
+        f"model.vision.num_layers=4 model.language.hidden_size={128 * scale} "
+        f"model.language.ffn_hidden_size={320 * scale} model.language.num_layers=6 "
+        f"model.language.num_attention_heads={2 * scale} model.language.num_query_groups={scale} "
+        f"model.language.vocab_size={1024 * scale}"
     ).split()
     config = model.config_of(flags)
     from megavlm.data.collate import CollateSpec, collate

@@ -18,9 +18,10 @@ from tests.support.harness import OUTPUT_TOLERANCE, Single, assert_same
 GRIDS = ((2, 3), (4, 4), (4, 4), (5, 1), (7, 6))
 WIDTH, OUTPUTS = 20, 24
 ARGV = (
-    f"--vision-hidden-size {WIDTH} --vision-num-attention-heads 2 --vision-patch-size 4 --vision-image-size 16 "
-    f"--language-hidden-size {OUTPUTS} --language-num-attention-heads 2 --language-vocab-size 97 "
-    "--projector-kind adaptive_pool --adaptive-pool-hidden-size 14"
+    f"--set model.vision.hidden_size={WIDTH} model.vision.num_attention_heads=2 model.vision.patch_size=4 "
+    f"model.vision.image_size=16 model.language.hidden_size={OUTPUTS} model.language.num_attention_heads=2 "
+    "model.language.vocab_size=97 --projector-kind adaptive_pool --set "
+    "model.projector.connectors.adaptive_pool.hidden_size=14"
 ).split()
 
 
@@ -32,7 +33,7 @@ def spans(patches: int, tokens: int) -> list[slice]:
 @pytest.mark.parametrize("how", ["side 3", "factor 2"])
 def test_tokens_are_means_over_rectangles_row_by_row(single: Single, how: str) -> None:
     name, number = how.split()
-    config = resolved([*ARGV, f"--adaptive-pool-{name}", number])
+    config = resolved([*ARGV, "--set", f"model.projector.connectors.adaptive_pool.{name}={number}"])
     part: Any = single.chunk(config, (PROJECTOR,), vocab_size=97).parts[PROJECTOR]
     with torch.no_grad():
         for seed, param in enumerate(part.parameters()):

@@ -25,10 +25,12 @@ from tests.support.harness import (
 GRIDS = ((2, 3), (4, 4), (4, 4), (5, 1), (6, 6))
 WIDTH, CHANNELS, SQUEEZE, OUTPUTS, SIDE, DEPTH = 20, 12, 5, 24, 3, 2
 ARGV = (
-    f"--vision-hidden-size {WIDTH} --vision-num-attention-heads 2 --vision-patch-size 4 --vision-image-size 16 "
-    f"--language-hidden-size {OUTPUTS} --language-num-attention-heads 2 --language-vocab-size 97 "
-    f"--projector-kind c_abstractor --c-abstractor-side {SIDE} --c-abstractor-depth {DEPTH} "
-    f"--c-abstractor-squeeze-size {SQUEEZE} --c-abstractor-ffn-hidden-size 14"
+    f"--set model.vision.hidden_size={WIDTH} model.vision.num_attention_heads=2 model.vision.patch_size=4 "
+    f"model.vision.image_size=16 model.language.hidden_size={OUTPUTS} model.language.num_attention_heads=2 "
+    "model.language.vocab_size=97 --projector-kind c_abstractor --set "
+    f"model.projector.connectors.c_abstractor.side={SIDE} model.projector.connectors.c_abstractor.depth={DEPTH} "
+    f"model.projector.connectors.c_abstractor.squeeze_size={SQUEEZE} "
+    "model.projector.connectors.c_abstractor.ffn_hidden_size=14"
 ).split()
 
 
@@ -78,7 +80,7 @@ class Honeybee(nn.Module):
 @pytest.mark.parametrize("channels", [CHANNELS, WIDTH], ids=["projected", "as-wide-as-the-tower"])
 def test_features_and_gradients_are_those_of_the_paper(single: Single, channels: int) -> None:
     theirs = randomize(Honeybee(WIDTH, channels), seed=1)
-    config = resolved([*ARGV, "--c-abstractor-hidden-size", str(channels)])
+    config = resolved([*ARGV, "--set", f"model.projector.connectors.c_abstractor.hidden_size={channels}"])
     part: Any = single.chunk(config, (PROJECTOR,), vocab_size=97).parts[PROJECTOR]
     weights = dict(theirs.named_parameters())
     ours = dict(part.named_parameters())

@@ -25,8 +25,9 @@ from tests.support.flags import MODELS, resolved
 from tests.support.harness import Single
 
 SIZES = (
-    "--vision-hidden-size 64 --vision-num-attention-heads 2 --vision-patch-size 4 --vision-image-size 32 "
-    "--language-hidden-size 48 --language-num-attention-heads 2 --language-vocab-size 97"
+    "--set model.vision.hidden_size=64 model.vision.num_attention_heads=2 model.vision.patch_size=4 "
+    "model.vision.image_size=32 model.language.hidden_size=48 model.language.num_attention_heads=2 "
+    "model.language.vocab_size=97"
 )
 GRIDS = ((8, 8), (8, 8), (8, 4))
 CONNECTORS = {
@@ -35,7 +36,7 @@ CONNECTORS = {
     "pooled": " ".join(POOLED),
     "qformer": MODELS["qformer"],
     "perceiver": MODELS["perceiver"],
-    "adaptive_pool": "--projector-kind adaptive_pool --adaptive-pool-side 3",
+    "adaptive_pool": "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.side=3",
     "c_abstractor": MODELS["c-abstractor"],
 }
 

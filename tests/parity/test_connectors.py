@@ -28,8 +28,9 @@ from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, 
 GRIDS = ((2, 3), (4, 4), (4, 4), (1, 5))
 WIDTH, OUTPUTS = 20, 24
 SIZES = (
-    f"--vision-hidden-size {WIDTH} --vision-num-attention-heads 2 --vision-patch-size 4 --vision-image-size 16 "
-    f"--language-hidden-size {OUTPUTS} --language-num-attention-heads 2 --language-vocab-size 97"
+    f"--set model.vision.hidden_size={WIDTH} model.vision.num_attention_heads=2 model.vision.patch_size=4 "
+    f"model.vision.image_size=16 model.language.hidden_size={OUTPUTS} model.language.num_attention_heads=2 "
+    "model.language.vocab_size=97"
 ).split()
 
 QFORMER: dict[str, Any] = {
@@ -112,7 +113,7 @@ def of_idefics2(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor
 
 Features = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
 CASES: dict[str, tuple[Callable[[], Any], str, Features]] = {
-    "qformer": (bare_qformer, "--qformer-num-queries 5", of_qformer),
+    "qformer": (bare_qformer, "--set model.projector.connectors.qformer.num_queries=5", of_qformer),
     "perceiver": (bare_perceiver, "", of_perceiver),
     "idefics2": (whole_idefics2, "", of_idefics2),
     "blip-2": (whole_blip2, "", of_qformer),
@@ -144,10 +145,15 @@ def test_features_and_gradients_are_those_of_transformers(single: Single, name: 
 def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> None:
     bare_qformer().save_pretrained(tmp_path)
     argv = [*SIZES, "--projector-from", str(tmp_path)]
-    found = with_pretrained_model(parse([*argv, "--qformer-num-queries", "7"])).model.projector
+    found = with_pretrained_model(
+        parse([*argv, "--set", "model.projector.connectors.qformer.num_queries=7"])
+    ).model.projector
     assert (found.kind, found.connectors.qformer.num_queries, found.connectors.qformer.num_layers) == ("qformer", 7, 3)
-    with pytest.raises(UserError, match=r"--qformer-num-layers 4 contradicts .*, which has 3: leave it out"):
-        with_pretrained_model(parse([*argv, "--qformer-num-layers", "4"]))
+    with pytest.raises(
+        UserError,
+        match=r"model.projector.connectors.qformer.num_layers 4 contradicts .*, which has 3: leave it out",
+    ):
+        with_pretrained_model(parse([*argv, "--set", "model.projector.connectors.qformer.num_layers=4"]))
     with pytest.raises(UserError, match=r"--projector-kind gated contradicts .*, which has qformer"):
         with_pretrained_model(parse([*argv, "--projector-kind", "gated"]))
     with pytest.raises(UserError, match=r"--init-from brings a whole VLM: leave out .* --projector-from"):
@@ -162,12 +168,12 @@ def test_the_folder_of_an_mlp_decides_its_options(tmp_path: Path) -> None:
     argv = [*SIZES, "--projector-from", str(tmp_path)]
     found = with_pretrained_model(parse(argv)).model.projector
     assert (found.kind, found.pixel_shuffle, found.hidden_size, found.bias) == ("mlp", 2, 20, False)
-    with pytest.raises(UserError, match=r"--projector-pixel-shuffle 4 contradicts .*, which has 2: leave it out"):
-        with_pretrained_model(parse([*argv, "--projector-pixel-shuffle", "4"]))
+    with pytest.raises(UserError, match=r"model.projector.pixel_shuffle 4 contradicts .*, which has 2: leave it out"):
+        with_pretrained_model(parse([*argv, "--set", "model.projector.pixel_shuffle=4"]))
 
 
 def test_a_tower_with_mergers_inside_has_no_export_of_its_projector() -> None:
-    model = resolved([*SIZES, "--projector-pixel-shuffle", "2"]).model
+    model = resolved([*SIZES, "--set", "model.projector.pixel_shuffle=2"]).model
     assert connector_of(model.projector).exported(model) == 0
     tapped = replace(model, vision=replace(model.vision, deepstack_layers=(0,)))
     assert connector_of(model.projector).exported(tapped) is None

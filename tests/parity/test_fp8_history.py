@@ -87,5 +87,5 @@ def test_histories_belong_to_delayed_scaling_of_one_length() -> None:
     bf16 = "--precision bf16 --fp8 hybrid"
     assert history_of(parse([])) is None
     assert history_of(parse(bf16.split())) is None
-    delayed = f"{bf16} --fp8-recipe delayed --fp8-amax-history-len 16"
+    delayed = f"{bf16} --fp8-recipe delayed --set precision.fp8_amax_history_len=16"
     assert history_of(parse(delayed.split())) == {"format": "hybrid", "amax_history_len": 16}

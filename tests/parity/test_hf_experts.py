@@ -102,8 +102,8 @@ def test_a_run_says_how_experts_are_balanced_and_the_folder_what_they_are(tmp_pa
     folder = str(hf.save(qwen_vl.qwen3_moe(), tmp_path / "hf"))
     experts = with_pretrained_model(parse(["--init-from", folder, "--moe-aux-loss-coeff", "0.01"])).model.experts
     assert (experts.num_experts, experts.dense_layers, experts.aux_loss_coeff) == (6, (1,), 0.01)
-    with pytest.raises(UserError, match=r"--moe-router-topk 3 contradicts .*, which has 2: leave it out"):
-        with_pretrained_model(parse(["--init-from", folder, "--moe-router-topk", "3"]))
+    with pytest.raises(UserError, match=r"model.experts.router_topk 3 contradicts .*, which has 2: leave it out"):
+        with_pretrained_model(parse(["--init-from", folder, "--set", "model.experts.router_topk=3"]))
 
 
 @pytest.mark.parametrize("kind", [qwen_vl.AsPublished, transformers.Qwen3VLMoeForConditionalGeneration])

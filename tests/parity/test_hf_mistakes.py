@@ -109,15 +109,20 @@ def test_what_cannot_be_expressed_is_refused(
 
 
 def test_an_option_that_contradicts_the_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(folder, capsys, "--vision-num-layers", "7")
-    assert "--vision-num-layers 7 contradicts" in message
+    message = refusal(folder, capsys, "--set", "model.vision.num_layers=7")
+    assert "model.vision.num_layers 7 contradicts" in message
     assert "which has 3: leave it out" in message
 
 
 def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_works(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = ["--language-max-positions", "none", "--seq-length", "640"]  # none is the default: the folder decides
+    longer = [
+        "--set",
+        "model.language.max_positions=null",
+        "--seq-length",
+        "640",
+    ]  # none is the default: the folder decides
     message = refusal(folder, capsys, *longer)
     assert "--seq-length 640 is longer than the 512 positions" in message
     assert f"raise max_position_embeddings (and sliding_window, if it is less) in {folder}/config.json" in message

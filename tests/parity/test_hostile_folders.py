@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.config.model_schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.processors.reader import VideoReader
 from megavlm.data.processors.sampling import Clip
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer

@@ -8,7 +8,10 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGES = ("acme_vlm", "arr_coc", "pooled_attention", "counting_dots", "margin_loss")
-POOLED = "--extension pooled_attention --projector-kind pooled --pooled-tokens 5 --pooled-width 21".split()
+POOLED = (
+    "--extension pooled_attention --projector-kind pooled --set model.projector.connectors.pooled.tokens=5 "
+    "model.projector.connectors.pooled.width=21"
+).split()
 
 
 def install() -> None:

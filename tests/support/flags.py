@@ -9,75 +9,88 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 
 QWEN3 = (
-    "--vision-activation gelu_tanh --vision-position-embedding learned_rope2d "
-    "--vision-position-interpolation bilinear --vision-temporal-patch-size 2 --vision-deepstack-layers 0 2 3 "
-    "--vision-num-layers 5 "
-    "--projector-hidden-size 128 --language-mrope-section 2 2 2 --language-mrope-interleaved --language-qk-norm"
+    "--set model.vision.activation=gelu_tanh model.vision.position_embedding=learned_rope2d "
+    "model.vision.position_interpolation=bilinear model.vision.temporal_patch_size=2 "
+    "model.vision.deepstack_layers=[0,2,3] model.vision.num_layers=5 model.projector.hidden_size=128 "
+    "model.language.mrope_section=[2,2,2] model.language.mrope_interleaved=true model.language.qk_norm=true"
 )
 
 
 # What the model is and which samples it sees; each is compared with its own run on one process.
 MODELS = {
     "plain": "",
-    "rich": "--language-tie-embeddings --language-num-query-groups 2 --language-qk-norm --language-add-qkv-bias "
-    "--vision-class-token --vision-pre-norm --vision-normalization RMSNorm --vision-activation swiglu "
-    "--vision-position-embedding rope2d --vision-qk-norm head --vision-layer-scale --vision-feature-layer -2",
+    "rich": "--set model.language.tie_embeddings=true model.language.num_query_groups=2 model.language.qk_norm=true "
+    "model.language.add_qkv_bias=true model.vision.class_token=true model.vision.pre_norm=true "
+    "model.vision.normalization=RMSNorm model.vision.activation=swiglu model.vision.position_embedding=rope2d "
+    "model.vision.qk_norm=head model.vision.layer_scale=true model.vision.feature_layer=-2",
     "frozen-vision": "--freeze vision",
-    "frozen-vision-projector": "--freeze vision projector --language-tie-embeddings",
-    "frozen-language": "--freeze language --vision-qk-norm full",
+    "frozen-vision-projector": "--freeze vision projector --set model.language.tie_embeddings=true",
+    "frozen-language": "--freeze language --set model.vision.qk_norm=full",
     # The first sample of each global batch has images, the others none: with DP 2 and micro-batches of one, rank 1
     # never sees an image, and most micro-batches of rank 0 are text only.
-    "one-image-rank": "--imageless-samples 1 2 3 --images-per-sample 1",
+    "one-image-rank": "--set data.imageless_samples=[1,2,3] --images-per-sample 1",
     "no-image": "--images-per-sample 0",
-    "padded-heads": "--vision-num-attention-heads 3 --vision-hidden-size 36 --language-vocab-size 101",
-    "shared-kv": "--language-num-query-groups 1",
+    "padded-heads": "--set model.vision.num_attention_heads=3 model.vision.hidden_size=36 "
+    "model.language.vocab_size=101",
+    "shared-kv": "--set model.language.num_query_groups=1",
     "recompute": "--recompute-granularity full",
     # Windows of 4 patches on grids of 4 and 6; images that turn three ways.
-    "qwen2.5-vl": "--vision-normalization RMSNorm --vision-activation swiglu --no-vision-patch-bias "
-    "--vision-position-embedding rope2d --vision-temporal-patch-size 2 --vision-window-size 16 "
-    "--vision-full-attention-layers 1 --projector-hidden-size 128 --language-mrope-section 1 2 3 "
-    "--language-add-qkv-bias --language-num-query-groups 2 --language-tie-embeddings",
+    "qwen2.5-vl": "--set model.vision.normalization=RMSNorm model.vision.activation=swiglu "
+    "model.vision.patch_bias=false model.vision.position_embedding=rope2d model.vision.temporal_patch_size=2 "
+    "model.vision.window_size=16 model.vision.full_attention_layers=[1] model.projector.hidden_size=128 "
+    "model.language.mrope_section=[1,2,3] model.language.add_qkv_bias=true model.language.num_query_groups=2 "
+    "model.language.tie_embeddings=true",
     "qwen3-vl": QWEN3,
     # The mergers train in the middle of a tower that does not.
     "qwen3-vl-frozen-vision": f"{QWEN3} --freeze vision --recompute-granularity full",
-    "smolvlm": "--projector-kind linear --no-projector-bias --vision-position-interpolation bucket "
-    "--language-tie-embeddings",
+    "smolvlm": "--projector-kind linear --set model.projector.bias=false model.vision.position_interpolation=bucket "
+    "model.language.tie_embeddings=true",
     # Base tiles and grids of one tile and of 2 × 2, reduced; samples of two images, which are base tiles alone.
-    "llava-onevision": "--projector-anyres-max-tiles 2 --image-sizes 16 32 --vision-activation gelu_tanh "
-    "--no-vision-post-norm --language-add-qkv-bias --language-num-query-groups 2",
+    "llava-onevision": "--set model.projector.anyres_max_tiles=2 --image-sizes 16 32 --set "
+    "model.vision.activation=gelu_tanh model.vision.post_norm=false model.language.add_qkv_bias=true "
+    "model.language.num_query_groups=2",
     # Windows of seven tokens, which images of nine and sixteen reach across; the last of three layers has none.
-    "gemma3": "--language-num-layers 4 --language-window-size 7 --language-full-attention-layers 2 "
-    "--image-token 9 --language-bidirectional-images --language-post-norms --language-apply-layernorm-1p "
-    "--language-qk-norm --language-activation geglu --language-softmax-scale 0.2 --language-embedding-scale 8 "
-    "--language-rotary-base 1e6 --language-local-rotary-base 100 --language-rope-scaling linear "
-    "--language-rope-scaling-factor 8 --language-num-query-groups 2 --language-tie-embeddings --projector-kind linear "
-    "--no-projector-bias --projector-merge average --projector-input-norm --projector-normalization RMSNorm "
-    "--projector-apply-layernorm-1p",
+    "gemma3": "--set model.language.num_layers=4 model.language.window_size=7 model.language.full_attention_layers=[2] "
+    "--image-token 9 --set model.language.bidirectional_images=true model.language.post_norms=true "
+    "model.language.apply_layernorm_1p=true model.language.qk_norm=true model.language.activation=geglu "
+    "model.language.softmax_scale=0.2 model.language.embedding_scale=8 model.language.rotary_base=1e6 "
+    "model.language.local_rotary_base=100 model.language.rope_scaling=linear "
+    "model.language.rope_scaling_factor=8 model.language.num_query_groups=2 model.language.tie_embeddings=true "
+    "--projector-kind linear --set model.projector.bias=false model.projector.merge=average "
+    "model.projector.input_norm=true model.projector.normalization=RMSNorm "
+    "model.projector.apply_layernorm_1p=true",
     # Half of a head rotates by neighbouring channels, a pair each with time, height and width. Patches are normalised
     # before a convolution merges them, as in Mistral 3.
-    "glm4v": "--vision-pre-norm --vision-norm-before-position --vision-normalization RMSNorm "
-    "--vision-position-embedding learned_rope2d --vision-temporal-patch-size 2 "
-    "--no-vision-add-bias-linear --vision-activation swiglu "
-    "--projector-kind gated --projector-pixel-shuffle 2 --projector-merge convolution --projector-merge-channels 20 "
-    "--projector-merge-bias --projector-input-norm --projector-norm-before-merge --no-projector-bias "
-    "--language-mrope-section 1 1 1 --language-rotary-percent 0.5 --language-rotary-interleaved "
-    "--language-post-norms --language-add-qkv-bias",
+    "glm4v": "--set model.vision.pre_norm=true model.vision.norm_before_position=true "
+    "model.vision.normalization=RMSNorm model.vision.position_embedding=learned_rope2d "
+    "model.vision.temporal_patch_size=2 model.vision.add_bias_linear=false model.vision.activation=swiglu "
+    "--projector-kind gated --set model.projector.pixel_shuffle=2 model.projector.merge=convolution "
+    "model.projector.merge_channels=20 model.projector.merge_bias=true model.projector.input_norm=true "
+    "model.projector.norm_before_merge=true model.projector.bias=false model.language.mrope_section=[1,1,1] "
+    "model.language.rotary_percent=0.5 model.language.rotary_interleaved=true model.language.post_norms=true "
+    "model.language.add_qkv_bias=true",
     # Seven heads of four channels, which TP pads; cross-attention in the first and the third layer.
-    "qformer": "--projector-kind qformer --projector-pixel-shuffle 1 --qformer-num-queries 5 --qformer-num-layers 3 "
-    "--qformer-hidden-size 28 --qformer-num-attention-heads 7 --qformer-ffn-hidden-size 26 "
-    "--qformer-norm-epsilon 1e-5 --init-method-std 0.1",  # small weights would hide the gradient of the patches
+    "qformer": "--projector-kind qformer --set model.projector.pixel_shuffle=1 "
+    "model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=3 "
+    "model.projector.connectors.qformer.hidden_size=28 model.projector.connectors.qformer.num_attention_heads=7 "
+    "model.projector.connectors.qformer.ffn_hidden_size=26 "
+    # Small weights would hide the gradient of the patches.
+    "--set model.projector.connectors.qformer.norm_epsilon=1e-5 --init-method-std 0.1",
     # Fourteen query heads in seven groups, and MLPs of 37 and 21 channels, which TP pads.
-    "perceiver": "--projector-kind perceiver --projector-pixel-shuffle 1 --perceiver-num-latents 5 "
-    "--perceiver-num-layers 2 --perceiver-num-attention-heads 14 --perceiver-num-query-groups 7 "
-    "--perceiver-kv-channels 4 --perceiver-ffn-hidden-size 37 --perceiver-projection-ffn-hidden-size 21 "
-    "--init-method-std 0.08",
+    "perceiver": "--projector-kind perceiver --set model.projector.pixel_shuffle=1 "
+    "model.projector.connectors.perceiver.num_latents=5 model.projector.connectors.perceiver.num_layers=2 "
+    "model.projector.connectors.perceiver.num_attention_heads=14 "
+    "model.projector.connectors.perceiver.num_query_groups=7 model.projector.connectors.perceiver.kv_channels=4 "
+    "model.projector.connectors.perceiver.ffn_hidden_size=37 "
+    "model.projector.connectors.perceiver.projection_ffn_hidden_size=21 --init-method-std 0.08",
     # Images of sixteen and of thirty-six patches have four tokens each.
-    "adaptive-pool": "--projector-kind adaptive_pool --projector-pixel-shuffle 1 --adaptive-pool-factor 3 "
-    "--adaptive-pool-hidden-size 27",
+    "adaptive-pool": "--projector-kind adaptive_pool --set model.projector.pixel_shuffle=1 "
+    "model.projector.connectors.adaptive_pool.factor=3 model.projector.connectors.adaptive_pool.hidden_size=27",
     # Images of sixteen and of thirty-six patches have nine tokens each. Fifteen channels, which TP pads.
-    "c-abstractor": "--projector-kind c_abstractor --projector-pixel-shuffle 1 --c-abstractor-side 3 "
-    "--c-abstractor-depth 2 --c-abstractor-hidden-size 15 --c-abstractor-squeeze-size 5 "
-    "--c-abstractor-ffn-hidden-size 27 --init-method-std 0.1",
+    "c-abstractor": "--projector-kind c_abstractor --set model.projector.pixel_shuffle=1 "
+    "model.projector.connectors.c_abstractor.side=3 model.projector.connectors.c_abstractor.depth=2 "
+    "model.projector.connectors.c_abstractor.hidden_size=15 model.projector.connectors.c_abstractor.squeeze_size=5 "
+    "model.projector.connectors.c_abstractor.ffn_hidden_size=27 --init-method-std 0.1",
     "learning-rates": "--vision-lr 1e-3 --projector-lr 5e-3 --weight-decay 0.2 --clip-grad 0.5",
 }
 
@@ -87,7 +100,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
 
 
 PADDED = (
-    "--language-tie-embeddings --language-num-query-groups 2 --vision-num-attention-heads 3 --vision-hidden-size 36"
+    "--set model.language.tie_embeddings=true model.language.num_query_groups=2 model.vision.num_attention_heads=3 "
+    "model.vision.hidden_size=36"
 )
 
 

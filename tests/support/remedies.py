@@ -1,27 +1,88 @@
-"""Follow the advice of a message, as a user does who takes it at its word: the command lines that it proposes."""
+"""Follow the advice of a message, as a user does who takes it at its word: the command lines that it proposes.
+
+Inside, `--set KEY=VALUE` is a word KEY and its values, so that a key is followed as a flag is.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import yaml
 
-from megavlm.config.cli import RUN_FLAGS
 from megavlm.config.fields import Option, options
+from megavlm.config.schema import Config
+from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
 
 T = TypeVar("T")
-FLAG = r"--?[a-zA-Z][\w-]*"
+SECTIONS = "|".join(field.name for field in fields(Config))
+KEY = rf"(?:{SECTIONS})\.[\w.]*\w"
+FLAG = rf"(?:--?[a-zA-Z][\w-]*|{KEY})"
 NUMBER = r"-?\d+(?:\.\d+)?"
 STEPS = 5  # advice upon advice that a user takes
 # What stands for a value in a message; no folder and no file of that name has to be there for the rules.
-WORDS = {"DIR": "d", "PATH": "d", "NAME": "d", "FILE": "d", "N": "1"}
+WORDS = {"DIR": "d", "PATH": "d", "NAME": "d", "FILE": "d", "N": "1", "VALUE": "1", "T": "1", "H": "1", "W": "1"}
 
 
 def followed(message: str, argv: Sequence[str]) -> list[list[str]]:
     """Return a command line for each remedy of a message; none for words that this does not understand."""
+    said = re.sub(rf"--set '?({KEY})=(\[[^\]]*\]|[^\s,?']*)'?", lambda it: " ".join(_words_of(it[1], it[2])), message)
+    said = re.sub(rf"({KEY})=\w+", r"\1", said)
+    return [_with_set(line) for line in _followed(said, _without_set(argv))]
+
+
+def _words_of(key: str, text: str) -> list[str]:
+    """Return a key and its values as words."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, list):
+        return [key, *map(str, value)]
+    return [key, "none" if value is None else text]
+
+
+def _without_set(argv: Sequence[str]) -> list[str]:
+    words: list[str] = []
+    sets = False
+    for word in argv:
+        sets = word == "--set" or (sets and not word.startswith("-"))
+        if not sets:
+            words.append(word)
+        elif word != "--set":
+            key, _, text = word.partition("=")
+            words += _words_of(key, text)
+    return words
+
+
+def _with_set(words: Sequence[str]) -> list[str]:
+    argv: list[str] = []
+    place = 0
+    while place < len(words):
+        option = _of(words[place])
+        if option is None or words[place] != option.key:
+            argv.append(words[place])
+            place += 1
+            continue
+        end = place + 1
+        while end < len(words) and not _begins(words[end]):
+            end += 1
+        values = words[place + 1 : end] or ["true"]
+        text = f"[{', '.join(values)}]" if option.kind.many else values[0]
+        argv += ["--set", f"{option.key}={'null' if values == ['none'] else text}"]
+        place = end
+    return argv
+
+
+def _begins(word: str) -> bool:
+    """Return whether a word is a flag or a key, after which values come."""
+    return bool(re.match(r"--?[a-zA-Z]", word)) or any(word == option.key for option in options())
+
+
+def _followed(message: str, argv: Sequence[str]) -> list[list[str]]:
     if unknown := re.match(rf"unknown option ({FLAG}): (.*)", message):
         names = _names(unknown[2])
         elsewhere = not names and "--help-all" not in unknown[2]  # why nothing has to be given here
@@ -104,10 +165,10 @@ def answer(start: T, ask: Callable[[T], object]) -> str | None:
 
 def _names(text: str) -> list[list[str]]:
     """Return the words of each option that a hint names."""
-    if there := re.search(r"here it is ([^,]+)", text):
+    if there := re.search(r"(?:here it is|it is a key: write) ([^,]+)", text):
         return [there[1].split()]
     meant = re.match(r"did you mean (.*)\?", text)
-    return [[name] for name in meant[1].split(" or ")] if meant else []
+    return [name.split() for name in meant[1].split(" or ")] if meant else []
 
 
 def _listed(text: str) -> list[str]:
@@ -115,18 +176,18 @@ def _listed(text: str) -> list[str]:
 
 
 def _of(flag: str) -> Option | None:
-    return next((each for each in options() if flag in (*each.flags, *each.negations)), None)
+    return next((each for each in options() if flag in (each.key, *each.flags, *each.negations)), None)
 
 
 def _place(argv: Sequence[str], flag: str) -> tuple[int, int]:
     """Return where a flag, by any of its names, and its values begin and end (for the last time) in a command line."""
     option = _of(flag)
-    names = (*option.flags, *option.negations) if option else (flag,)
+    names = (option.key, *option.flags, *option.negations) if option else (flag,)
     found = [place for place, word in enumerate(argv) if word.partition("=")[0] in names]
     if not found:
         return len(argv), len(argv)
     end = found[-1] + 1
-    while end < len(argv) and not re.match(r"--?[a-zA-Z]", argv[end]):
+    while end < len(argv) and not _begins(argv[end]):
         end += 1
     return found[-1], end
 
@@ -225,7 +286,7 @@ def _clause(clause: str, message: str, argv: Sequence[str]) -> Iterator[list[str
     ):
         for each in given[1].split(" or "):
             words = each.replace(" and ", " ").split()
-            known = [word for word in words if word.startswith("--") and (_of(word) or word in RUN_FLAGS)]
+            known = [word for word in words if _of(word) or word in RUN_FLAGS]
             bare = len(known) == len(words) == 1 and (option := _of(words[0])) and option.kind.scalar is not bool
             if known and not bare:
                 line = list(argv)

@@ -17,7 +17,7 @@ from tests.support.forked import PATIENCE, ROOT
 from tests.support.training import SMALL
 
 # Two small layers: most of a run is imports.
-TINY = [*SMALL, "--vision-num-layers", "1", "--language-num-layers", "2"]
+TINY = [*SMALL, "--set", "model.vision.num_layers=1", "--set", "model.language.num_layers=2"]
 
 
 class Launched:

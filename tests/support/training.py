@@ -15,11 +15,11 @@ from typing import Any
 # Uneven on purpose: vision 3 layers, language 5, odd widths, images of none, one, two and two sizes.
 SMALL = (
     "--train-iters 4 --lr-decay-iters 20 --global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard "
-    "--vision-num-layers 3 --vision-hidden-size 32 --vision-ffn-hidden-size 48 --vision-num-attention-heads 4 "
-    "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 "
-    "--language-num-layers 5 --language-hidden-size 48 --language-ffn-hidden-size 64 "
-    "--language-num-attention-heads 4 --language-num-query-groups 4 --language-vocab-size 97 "
-    "--images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 2"
+    "--set model.vision.num_layers=3 model.vision.hidden_size=32 model.vision.ffn_hidden_size=48 "
+    "model.vision.num_attention_heads=4 model.vision.image_size=16 model.vision.patch_size=4 "
+    "model.projector.pixel_shuffle=2 model.language.num_layers=5 model.language.hidden_size=48 "
+    "model.language.ffn_hidden_size=64 model.language.num_attention_heads=4 model.language.num_query_groups=4 "
+    "model.language.vocab_size=97 --images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 2"
 ).split()
 
 # What tests that compare with one process make of it: `make test` its beginning, `make test-all` more.
@@ -36,8 +36,8 @@ PRECISION = ["--precision", "bf16"] if IN_BF16 else []
 TEXT_TO_LEARN = [
     *SMALL,
     *"--precision bf16 --no-save --train-iters 200 --lr-decay-iters 200 --lr-warmup-iters 10 --lr 3e-3".split(),
-    *"--vision-num-layers 2 --vision-ffn-hidden-size 64 --language-num-layers 2".split(),
-    *"--micro-batch-size 4 --seq-length 64 --answer-share 0.6".split(),
+    *"--set model.vision.num_layers=2 model.vision.ffn_hidden_size=64 model.language.num_layers=2".split(),
+    *"--micro-batch-size 4 --seq-length 64 --set data.answer_share=0.6".split(),
 ]
 
 WALL_TIME = {

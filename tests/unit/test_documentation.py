@@ -59,6 +59,9 @@ FOREIGN_IN_MESSAGES = {
     "--flag",
 }
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")
+MODEL_KEY = re.compile(
+    r"(?<![\w./])(model\.(?:(?:vision|projector|language|experts|objective)\.)(?:[a-z_]+\.)*)([a-z_0-9]+)\b(?!\.)"
+)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
@@ -132,6 +135,15 @@ def unknown_flags(text: str) -> Iterator[str]:
                     yield f"{flag} of {program}"
 
 
+def unknown_keys(text: str) -> Iterator[str]:
+    """Yield keys after --set, and keys of a model, that no option has; `model.projector.…` names all of a section."""
+    keys = {option.key for option in options()}
+    keys |= {"model.objective.losses", "model.projector.connectors.pooled.tokens"}  # of examples of extensions
+    for section, key in re.findall(r"--set '?((?:[a-z_]+\.)+)([a-z_]+)", text) + MODEL_KEY.findall(text):
+        if section + key not in keys and not any(each.startswith(f"{section}{key}.") for each in keys):
+            yield section + key
+
+
 def missing_files(text: str, folder: Path) -> Iterator[str]:
     """Yield paths in code spans and targets of links that name no file of the repository."""
     for code in code_of(text):
@@ -171,6 +183,7 @@ def missing_targets(text: str) -> Iterator[str]:
 def test_a_document_names_what_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     assert list(unknown_flags(text)) == []
+    assert list(unknown_keys(text)) == []
     assert list(missing_files(text, document.parent)) == []
     assert list(missing_targets(text)) == []
     assert list(missing_headings(text, document)) == []
@@ -183,6 +196,12 @@ def test_what_does_not_exist_is_found() -> None:
         " [here](docs/gpu.md#fp8), [not here](docs/gpu.md#fp9)."
     )
     assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/plan.py"}
+    assert set(
+        unknown_keys("`model.language.nope`, `--set data.nope=1 `, `model.vision.qk_norm`, `model.projector.…`")
+    ) == {
+        "model.language.nope",
+        "data.nope",
+    }
     assert set(missing_files(text, ROOT)) == {
         "megavlm/data/nothing.py",
         "nothing.py",
@@ -237,6 +256,7 @@ def extras() -> set[str]:
 def wrong_in_message(text: str) -> Iterator[str]:
     """Yield what a message names and what does not exist: flags, their values, commands, extras, files."""
     known, choices = known_flags(), choices_of()
+    yield from unknown_keys(text)
     for flag in FLAG.findall(text):
         # `--no-…` and `--vision-…` stand for flags that begin so.
         if flag not in known and not (flag.endswith("-") and any(each.startswith(flag) for each in known)):

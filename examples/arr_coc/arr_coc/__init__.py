@@ -1,6 +1,6 @@
 """ARR-COC as an extension: thirteen channels of texture, three scorers, and an allocator of image tokens.
 
-`--extension arr_coc --vision-input texture --vision-in-channels 13 --projector-kind arr_coc`
+`--extension arr_coc --vision-input texture --projector-kind arr_coc --set model.vision.in_channels=13`
 """
 
 from __future__ import annotations

@@ -38,18 +38,21 @@ class ArrCocKind(Connector):
         count, tp = own.regions**2, config.parallel.tensor_model_parallel_size
         if not count * own.fewest <= own.budget <= count * own.most:
             yield (
-                f"--arr-coc-budget {own.budget} cannot be shared by {count} regions of {own.fewest} to {own.most} "
-                f"tokens: set it between {count * own.fewest} and {count * own.most}"
+                f"model.projector.connectors.arr_coc.budget {own.budget} cannot be shared by {count} regions of "
+                f"{own.fewest} to {own.most} tokens: set it between {count * own.fewest} and {count * own.most}"
             )
         if own.hidden_size % tp:
-            yield f"--arr-coc-hidden-size {own.hidden_size} is not divisible by TP {tp}: choose a multiple"
+            yield (
+                f"model.projector.connectors.arr_coc.hidden_size {own.hidden_size} is not divisible by TP {tp}: choose "
+                "a multiple"
+            )
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
         own: ArrCoc = projector.connectors.arr_coc
         if min(grid) < own.regions:
             raise UserError(
                 f"a grid of {grid[0]}×{grid[1]} patches has no {own.regions}×{own.regions} regions: enlarge the "
-                "images, or lower --arr-coc-regions"
+                "images, or lower model.projector.connectors.arr_coc.regions"
             )
         return own.budget
 

@@ -28,7 +28,7 @@ class DotsSource(ComputedSource):
         needed = NUMBERS + self._most + 1
         self.vocab_size = config.model.language.vocab_size or needed
         if self.vocab_size < needed:
-            raise UserError(f"--language-vocab-size {self.vocab_size} is too small for --dots-most {self._most}: "
+            raise UserError(f"model.language.vocab_size {self.vocab_size} is too small for --dots-most {self._most}: "
                             f"set it to at least {needed}")  # fmt: skip
         self._tokens = tokens_per_grid(grid_of(self._side, self._side, self._patch), config.model.projector)
         if self._tokens + 2 > config.train.seq_length:

@@ -29,10 +29,10 @@ from megavlm.extension import (
 
 @dataclass(frozen=True)
 class PooledOptions:
-    """`--pooled-tokens`, `--pooled-width`; in YAML `model.projector.connectors.pooled`."""
+    """`model.projector.connectors.pooled` of a file of options, and of --set."""
 
     tokens: int = option(8, "Image tokens of each image.", valid=AT_LEAST_1)
-    width: int = option(None, "Channels of a pooled feature; default: --language-hidden-size.", valid=AT_LEAST_1)
+    width: int = option(None, "Channels of a pooled feature; default: model.language.hidden_size.", valid=AT_LEAST_1)
 
 
 class Pooled(Connector):

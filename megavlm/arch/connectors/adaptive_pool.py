@@ -19,14 +19,14 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 @dataclass(frozen=True)
 class AdaptivePoolConfig:
     side: int | None = option(
-        None, "Rows and columns of image tokens of each image; default: 12 without --adaptive-pool-factor.",
+        None, "Rows and columns of image tokens of each image; default: 12 without `factor`.",
         valid=AT_LEAST_1,
     )  # fmt: skip
     factor: int | None = option(
         None, "Patches along each side of an image that become one token, rounded up; default: none.", valid=AT_LEAST_1
     )
     hidden_size: int = option(
-        None, "Inner width of the MLP after pooling; default: --language-hidden-size.", valid=AT_LEAST_1
+        None, "Inner width of the MLP after pooling; default: model.language.hidden_size.", valid=AT_LEAST_1
     )
 
 
@@ -47,7 +47,10 @@ class AdaptivePool(Connector):
     def problems(self, config: Config) -> Iterator[str]:
         own: AdaptivePoolConfig = self.own(config.model)
         if own.side is not None and own.factor is not None:
-            yield "--adaptive-pool-side and --adaptive-pool-factor cannot be combined: leave one of them out"
+            yield (
+                "model.projector.connectors.adaptive_pool.side and model.projector.connectors.adaptive_pool.factor "
+                "cannot be combined: leave one of them out"
+            )
 
     def pooled(self, grid: Grid, projector: ProjectorConfig) -> Grid:
         """Return the rows and columns of tokens of a grid of patches."""

@@ -32,7 +32,7 @@ class CAbstractorConfig:
         None, "Inner width of squeeze-and-excitation; default: a quarter of the blocks' channels.", valid=AT_LEAST_1
     )
     ffn_hidden_size: int = option(
-        None, "Inner width of the MLP after the blocks; default: --language-hidden-size.", valid=AT_LEAST_1
+        None, "Inner width of the MLP after the blocks; default: model.language.hidden_size.", valid=AT_LEAST_1
     )
     norm_epsilon: float = option(1e-5, "Epsilon of the norm layers of the C-Abstractor.", valid=POSITIVE)
 

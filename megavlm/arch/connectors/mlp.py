@@ -47,7 +47,7 @@ class Mlp(Connector):
         if rows % side or columns % side:
             raise UserError(
                 f"a grid of {rows}×{columns} patches cannot be merged {side}×{side}: change the image "
-                f"size, --vision-patch-size or --projector-pixel-shuffle {side}"
+                f"size, model.vision.patch_size or model.projector.pixel_shuffle {side}"
             )
         return (rows // side) * (columns // side)
 

@@ -63,8 +63,9 @@ class Perceiver(Connector):
         own: PerceiverConfig = self.own(config.model)
         if own.num_attention_heads % own.num_query_groups:
             yield (
-                f"--perceiver-num-query-groups {own.num_query_groups} must divide --perceiver-num-attention-heads "
-                f"{own.num_attention_heads}: use {divisors(own.num_attention_heads)}"
+                f"model.projector.connectors.perceiver.num_query_groups {own.num_query_groups} must divide "
+                f"model.projector.connectors.perceiver.num_attention_heads {own.num_attention_heads}: use "
+                f"{divisors(own.num_attention_heads)}"
             )
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:

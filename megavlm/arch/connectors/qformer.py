@@ -47,8 +47,8 @@ class QFormer(Connector):
         own: QFormerConfig = self.own(config.model)
         if own.hidden_size % own.num_attention_heads:
             yield (
-                f"--qformer-num-attention-heads {own.num_attention_heads} must divide --qformer-hidden-size "
-                f"{own.hidden_size}: use {divisors(own.hidden_size)}"
+                f"model.projector.connectors.qformer.num_attention_heads {own.num_attention_heads} must divide "
+                f"model.projector.connectors.qformer.hidden_size {own.hidden_size}: use {divisors(own.hidden_size)}"
             )
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:

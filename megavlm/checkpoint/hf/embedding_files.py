@@ -103,11 +103,11 @@ def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapp
     """Write the same of an export in parts."""
     options = model.objective
     _write(folder, _told(options, scores))
-    flags = (f"--{name.replace('_', '-')} {value}" for name, value in _beside(model).items() if value is not None)
+    beside = {"--set model.vision.feature_layer=": model.vision.feature_layer, "--image-token ": model.image_token}
     readme = _README_OF_PARTS.format(
         kind=options.kind,
         pooling=options.pooling,
-        beside=" ".join(flags),
+        beside=" ".join(f"{option}{value}" for option, value in beside.items() if value is not None),
         query=options.query_prefix,
         document=options.document_prefix,
     )

@@ -55,7 +55,7 @@ class Pretrained:
     parts: tuple[str, ...]  # the parts of the model that are taken from this folder
     variant: int  # index of the family's name_prefixes that the files use
     table: Table  # the names of all parts that the folder has
-    new_channels: str = "zeros"  # --vision-new-channels
+    new_channels: str = "zeros"  # model.vision.new_channels
     embeds: bool = False  # the run has no vocabulary to predict: the output layer's weight is kept aside, unused
 
     @property
@@ -278,7 +278,7 @@ def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
 
     Without `weights`, their config.json is enough.
 
-    Raises UserError if an option contradicts a folder. `--vision-feature-layer` may choose another layer of a tower.
+    Raises UserError if an option contradicts a folder. `model.vision.feature_layer` may choose another layer.
     """
     model = without_published(config).model  # the folders decide
     for pretrained in pretrained_of(config, weights=weights):
@@ -329,7 +329,7 @@ def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfi
             wanted, value = (getattr(each, option.path[-1]) for each in (own, decided))
             if wanted not in (value, option.default):
                 raise UserError(
-                    f"{option.flag} {wanted} contradicts {pretrained.folder.path}, which has {value}: leave it out, "
+                    f"{option.name} {wanted} contradicts {pretrained.folder.path}, which has {value}: leave it out, "
                     "the folder decides"
                 )
     return found
@@ -345,11 +345,11 @@ def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:
 def _agree(part: str, given: Any, found: Any, pretrained: Pretrained) -> None:
     if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
         return
-    flags = {option.key: option.flag for option in options()}
+    names = {option.key: option.name for option in options()}
     for name, value in vars(found).items():
         if (wanted := getattr(given, name)) not in (value, getattr(type(given)(), name)):
             raise UserError(
-                f"{flags[f'model.{part}.{name}']} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
+                f"{names[f'model.{part}.{name}']} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
                 "leave it out, the folder decides"
             )
 

@@ -10,10 +10,11 @@ import hashlib
 import os
 from typing import Any
 
+from megavlm.config.fields import options
 from megavlm.config.load import as_data
 from megavlm.config.messages import plain, shown
+from megavlm.config.needs import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import data_kind
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.order import weights_of
 from megavlm.data.records.opening import files_of, is_stream, name_of
@@ -65,7 +66,8 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
         if option not in saved or saved[option] == value:
             continue
         if option != "--datasets":
-            return f"{option} {shown(saved[option])}, but this run has {value}"
+            named = {each.spelled: each.name for each in options() if each.path[0] == "data"}
+            return f"{named.get(option, option)} {shown(saved[option])}, but this run has {value}"
         return f"other --datasets: {_difference_of_datasets(saved[option], value)}"
     return None
 

@@ -74,8 +74,9 @@ class StepGuard(RankHook):
             )
         if in_a_row >= most:
             raise BadNumbers(
-                f"iteration {iteration}: {complaint}; this is bad step {in_a_row} in a row (--max-consecutive-skips): "
-                "no checkpoint was saved after the first of them; lower --lr, or look at the data"
+                f"iteration {iteration}: {complaint}; this is bad step {in_a_row} in a row "
+                "(numerics.max_consecutive_skips): no checkpoint was saved after the first of them; lower --lr, or "
+                "look at the data"
             )
         if iteration == self._run.config.train.train_iters:
             raise BadNumbers(

@@ -38,7 +38,7 @@ def test_tokens_of_base_tiles_grids_and_newlines() -> None:
 
 
 def test_an_image_of_which_nothing_would_be_left_is_refused() -> None:
-    with pytest.raises(UserError, match=r"8×127 pixels is too narrow for --projector-anyres-max-tiles 1"):
+    with pytest.raises(UserError, match=r"8×127 pixels is too narrow for model.projector.anyres_max_tiles 1"):
         feature_map(TileGroup((1, 4), (8, 127)), 3, max_tiles=1)
 
 
@@ -52,10 +52,10 @@ def test_tokens_of_grids() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(30, 28), (28, 30), (0, 28)])
 def test_sides_that_do_not_divide_name_the_option(height: int, width: int) -> None:
-    with pytest.raises(UserError, match=rf"{height}×{width}.*--vision-patch-size 14"):
+    with pytest.raises(UserError, match=rf"{height}×{width}.*model.vision.patch_size 14"):
         grid_of(height, width, 14)
 
 
 def test_grids_that_do_not_merge_name_the_option() -> None:
-    with pytest.raises(UserError, match=r"3×4 .*--projector-pixel-shuffle 2"):
+    with pytest.raises(UserError, match=r"3×4 .*model.projector.pixel_shuffle 2"):
         tokens_per_grid((3, 4), ProjectorConfig(pixel_shuffle=2))

@@ -17,7 +17,10 @@ from megavlm.train.single_process import full_model, single_process_groups, unpa
 from tests.support.flags import MODELS, resolved  # noqa: E402
 from tests.support.training import SMALL  # noqa: E402
 
-EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-dense-layers 0 --moe-shared-expert-intermediate-size 32"
+EXPERTS = (
+    "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] "
+    "model.experts.shared_ffn_hidden_size=32"
+)
 # Tokens, pixels, a vector of one row, adapters, learned queries and positions, filters of single channels.
 NO_MATRICES = (
     "embedding.",
@@ -37,7 +40,9 @@ def alone() -> Groups:
     return single_process_groups(BACKEND)
 
 
-@pytest.mark.parametrize("flags", [*MODELS.values(), f"{EXPERTS} --moe-shared-expert-gate", "--lora-rank 4"])
+@pytest.mark.parametrize(
+    "flags", [*MODELS.values(), f"{EXPERTS} --set model.experts.shared_gate=true", "--lora-rank 4"]
+)
 def test_every_matrix_of_a_model_is_declared_in_its_shape(alone: Groups, flags: str) -> None:
     config = resolved([*SMALL, *flags.split()])
     for key, shape in unpadded_shapes(full_model(config, alone, BACKEND), config).items():
@@ -50,7 +55,7 @@ def test_every_matrix_of_a_model_is_declared_in_its_shape(alone: Groups, flags: 
 
 
 def test_queries_keys_and_values_are_matrices_apart() -> None:
-    model = resolved([*SMALL, "--language-num-query-groups", "2"]).model
+    model = resolved([*SMALL, "--set", "model.language.num_query_groups=2"]).model
     weight = hidden_weight_of("language.layers.0.self_attention.linear_qkv.weight", model)
     assert weight is not None
     # Two groups: the queries of two heads of 12 channels, then a key and a value.

@@ -19,7 +19,7 @@ from megavlm.errors import UserError  # noqa: E402
 
 
 def test_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
-    other = json.loads(json.dumps({"model": asdict(parse(["--language-vocab-size", "99"]).model)}))
+    other = json.loads(json.dumps({"model": asdict(parse(["--set", "model.language.vocab_size=99"]).model)}))
     with pytest.raises(UserError, match=r"model\.language\.vocab_size = 99, but this run has 160"):
         check_model(other, resolve(parse([]), vocab_size=160), Path("run"))
     (tmp_path / "config.yaml").touch()

@@ -19,14 +19,21 @@ from megavlm.errors import UserError
 from tests.support.remedies import answer, followed
 
 FLAGS = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
+KEYS = {option.key: option for option in options()}
 VALUES = {int: "1", float: "0.5", str: "x"}
 
 
 @pytest.mark.parametrize("meaning", dict.fromkeys(ELSEWHERE.values()))
 def test_what_is_named_exists_and_parses(meaning: str) -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]*", meaning)) - {"--nproc-per-node", "--nnodes"}
-    assert named <= set(FLAGS)
-    if meaning.startswith("--"):
+    assert named <= {*FLAGS, "--set"}
+    if meaning.startswith("--set "):
+        key, _, value = meaning.partition(",")[0].removeprefix("--set ").partition("=")
+        kind = KEYS[key].kind
+        sample = "[1]" if kind.many else kind.choices[0] if kind.choices else VALUES.get(kind.scalar, "x")
+        parse(["--set", f"{key}={value or sample}"])
+        assert in_yaml(meaning.partition(",")[0]).partition(": ") == (key, ": " if value else "", value)
+    elif meaning.startswith("--"):
         words = shlex.split(meaning.partition(",")[0])
         kind = FLAGS[words[0]].kind
         given = words[1:] or (
@@ -119,9 +126,9 @@ COMMANDS = {
         "--data-path a.jsonl --save out --split 0.01 --attention-dropout 0 --hidden-dropout 0 --use-mcore-models "
         "--ckpt-format torch_dist --attention-backend flash --recompute-activations --tokenizer-model t "
         "--eval-iters 5 --decoder-seq-length 512 --log-throughput --distributed-timeout-minutes 60",
-        "--tp 2 --sp --data-parallel-sharding optimizer --precision bf16 --language-activation swiglu "
-        "--language-qk-norm --no-language-tie-embeddings --mbs 1 --gbs 8 --train-iters 10 --lr 1e-4 --min-lr 1e-5 "
-        "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 1 --datasets a.jsonl --run-dir out "
+        "--tp 2 --sp --data-parallel-sharding optimizer --precision bf16 --set model.language.activation=swiglu "
+        "model.language.qk_norm=true model.language.tie_embeddings=false --mbs 1 --gbs 8 --train-iters 10 --lr 1e-4 "
+        "--min-lr 1e-5 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1 --datasets a.jsonl --run-dir out "
         "--validation-split 0.01 --attention-dropout 0 --hidden-dropout 0 --recompute-granularity selective "
         "--tokenizer t --eval-iters 5 --seq-length 512 --distributed-timeout-minutes 60",
     ),

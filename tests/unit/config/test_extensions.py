@@ -52,7 +52,7 @@ def refusal(argv: str) -> str:
 
 
 def test_an_extension_brings_options_with_defaults_that_follow_from_others() -> None:
-    config = parse([*POOLED, "--pooled-tokens", "5"])
+    config = parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"])
     assert config.run.extension == ("pooled_attention",)
     assert config.model.projector.connectors.pooled.tokens == 5
     assert resolve(config).model.projector.connectors.pooled.width == 128
@@ -60,7 +60,9 @@ def test_an_extension_brings_options_with_defaults_that_follow_from_others() -> 
 
 
 def test_yaml_says_the_same_and_names_the_extension(tmp_path: Path) -> None:
-    config = parse([*POOLED, "--pooled-tokens", "5", "--projector-pixel-shuffle", "1"])
+    config = parse(
+        [*POOLED, "--set", "model.projector.connectors.pooled.tokens=5", "--set", "model.projector.pixel_shuffle=1"]
+    )
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
     assert yaml.safe_load(file.read_text())["model"]["projector"]["connectors"]["pooled"]["tokens"] == 5
@@ -71,12 +73,16 @@ def test_yaml_says_the_same_and_names_the_extension(tmp_path: Path) -> None:
 
 
 def test_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--extension", "pooled_attention", "--help-all"])
-    assert "--pooled-width" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    assert "--pooled-width" not in capsys.readouterr().out
+    for flag, name in (
+        ("--help-keys", "model.projector.connectors.pooled:\n  tokens=N"),
+        ("--help-all", "--dots-most"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["--extension", "pooled_attention", "counting_dots", flag])
+        assert name in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        assert name not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -84,29 +90,33 @@ def test_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--extension pooled_attention --pooled-token 3",
-            "unknown option --pooled-token: did you mean --pooled-tokens?",
+            "unknown option --pooled-token: did you mean --set model.projector.connectors.pooled.tokens=3?",
         ),
-        ("--extension pooled_attention --pooled-tokens 0", "--pooled-tokens 0 must be at least 1"),
         (
-            "--extension pooled_attention --pooled-tokens 3",
-            "--pooled-tokens has no effect without pooled: use --projector-kind pooled, or leave --pooled-tokens out",
+            "--extension pooled_attention --set model.projector.connectors.pooled.tokens=0",
+            "model.projector.connectors.pooled.tokens 0 must be at least 1",
+        ),
+        (
+            "--extension pooled_attention --set model.projector.connectors.pooled.tokens=3",
+            "model.projector.connectors.pooled.tokens has no effect without pooled: use --projector-kind pooled, or ",
         ),
         (
             "--extension pooled_attention --projector-kind poled",
             ", pooled, got 'poled': did you mean pooled?",
         ),
         (
-            "--extension pooled_attention --projector-kind pooled --projector-bias --projector-pixel-shuffle 2",
-            "--projector-pixel-shuffle has no effect with --projector-kind pooled: use another kind, or leave "
-            "--projector-pixel-shuffle out",
+            "--extension pooled_attention --projector-kind pooled --set model.projector.bias=true "
+            "model.projector.pixel_shuffle=2",
+            "model.projector.pixel_shuffle has no effect with --projector-kind pooled: use another kind, or leave "
+            "model.projector.pixel_shuffle out",
         ),
         (
-            "--extension pooled_attention --projector-kind pooled --language-mrope-section 3 3 2",
-            "--projector-kind pooled and --language-mrope-section cannot be combined",
+            "--extension pooled_attention --projector-kind pooled --set model.language.mrope_section=[3,3,2]",
+            "--projector-kind pooled and model.language.mrope_section cannot be combined",
         ),
         (
-            "--extension pooled_attention --projector-kind pooled --vision-deepstack-layers 0",
-            "--projector-kind pooled and --vision-deepstack-layers cannot be combined",
+            "--extension pooled_attention --projector-kind pooled --set model.vision.deepstack_layers=[0]",
+            "--projector-kind pooled and model.vision.deepstack_layers cannot be combined",
         ),
         ("--extension nothing_there", "--extension nothing_there: Python finds no module nothing_there: install it"),
         ("--extension json", "--extension json: json has no EXTENSION of type megavlm.extension.Extension"),
@@ -119,7 +129,7 @@ def test_mistakes_are_one_line(argv: str, line: str) -> None:
 
 
 def test_a_rank_without_a_part_is_refused() -> None:
-    config = parse([*POOLED, "--pooled-width", "5", "--tp", "4"])
+    config = parse([*POOLED, "--set", "model.projector.connectors.pooled.width=5", "--tp", "4"])
     with pytest.raises(UserError, match=r"--tensor-model-parallel-size 4 leaves ranks .* of values.weight .* use 3"):
         check(config, world=4)
 
@@ -149,8 +159,8 @@ class Named:
         (Extension(sources=(Entry("A b", "a:b"),)), "--extension mine: A b cannot be among its sources"),
         (Extension(sources=(Entry("items", "a:b", Numbered),)), "items cannot be among its sources"),
         (
-            Extension(sources=(Entry("vision_hidden", "a:b", Numbered),)),
-            "another option is --vision-hidden-size already",
+            Extension(sources=(Entry("micro_batch", "a:b", Numbered),)),
+            "another option is --micro-batch-size already",
         ),
         (Extension(sources=(Entry("mine", "a:b", Undeclared),)), "--extension mine: its options cannot be read"),
     ],
@@ -217,10 +227,12 @@ def test_what_a_checkpoint_says_of_extensions_imports_nothing() -> None:
 
 
 def test_sections_are_values() -> None:
-    config = parse([*POOLED, "--pooled-tokens", "5"])
+    config = parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"])
     sections = config.model.projector.connectors
-    assert hash(config) == hash(parse([*POOLED, "--pooled-tokens", "5"]))
-    assert parse([*POOLED, "--pooled-tokens", "8"]) == parse(POOLED), "a default is a default, said or not"
+    assert hash(config) == hash(parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"]))
+    assert parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=8"]) == parse(POOLED), (
+        "a default is a default, said or not"
+    )
     with pytest.raises(TypeError):
         sections["pooled"] = None
     with pytest.raises(AttributeError):
@@ -230,7 +242,9 @@ def test_sections_are_values() -> None:
 
 def test_a_process_that_gets_a_configuration_gets_its_extensions() -> None:
     """Workers that decode samples are spawned: they count the tokens of images by themselves."""
-    sent = pickle.dumps(resolve(parse([*POOLED, "--pooled-tokens", "5"])).model.projector)
+    sent = pickle.dumps(
+        resolve(parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"])).model.projector
+    )
     program = (
         f"import sys, pickle; sys.path += {[str(EXAMPLES / name) for name in PACKAGES]}\n"
         f"projector = pickle.loads({sent!r})\n"

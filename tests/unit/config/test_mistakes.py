@@ -18,15 +18,16 @@ import pytest
 import yaml
 
 from megavlm.config import cli
-from megavlm.config.cli import RUN_FLAGS, parse
+from megavlm.config.cli import parse
 from megavlm.config.fields import Option, options, value_at, with_values
 from megavlm.config.layout_rules import WORLD_RULES
 from megavlm.config.load import from_dict
 from megavlm.config.rules import RULES, check
 from megavlm.config.start_defaults import with_start_defaults
+from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.sweep.grid import check_variants, read_grid, variants_of
-from tests.support.remedies import answer, dead_end, followed, followed_in_file
+from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
 
 MUON, LION = "--optimizer muon", "--optimizer lion"
 
@@ -45,9 +46,11 @@ SPELLING = (
     ),
     Mistake("--train_iters 5", "--train_iters", "did you mean --train-iters?"),
     Mistake("--train_iters=5", "unknown option --train_iters:", "did you mean --train-iters?"),
-    Mistake("--num-layers 5", "--num-layers", "did you mean --vision-num-layers or --language-num-layers?"),
+    Mistake("--num-layers 5", "--num-layers", "--set model.vision.num_layers=5 or --set model.language.num_layers=5?"),
     Mistake(
-        "--hidden-size 8", "--hidden-size", "--vision-hidden-size or --language-hidden-size or --projector-hidden-size?"
+        "--hidden-size 8",
+        "--hidden-size",
+        "--set model.vision.hidden_size=8 or --set model.language.hidden_size=8",
     ),
     Mistake("--pipeline 2", "--pipeline:", "--pipeline-cuts or --pipeline-model-parallel-size?"),
     Mistake("-tp 2", "-tp", "did you mean --tp?"),
@@ -59,6 +62,28 @@ SPELLING = (
     Mistake("--learning-rate 1e-5", "--learning-rate", "here it is --lr"),
     Mistake("--bf16", "--bf16", "here it is --precision bf16"),
     Mistake("--qqqq", "--qqqq", "--help-all lists all options"),
+    Mistake("--language-num-layers 2", "it is a key", "write --set model.language.num_layers=2"),
+    Mistake("--language-num-layers=2", "it is a key", "write --set model.language.num_layers=2"),
+    Mistake("--no-vision-class-token", "it is a key", "write --set model.vision.class_token=false"),
+    Mistake("--language-num-query-groups none", "it is a key", "--set model.language.num_query_groups=null"),
+    Mistake("--vision-feature-layer -2 --tp 1", "it is a key", "--set model.vision.feature_layer=-2"),
+    Mistake("--language-mrope-section 3 3 2", "it is a key", "write --set 'model.language.mrope_section=[3, 3, 2]'"),
+    Mistake("--qformer-num-queries 5", "it is a key", "--set model.projector.connectors.qformer.num_queries=5"),
+    Mistake("--moe-router-topk 2", "it is a key", "write --set model.experts.router_topk=2"),
+    Mistake("--language-num-layer 2", "--language-num-layer", "did you mean --set model.language.num_layers=2?"),
+    Mistake(
+        "--mm-vision-select-layer -2", "--mm-vision-select-layer", "here it is --set model.vision.feature_layer=-2"
+    ),
+    Mistake("--set model.langage.num_layers=2", "--set: unknown key model.langage", "did you mean model.language?"),
+    Mistake("--set qk_norm=true", "unknown key qk_norm", "model.vision.qk_norm or model.language.qk_norm?"),
+    Mistake("--set tp=2", "--set: unknown key tp", "did you mean parallel.tensor_model_parallel_size?"),
+    Mistake("--set model.language.num_layers 2", "names no value", "write --set model.language.num_layers=VALUE"),
+    Mistake("--set model.language.num_layers=", "has an empty value", "write null for none"),
+    Mistake("--set model.language.num_layers=two", "model.language.num_layers", "expects an integer, got 'two'"),
+    Mistake("--set model.language.qk_norm=yes,", "model.language.qk_norm", "expects true or false, got 'yes,'"),
+    Mistake("--set model.language.mrope_section=[3,", "--set model.language.mrope_section", "is not valid YAML"),
+    Mistake("--set run.extension=[a]", "--set run.extension", "name it with --extension"),
+    Mistake("--set", "--set", "expected at least one argument"),
     Mistake("--print-confg", "--print-confg", "did you mean --print-config?"),
     Mistake("train", "unexpected argument train", "right after their --flag"),
     Mistake("--tp 2 3", "unexpected argument 3", "right after their --flag"),
@@ -117,32 +142,51 @@ RANGES = (
     Mistake("--num-experts 1", "--num-experts 1", "0, or at least 2", "--num-experts 2"),
     Mistake("--mbs -1", "--micro-batch-size -1", "at least 1", "--mbs 1"),
     Mistake(
-        "--vision-num-attention-heads 0",
-        "--vision-num-attention-heads 0",
+        "--set model.vision.num_attention_heads=0",
+        "model.vision.num_attention_heads 0",
         "at least 1",
-        "--vision-num-attention-heads 1",
+        "--set model.vision.num_attention_heads=1",
     ),
-    Mistake("--projector-pixel-shuffle 0", "--projector-pixel-shuffle 0", "at least 1", "--projector-pixel-shuffle 1"),
+    Mistake(
+        "--set model.projector.pixel_shuffle=0",
+        "model.projector.pixel_shuffle 0",
+        "at least 1",
+        "--set model.projector.pixel_shuffle=1",
+    ),
     Mistake("--train-iters 0", "--train-iters 0", "at least 1", "--train-iters 1"),
     Mistake("--gbs 1000000000000", "--global-batch-size 1000000000000", "from 1 to 1,048,576", "--gbs 8"),
     Mistake("--epochs 0 --datasets a.json", "--epochs 0", "greater than 0", "--epochs 0.5"),
     Mistake("--lr 0", "--lr 0.0", "greater than 0", "--lr 1e-9"),
-    Mistake("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0", "greater than 0", "--qk-clip-threshold 9"),
+    Mistake(
+        "--qk-clip --set optimizer.qk_clip_threshold=0",
+        "optimizer.qk_clip_threshold 0",
+        "greater than 0",
+        "--set optimizer.qk_clip_threshold=9",
+    ),
     Mistake("--lr -1e-4", "--lr -0.0001", "greater than 0", "--lr 1e-4"),
     Mistake("--projector-lr -1", "--projector-lr -1.0", "at least 0", "--projector-lr 0"),
     Mistake("--adam-beta2 1", "--adam-beta2 1.0", "less than 1", "--adam-beta2 0.999"),
     Mistake("--objective contrastive --temperature 0", "--temperature 0.0", "greater than 0", "--temperature 0.02"),
     Mistake("--hidden-dropout 1", "--hidden-dropout 1.0", "less than 1", "--hidden-dropout 0.5"),
     Mistake("--clip-grad -1", "--clip-grad -1.0", "at least 0", "--clip-grad 0"),
-    Mistake("--imageless-share 1.5", "--imageless-share 1.5", "between 0 and 1", "--imageless-share 1"),
-    Mistake("--answer-share 0", "--answer-share 0.0", "greater than 0 and at most 1", "--answer-share 1"),
+    Mistake(
+        "--set data.imageless_share=1.5", "data.imageless_share 1.5", "between 0 and 1", "--set data.imageless_share=1"
+    ),
+    Mistake(
+        "--set data.answer_share=0",
+        "data.answer_share 0.0",
+        "greater than 0 and at most 1",
+        "--set data.answer_share=1",
+    ),
     Mistake("--images-per-sample 1 -1", "--images-per-sample -1", "from 0 to 10,000", "--images-per-sample 1 0"),
     Mistake("--image-sizes 32 0", "--image-sizes 0", "at least 1", "--image-sizes 32"),
     Mistake("--save-interval -5", "--save-interval -5", "at least 0", "--save-interval 0"),
     Mistake("--keep-checkpoints -1", "--keep-checkpoints -1", "at least 0", "--keep-checkpoints 0"),
     Mistake("--eval-interval -1", "--eval-interval -1", "at least 0", "--eval-interval none"),
     Mistake("--sample-interval -1", "--sample-interval -1", "at least 0", "--sample-interval 0"),
-    Mistake("--sample-count 0", "--sample-count 0", "at least 1", "--sample-count 8"),
+    Mistake(
+        "--set evaluation.sample_count=0", "evaluation.sample_count 0", "at least 1", "--set evaluation.sample_count=8"
+    ),
     Mistake("--log-interval 0", "--log-interval 0", "at least 1", "--log-interval 1"),
     Mistake(
         "--distributed-timeout-minutes 0",
@@ -151,175 +195,193 @@ RANGES = (
         "--distributed-timeout-minutes 1",
     ),
     Mistake(
-        "--projector-kind c_abstractor --c-abstractor-depth 0",
-        "--c-abstractor-depth 0",
+        "--projector-kind c_abstractor --set model.projector.connectors.c_abstractor.depth=0",
+        "model.projector.connectors.c_abstractor.depth 0",
         "at least 1",
-        "--c-abstractor-depth 1",
+        "--set model.projector.connectors.c_abstractor.depth=1",
     ),
     Mistake("--seed -1", "--seed -1", "between 0 and 2**32", "--seed 0"),
 )
 
 MODEL = (
     Mistake(
-        "--projector-kind qformer --language-mrope-section 3 3 2",
+        "--projector-kind qformer --set model.language.mrope_section=[3,3,2]",
         "--projector-kind qformer",
         "leave one out",
         "--projector-kind mlp",
     ),
     Mistake(
-        "--projector-kind adaptive_pool --adaptive-pool-side 4 --adaptive-pool-factor 2",
-        "--adaptive-pool-side",
+        "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.side=4 "
+        "model.projector.connectors.adaptive_pool.factor=2",
+        "model.projector.connectors.adaptive_pool.side",
         "leave one of them out",
-        "--adaptive-pool-factor none",
+        "--set model.projector.connectors.adaptive_pool.factor=null",
     ),
     Mistake(
-        "--projector-kind perceiver --perceiver-num-query-groups 3",
-        "--perceiver-num-query-groups 3",
+        "--projector-kind perceiver --set model.projector.connectors.perceiver.num_query_groups=3",
+        "model.projector.connectors.perceiver.num_query_groups 3",
         "use 16, 8, 4",
-        "--perceiver-num-query-groups 4",
+        "--set model.projector.connectors.perceiver.num_query_groups=4",
     ),
     Mistake(
-        "--projector-kind qformer --qformer-num-attention-heads 5",
-        "--qformer-num-attention-heads 5",
+        "--projector-kind qformer --set model.projector.connectors.qformer.num_attention_heads=5",
+        "model.projector.connectors.qformer.num_attention_heads 5",
         "use 256, 192",
-        "--qformer-num-attention-heads 192",
+        "--set model.projector.connectors.qformer.num_attention_heads=192",
     ),
     Mistake(
-        "--projector-kind c_abstractor --c-abstractor-hidden-size 5 --tp 4",
+        "--projector-kind c_abstractor --set model.projector.connectors.c_abstractor.hidden_size=5 --tp 4",
         "--tensor-model-parallel-size 4",
         "before.0.conv1.weight of --projector-kind c_abstractor: use 3",
-        "--c-abstractor-hidden-size 7",
+        "--set model.projector.connectors.c_abstractor.hidden_size=7",
         world=4,
     ),
-    Mistake("--vision-hidden-size 130", "--vision-num-attention-heads 8", "use 128 or 136", "--vision-hidden-size 136"),
     Mistake(
-        "--vision-position-embedding rope2d --vision-hidden-size 120",
-        "--vision-position-embedding rope2d",
+        "--set model.vision.hidden_size=130",
+        "model.vision.num_attention_heads 8",
+        "use 128 or 136",
+        "--set model.vision.hidden_size=136",
+    ),
+    Mistake(
+        "--set model.vision.position_embedding=rope2d model.vision.hidden_size=120",
+        "model.vision.position_embedding rope2d",
         "divisible by 4",
-        "--vision-hidden-size 128",
+        "--set model.vision.hidden_size=128",
     ),
     Mistake(
-        "--language-hidden-size 130",
-        "--language-hidden-size 130",
-        "set --language-kv-channels",
-        "--language-kv-channels 32",
-    ),
-    Mistake("--language-kv-channels 33", "--language-kv-channels 33", "add or subtract 1", "--language-kv-channels 34"),
-    Mistake(
-        "--language-hidden-size 136", "--language-hidden-size 136", "even head width", "--language-hidden-size 144"
+        "--set model.language.hidden_size=130",
+        "model.language.hidden_size 130",
+        "set model.language.kv_channels",
+        "--set model.language.kv_channels=32",
     ),
     Mistake(
-        "--language-num-query-groups 3",
-        "--language-num-query-groups 3",
+        "--set model.language.kv_channels=33",
+        "model.language.kv_channels 33",
+        "add or subtract 1",
+        "--set model.language.kv_channels=34",
+    ),
+    Mistake(
+        "--set model.language.hidden_size=136",
+        "model.language.hidden_size 136",
+        "even head width",
+        "--set model.language.hidden_size=144",
+    ),
+    Mistake(
+        "--set model.language.num_query_groups=3",
+        "model.language.num_query_groups 3",
         "use 8, 4, 2 or 1",
-        "--language-num-query-groups 2",
+        "--set model.language.num_query_groups=2",
     ),
     Mistake(
-        "--language-rope-scaling llama3 --language-rope-high-freq-factor 1",
-        "--language-rope-high-freq-factor 1.0",
+        "--set model.language.rope_scaling=llama3 model.language.rope_high_freq_factor=1",
+        "model.language.rope_high_freq_factor 1.0",
         "must be above",
-        "--language-rope-high-freq-factor 4",
+        "--set model.language.rope_high_freq_factor=4",
     ),
     Mistake(
-        "--language-rope-scaling yarn --language-rope-beta-slow 32",
-        "--language-rope-beta-fast 32.0",
+        "--set model.language.rope_scaling=yarn model.language.rope_beta_slow=32",
+        "model.language.rope_beta_fast 32.0",
         "must be above",
-        "--language-rope-beta-slow 1",
+        "--set model.language.rope_beta_slow=1",
     ),
     Mistake(
-        "--init-from m --language-max-positions 48 --language-rope-scaling yarn --language-rope-original-positions 48 "
+        "--init-from m --set model.language.max_positions=48 model.language.rope_scaling=yarn "
+        "model.language.rope_original_positions=48 "
         "--seq-length 64",
         "--seq-length 64",
         "not where llama_4_scaling_beta is set",
         "--seq-length 48",
     ),
     Mistake(
-        "--language-rotary-interleaved --language-rotary-percent 0.01",
-        "--language-rotary-percent 0.01",
+        "--set model.language.rotary_interleaved=true model.language.rotary_percent=0.01",
+        "model.language.rotary_percent 0.01",
         "another share",
-        "--language-rotary-percent 0.5",
+        "--set model.language.rotary_percent=0.5",
     ),
-    Mistake("--language-max-positions 32", "--seq-length 64", "lower it", "--seq-length 32"),
+    Mistake("--set model.language.max_positions=32", "--seq-length 64", "lower it", "--seq-length 32"),
     Mistake(
-        "--language-max-positions 48 --seq-length 64",
+        "--set model.language.max_positions=48 --seq-length 64",
         "--seq-length 64",
-        "or set --language-max-positions none",
-        "--language-max-positions none",
+        "or add --set model.language.max_positions=null",
+        "--set model.language.max_positions=null",
     ),
     Mistake(
-        "--language-from llama --language-max-positions 48 --seq-length 64",
+        "--language-from llama --set model.language.max_positions=48 --seq-length 64",
         "--seq-length 64",
         "raise max_position_embeddings (and sliding_window, if it is less) in llama/config.json",
         "--seq-length 48",
     ),
     Mistake(
-        "--init-from gemma --language-max-positions 48 --seq-length 64 --language-window-size 8",
+        "--init-from gemma --set model.language.max_positions=48 --seq-length 64 --set model.language.window_size=8",
         "--seq-length 64",
         "raise max_position_embeddings in gemma/config.json",
         "--seq-length 48",
     ),
     Mistake(
-        "--language-mrope-section 4 8",
-        "--language-mrope-section 4 8",
+        "--set model.language.mrope_section=[4,8]",
+        "model.language.mrope_section 4 8",
         "add up to 8",
-        "--language-mrope-section 4 2 2",
+        "--set model.language.mrope_section=[4,2,2]",
     ),
     Mistake(
-        "--language-mrope-section 8 8 8 --language-kv-channels 40",
-        "--language-mrope-section 8 8 8",
+        "--set model.language.mrope_section=[8,8,8] model.language.kv_channels=40",
+        "model.language.mrope_section 8 8 8",
         "add up to 20",
-        "--language-kv-channels 48",
+        "--set model.language.kv_channels=48",
     ),
     Mistake(
-        "--language-mrope-interleaved",
-        "--language-mrope-interleaved",
-        "add --language-mrope-section",
-        "--language-mrope-section 3 3 2",
+        "--set model.language.mrope_interleaved=true",
+        "model.language.mrope_interleaved",
+        "add --set model.language.mrope_section",
+        "--set model.language.mrope_section=[3,3,2]",
     ),
     Mistake(
-        "--vision-window-size 15 --projector-pixel-shuffle 2",
-        "--vision-window-size 15",
-        "at least --vision-patch-size 8 × --projector-pixel-shuffle 2",
-        "--vision-window-size 16",
+        "--set model.vision.window_size=15 model.projector.pixel_shuffle=2",
+        "model.vision.window_size 15",
+        "at least model.vision.patch_size 8 × model.projector.pixel_shuffle 2",
+        "--set model.vision.window_size=16",
     ),
     Mistake(
-        "--vision-window-size 16 --vision-class-token",
-        "--vision-class-token",
+        "--set model.vision.window_size=16 model.vision.class_token=true",
+        "model.vision.class_token",
         "cannot be combined",
-        "--no-vision-class-token",
+        "--set model.vision.class_token=false",
     ),
     Mistake(
-        "--vision-full-attention-layers 1",
-        "--vision-full-attention-layers",
-        "add --vision-window-size",
-        "--vision-window-size 16",
+        "--set model.vision.full_attention_layers=[1]",
+        "model.vision.full_attention_layers",
+        "add --set model.vision.window_size",
+        "--set model.vision.window_size=16",
     ),
     Mistake(
-        "--vision-deepstack-layers 1 0",
-        "--vision-deepstack-layers 1 0",
+        "--set model.vision.deepstack_layers=[1,0]",
+        "model.vision.deepstack_layers 1 0",
         "must be in ascending order",
-        "--vision-deepstack-layers 0 1",
+        "--set model.vision.deepstack_layers=[0,1]",
     ),
     Mistake(
-        "--vision-deepstack-layers 1 3 --vision-feature-layer -2",
-        "--vision-deepstack-layers 1 3",
+        "--set model.vision.deepstack_layers=[1,3] model.vision.feature_layer=-2",
+        "model.vision.deepstack_layers 1 3",
         "layers that run, 0 to 2",
-        "--vision-deepstack-layers 1 2",
+        "--set model.vision.deepstack_layers=[1,2]",
     ),
     Mistake(
-        "--vision-deepstack-layers 0 1 2 --language-num-layers 2",
-        "--vision-deepstack-layers 0 1 2",
+        "--set model.vision.deepstack_layers=[0,1,2] model.language.num_layers=2",
+        "model.vision.deepstack_layers 0 1 2",
         "list fewer",
-        "--vision-deepstack-layers 0 2",
+        "--set model.vision.deepstack_layers=[0,2]",
     ),
     Mistake(
-        "--language-window-size 8 --language-full-attention-layers 1 9",
-        "--language-full-attention-layers 1 9",
+        "--set model.language.window_size=8 model.language.full_attention_layers=[1,9]",
+        "model.language.full_attention_layers 1 9",
         "0 to 3",
-        "--language-full-attention-layers 1",
+        "--set model.language.full_attention_layers=[1]",
     ),
     Mistake(
-        "--language-bidirectional-images", "--language-bidirectional-images", "add --image-token", "--image-token 9"
+        "--set model.language.bidirectional_images=true",
+        "model.language.bidirectional_images",
+        "add --image-token",
+        "--image-token 9",
     ),
     Mistake(
         "--compress-gradients fp8 --precision fp16", "--compress-gradients fp8", "--precision bf16", "--precision bf16"
@@ -336,11 +398,18 @@ MODEL = (
         "use optimizer",
         "--data-parallel-sharding optimizer",
     ),
-    Mistake("--no-compress-error-feedback", "--no-compress-error-feedback", "add it", "--compress-gradients int8"),
-    Mistake("--compress-group-size 1", "--compress-group-size 1", "add it", "--compress-gradients int8"),
     Mistake(
-        "--compress-gradients int8 --compress-group-size 1 --data-parallel-sharding none",
-        "--compress-group-size 1",
+        "--set parallel.compress_error_feedback=false",
+        "parallel.compress_error_feedback=false",
+        "add it",
+        "--compress-gradients int8",
+    ),
+    Mistake(
+        "--set parallel.compress_group_size=1", "parallel.compress_group_size 1", "add it", "--compress-gradients int8"
+    ),
+    Mistake(
+        "--compress-gradients int8 --set parallel.compress_group_size=1 --data-parallel-sharding none",
+        "parallel.compress_group_size 1",
         "leave one out",
         "--data-parallel-sharding optimizer",
     ),
@@ -364,49 +433,72 @@ MODEL = (
     ),
     Mistake("--offload parameters=nvme:/x", "--offload parameters=nvme:/x", "choose", "--offload optimizer=nvme:/x"),
     Mistake(
-        "--projector-anyres-max-tiles 4 --vision-deepstack-layers 0",
-        "--projector-anyres-max-tiles and --vision-deepstack-layers",
+        "--set model.projector.anyres_max_tiles=4 model.vision.deepstack_layers=[0]",
+        "model.projector.anyres_max_tiles and model.vision.deepstack_layers",
         "leave one of them out",
-        "--projector-anyres-max-tiles none",
+        "--set model.projector.anyres_max_tiles=null",
     ),
     Mistake(
-        "--projector-anyres-max-tiles 4 --language-mrope-section 3 3 2",
-        "--projector-anyres-max-tiles and --language-mrope-section",
+        "--set model.projector.anyres_max_tiles=4 model.language.mrope_section=[3,3,2]",
+        "model.projector.anyres_max_tiles and model.language.mrope_section",
         "leave one of them out",
-        "--projector-anyres-max-tiles none",
+        "--set model.projector.anyres_max_tiles=null",
     ),
     Mistake(
-        "--projector-anyres-max-tiles 4 --data digits",
+        "--set model.projector.anyres_max_tiles=4 --data digits",
         "--data digits has no tiled images",
         "use --data synthetic",
         "--data synthetic",
     ),
     Mistake(
-        "--projector-anyres-max-tiles 4 --image-sizes 32 48",
-        "--image-sizes 48 is not a multiple of --vision-image-size 32",
+        "--set model.projector.anyres_max_tiles=4 --image-sizes 32 48",
+        "--image-sizes 48 is not a multiple of model.vision.image_size 32",
         "use 32 or 64",
         "--image-sizes 32 64",
     ),
     Mistake("--lora-rank 4 --lora-targets w_q", "--lora-targets w_q", "try language", "--lora-targets q_proj"),
     Mistake("--lora-rank 4 --lora-targets q_proj,v_proj", "is one name", "write spaces", "--lora-targets q_proj"),
     Mistake("--lora-rank 4 --freeze language", "--freeze language", "remove language from --freeze", "--freeze vision"),
-    Mistake("--vision-feature-layer 0", "--vision-feature-layer 0", "between -1", "--vision-feature-layer -1"),
-    Mistake("--vision-feature-layer -5", "--vision-feature-layer -5", "and -4", "--vision-feature-layer -4"),
-    Mistake("--vision-image-size 36", "--vision-image-size 36", "use 32 or 40", "--vision-image-size 40"),
-    Mistake("--vision-image-size 4", "--vision-image-size 4", "use 8", "--vision-image-size 8"),
     Mistake(
-        "--vision-image-size 40 --projector-pixel-shuffle 2",
-        "--vision-image-size 40 is 5 patches",
+        "--set model.vision.feature_layer=0",
+        "model.vision.feature_layer 0",
+        "between -1",
+        "--set model.vision.feature_layer=-1",
+    ),
+    Mistake(
+        "--set model.vision.feature_layer=-5",
+        "model.vision.feature_layer -5",
+        "and -4",
+        "--set model.vision.feature_layer=-4",
+    ),
+    Mistake(
+        "--set model.vision.image_size=36",
+        "model.vision.image_size 36",
+        "use 32 or 40",
+        "--set model.vision.image_size=40",
+    ),
+    Mistake("--set model.vision.image_size=4", "model.vision.image_size 4", "use 8", "--set model.vision.image_size=8"),
+    Mistake(
+        "--set model.vision.image_size=40 model.projector.pixel_shuffle=2",
+        "model.vision.image_size 40 is 5 patches",
         "use 32 or 48",
-        "--vision-image-size 48",
+        "--set model.vision.image_size=48",
     ),
     Mistake("--image-sizes 32 20", "--image-sizes 20", "use 16 or 24", "--image-sizes 32 16"),
-    Mistake("--image-sizes 24 --projector-pixel-shuffle 2", "--image-sizes 24", "use 16 or 32", "--image-sizes 16"),
+    Mistake(
+        "--image-sizes 24 --set model.projector.pixel_shuffle=2", "--image-sizes 24", "use 16 or 32", "--image-sizes 16"
+    ),
     Mistake("--freeze vision language projector", "--freeze", "remove one of them", "--freeze vision language"),
 )
 
 LAYOUT = (
-    Mistake("--tp 4 --projector-hidden-size 2", "--projector-hidden-size 2", "use 4", "--projector-hidden-size 4", 4),
+    Mistake(
+        "--tp 4 --set model.projector.hidden_size=2",
+        "model.projector.hidden_size 2",
+        "use 4",
+        "--set model.projector.hidden_size=4",
+        4,
+    ),
     Mistake("--sp", "--sequence-parallel", "leave --sequence-parallel out", "--sp none"),
     Mistake("--tp 4 --seq-length 66", "--seq-length 66", "use 64 or 68, or give --no-sequence-parallel", "--no-sp", 4),
     Mistake(
@@ -437,7 +529,7 @@ LAYOUT = (
     Mistake("--cp 8 --tp 2 --cp-comm-type a2a", "--context-parallel-size 8", "set it to 4, 2 or 1", "--cp 4", 8),
     Mistake("--cp 3", "--seq-length 64", "use 60 or 66", "--seq-length 66", 3),
     Mistake(
-        "--cp 2 --cp-comm-type all_gather --language-window-size 8",
+        "--cp 2 --cp-comm-type all_gather --set model.language.window_size=8",
         "--context-parallel-size 2 gathers keys",
         "with --cp-comm-type a2a",
         "--cp-comm-type a2a",
@@ -480,7 +572,7 @@ LAYOUT = (
         2,
     ),
     Mistake(
-        "--lora-rank 4 --vision-feature-layer -2 --lora-targets vision.layers.3",
+        "--lora-rank 4 --set model.vision.feature_layer=-2 --lora-targets vision.layers.3",
         "--lora-targets vision.layers.3",
         "uses the output of layer 2",
         "--lora-targets vision.layers.2",
@@ -501,10 +593,10 @@ LAYOUT = (
         2,
     ),
     Mistake(
-        "--vision-tp 2 --placement colocated --pp 2 --vision-ffn-hidden-size 1",
+        "--vision-tp 2 --placement colocated --pp 2 --set model.vision.ffn_hidden_size=1",
         "too small for --vision-tp 2",
         "use 2",
-        "--vision-ffn-hidden-size 33",
+        "--set model.vision.ffn_hidden_size=33",
         2,
     ),
     Mistake(
@@ -546,17 +638,17 @@ LAYOUT = (
         2,
     ),
     Mistake(
-        "--ddp-bucket-size 1000 --data-parallel-sharding full",
-        "--ddp-bucket-size 1000",
+        "--set parallel.ddp_bucket_size=1000 --data-parallel-sharding full",
+        "parallel.ddp_bucket_size 1000",
         "leave it out",
         "--data-parallel-sharding optimizer",
         2,
     ),
     Mistake(
-        "--compress-gradients int8 --compress-group-size 3",
-        "--compress-group-size 3",
+        "--compress-gradients int8 --set parallel.compress_group_size=3",
+        "parallel.compress_group_size 3",
         "use 4, 2 or 1",
-        "--compress-group-size 2",
+        "--set parallel.compress_group_size=2",
         4,
     ),
     Mistake("--hybrid-shard-size 3", "--hybrid-shard-size 3", "use 4, 2 or 1", "--hybrid-shard-size 2", 4),
@@ -598,56 +690,87 @@ LAYOUT = (
 MIXTURE = "--num-experts 4"
 
 EXPERTS = (
-    Mistake(f"{MIXTURE} --moe-router-topk 5", "--moe-router-topk 5", "at most 4", "--moe-router-topk 4"),
-    Mistake(f"{MIXTURE} --moe-router-topk 1", "--moe-router-topk 1", "add --moe-router", "--moe-router-pre-softmax"),
-    Mistake(f"{MIXTURE} --moe-dense-layers 4", "--moe-dense-layers 4", "0 to 3", "--moe-dense-layers 3"),
-    Mistake(f"{MIXTURE} --moe-dense-layers 0 1 2 3", "--moe-dense-layers 0", "name fewer", "--moe-dense-layers 3"),
     Mistake(
-        f"{MIXTURE} --moe-router-num-groups 2",
-        "--moe-router-num-groups",
+        f"{MIXTURE} --set model.experts.router_topk=5",
+        "model.experts.router_topk 5",
+        "at most 4",
+        "--set model.experts.router_topk=4",
+    ),
+    Mistake(
+        f"{MIXTURE} --set model.experts.router_topk=1",
+        "model.experts.router_topk 1",
+        "add --set model.experts.router_pre_softmax=true",
+        "--set model.experts.router_pre_softmax=true",
+    ),
+    Mistake(
+        f"{MIXTURE} --set model.experts.dense_layers=[4]",
+        "model.experts.dense_layers 4",
+        "0 to 3",
+        "--set model.experts.dense_layers=[3]",
+    ),
+    Mistake(
+        f"{MIXTURE} --set model.experts.dense_layers=[0,1,2,3]",
+        "model.experts.dense_layers 0",
+        "name fewer",
+        "--set model.experts.dense_layers=[3]",
+    ),
+    Mistake(
+        f"{MIXTURE} --set model.experts.router_num_groups=2",
+        "model.experts.router_num_groups",
         "add it, or leave both out",
-        "--moe-router-group-topk 1",
+        "--set model.experts.router_group_topk=1",
     ),
     Mistake(
-        f"{MIXTURE} --moe-router-num-groups 3 --moe-router-group-topk 1",
-        "--moe-router-num-groups 3",
+        f"{MIXTURE} --set model.experts.router_num_groups=3 model.experts.router_group_topk=1",
+        "model.experts.router_num_groups 3",
         "set it to 4, 2 or 1",
-        "--moe-router-num-groups 2",
+        "--set model.experts.router_num_groups=2",
     ),
     Mistake(
-        f"{MIXTURE} --moe-router-num-groups 4 --moe-router-group-topk 1",
-        "--moe-router-group-topk 1",
+        f"{MIXTURE} --set model.experts.router_num_groups=4 model.experts.router_group_topk=1",
+        "model.experts.router_group_topk 1",
         "raise it",
-        "--moe-router-group-topk 2",
+        "--set model.experts.router_group_topk=2",
     ),
     Mistake(
-        f"{MIXTURE} --moe-router-enable-expert-bias",
-        "--moe-router-enable-expert-bias",
-        "needs --moe-router-score-function sigmoid",
-        "--moe-router-score-function sigmoid",
+        f"{MIXTURE} --set model.experts.router_enable_expert_bias=true",
+        "model.experts.router_enable_expert_bias",
+        "add --set model.experts.router_score_function=sigmoid",
+        "--set model.experts.router_score_function=sigmoid",
     ),
     Mistake(
-        f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --freeze language",
+        f"{MIXTURE} --set model.experts.router_score_function=sigmoid model.experts.router_enable_expert_bias=true "
+        "--freeze language",
         "changes the router's frozen bias",
         "add --moe-router-bias-update-rate 0",
         "--moe-router-bias-update-rate 0",
     ),
     Mistake(f"{MIXTURE} --ep 3 --gbs 6", "--expert-model-parallel-size 3", "4, 2 or 1", "--ep 1", 3),
     Mistake(
-        f"{MIXTURE} --etp 3 --gbs 6 --moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 64", "63 or 66", "--etp 1", 3
+        f"{MIXTURE} --etp 3 --gbs 6 --set model.experts.ffn_hidden_size=64",
+        "model.experts.ffn_hidden_size 64",
+        "63 or 66",
+        "--etp 1",
+        3,
     ),
-    Mistake(f"{MIXTURE} --etp 2 --moe-ffn-hidden-size 36", "36 is not a multiple of 8", "use 32 or 40", "--etp 1", 2),
     Mistake(
-        f"{MIXTURE} --precision bf16 --language-num-attention-heads 2 --language-hidden-size 132",
-        "--language-hidden-size 132 is not a multiple of 8",
+        f"{MIXTURE} --etp 2 --set model.experts.ffn_hidden_size=36",
+        "36 is not a multiple of 8",
+        "use 32 or 40",
+        "--etp 1",
+        2,
+    ),
+    Mistake(
+        f"{MIXTURE} --precision bf16 --set model.language.num_attention_heads=2 model.language.hidden_size=132",
+        "model.language.hidden_size 132 is not a multiple of 8",
         "use 128 or 136",
-        "--language-hidden-size 128",
+        "--set model.language.hidden_size=128",
     ),
     Mistake(
-        f"{MIXTURE} --tp 2 --moe-shared-expert-intermediate-size 33",
-        "--moe-shared-expert-intermediate-size 33",
+        f"{MIXTURE} --tp 2 --set model.experts.shared_ffn_hidden_size=33",
+        "model.experts.shared_ffn_hidden_size 33",
         "32 or 34",
-        "--moe-shared-expert-intermediate-size 34",
+        "--set model.experts.shared_ffn_hidden_size=34",
         2,
     ),
     Mistake(f"{MIXTURE} --tp 2 --no-sp", "--num-experts", "leave --no-sequence-parallel out", "--sp", 2),
@@ -685,16 +808,16 @@ EXPERTS = (
         "--no-fp8-param-gather",
     ),
     Mistake(
-        f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-ffn-hidden-size 24",
-        "--moe-ffn-hidden-size 24 is not a multiple of 16",
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --set model.experts.ffn_hidden_size=24",
+        "model.experts.ffn_hidden_size 24 is not a multiple of 16",
         "use 16 or 32",
-        "--moe-ffn-hidden-size 32",
+        "--set model.experts.ffn_hidden_size=32",
     ),
     Mistake(
-        f"{MIXTURE} --precision bf16 --fp8 hybrid --moe-shared-expert-intermediate-size 24",
-        "--moe-shared-expert-intermediate-size 24 is not",
+        f"{MIXTURE} --precision bf16 --fp8 hybrid --set model.experts.shared_ffn_hidden_size=24",
+        "model.experts.shared_ffn_hidden_size 24 is not",
         "use 16 or 32",
-        "--moe-shared-expert-intermediate-size 32",
+        "--set model.experts.shared_ffn_hidden_size=32",
     ),
     Mistake(
         f"{MIXTURE} --lora-rank 4 --lora-targets experts --lora-dropout 0.1",
@@ -703,30 +826,35 @@ EXPERTS = (
         "--lora-dropout 0",
     ),
     Mistake(
-        f"{MIXTURE} --lora-rank 4 --lora-targets vision --lora-train-router",
-        "--lora-train-router has no effect",
+        f"{MIXTURE} --lora-rank 4 --lora-targets vision --set lora.train_router=true",
+        "lora.train_router has no effect",
         "name some of its layers in --lora-targets",
         "--lora-targets language",
     ),
     Mistake(
         f"{MIXTURE} --lora-rank 4 --moe-aux-loss-coeff 0.01",
         "--moe-aux-loss-coeff has no effect",
-        "add --lora-train-router",
-        "--lora-train-router",
+        "add --set lora.train_router=true",
+        "--set lora.train_router=true",
     ),
     Mistake("--ep 2", "--expert-model-parallel-size has no effect without experts", "--num-experts 8", "--ep 1", 2),
-    Mistake("--moe-router-topk 3", "--moe-router-topk has no effect", "--num-experts 8", "--num-experts 8"),
     Mistake(
-        f"{MIXTURE} --moe-shared-expert-gate",
-        "--moe-shared-expert-gate has no effect",
-        "add --moe-shared-expert-intermediate-size",
-        "--moe-shared-expert-intermediate-size 16",
+        "--set model.experts.router_topk=3",
+        "model.experts.router_topk has no effect",
+        "--num-experts 8",
+        "--num-experts 8",
     ),
     Mistake(
-        f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-pre-softmax",
-        "--moe-router-pre-softmax has no effect",
-        "use --moe-router-score-function softmax",
-        "--moe-router-score-function softmax",
+        f"{MIXTURE} --set model.experts.shared_gate=true",
+        "model.experts.shared_gate has no effect",
+        "add --set model.experts.shared_ffn_hidden_size",
+        "--set model.experts.shared_ffn_hidden_size=16",
+    ),
+    Mistake(
+        f"{MIXTURE} --set model.experts.router_score_function=sigmoid model.experts.router_pre_softmax=true",
+        "model.experts.router_pre_softmax has no effect",
+        "use --set model.experts.router_score_function=softmax",
+        "--set model.experts.router_score_function=softmax",
     ),
     Mistake(
         f"{MIXTURE} --moe-aux-loss-coeff 0.01 --freeze language",
@@ -737,8 +865,8 @@ EXPERTS = (
     Mistake(
         f"{MIXTURE} --moe-router-bias-update-rate 0.1",
         "--moe-router-bias-update-rate has no effect",
-        "add --moe-router-enable-expert-bias",
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "add --set model.experts.router_enable_expert_bias=true",
+        "--set model.experts.router_score_function=sigmoid model.experts.router_enable_expert_bias=true",
     ),
 )
 
@@ -759,13 +887,33 @@ RUN = (
     ),
     Mistake(f"{MUON} --offload optimizer=nvme:/d", "--optimizer muon updates whole", "adamw, or lion", "--offload"),
     Mistake(
-        "--eval-ema --data digits", "--eval-ema has no effect without averaged", "add --ema-decay", "--no-eval-ema"
+        "--set evaluation.eval_ema=true --data digits",
+        "evaluation.eval_ema has no effect without averaged",
+        "add --ema-decay",
+        "--set evaluation.eval_ema=false",
     ),
     Mistake("--qk-clip --lora-rank 4 --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
-    Mistake("--qk-clip --language-qk-norm --freeze vision", "--qk-clip has nothing", "leave it out", "--no-qk-clip"),
-    Mistake("--qk-clip-alpha 0.3", "--qk-clip-alpha has no effect without --qk-clip", "add it", "--qk-clip"),
-    Mistake("--muon-momentum 0.9", "--muon-momentum has no effect without --optimizer muon", "add it", MUON),
-    Mistake("--lion-beta2 0.98", "--lion-beta2 has no effect without", "add it", "--optimizer lion"),
+    Mistake(
+        "--qk-clip --set model.language.qk_norm=true --freeze vision",
+        "--qk-clip has nothing",
+        "leave it out",
+        "--no-qk-clip",
+    ),
+    Mistake(
+        "--set optimizer.qk_clip_alpha=0.3",
+        "optimizer.qk_clip_alpha has no effect without --qk-clip",
+        "add it",
+        "--qk-clip",
+    ),
+    Mistake(
+        "--set optimizer.muon_momentum=0.9",
+        "optimizer.muon_momentum has no effect without --optimizer muon",
+        "add it",
+        MUON,
+    ),
+    Mistake(
+        "--set optimizer.lion_beta2=0.98", "optimizer.lion_beta2 has no effect without", "add it", "--optimizer lion"
+    ),
     Mistake(f"{LION} --adam-beta2 0.9", "--adam-beta2 has no effect with --optimizer lion", "adamw, or muon", MUON),
     Mistake("--tracker-run-name x", "--tracker-run-name has no effect", "add --tracker", "--tracker mlflow"),
     Mistake("--data files", "--data files", "name your data sets", "--data synthetic"),
@@ -809,10 +957,10 @@ RUN = (
     ),
     Mistake("--min-lr 1", "--min-lr 1.0", "lower --min-lr or raise --lr", "--lr 1"),
     Mistake(
-        "--precision fp16 --min-loss-scale 8192",
-        "--min-loss-scale 8192.0",
+        "--precision fp16 --set optimizer.min_loss_scale=8192",
+        "optimizer.min_loss_scale 8192.0",
         "raise the latter",
-        "--initial-loss-scale 8192",
+        "--set optimizer.initial_loss_scale=8192",
     ),
     Mistake("--precision fp16 --placement colocated", "--precision fp16", "--placement stages", "--precision bf16"),
     Mistake(
@@ -841,7 +989,12 @@ RUN = (
     Mistake(
         "--lr-decay-style WSD --lr-warmup-iters 95", "--lr-wsd-decay-iters 10", "at most 5", "--lr-wsd-decay-iters 5"
     ),
-    Mistake("--imageless-samples 0 8", "--imageless-samples 8", "use 0 to 7", "--imageless-samples 0 7"),
+    Mistake(
+        "--set data.imageless_samples=[0,8]",
+        "data.imageless_samples 8",
+        "use 0 to 7",
+        "--set data.imageless_samples=[0,7]",
+    ),
     Mistake("--run-dir=", "--run-dir", "name the folder", "--run-dir a"),
     Mistake(f"--run-dir {__file__}", "--run-dir", "is a file: choose another", "--run-dir a"),
     Mistake(f"--run-dir {__file__}/below", "--run-dir", "is a file: choose another", "--run-dir a"),
@@ -871,10 +1024,15 @@ PRECISION = (
     Mistake(f"{FP8} --fp8-parts", "--fp8-parts", "name language or vision", "--fp8-parts vision"),
     Mistake("--fp8-recipe mxfp8", "--fp8-recipe has no effect without FP8", "add --fp8 hybrid", FP8),
     Mistake("--first-last-layers-bf16", "--first-last-layers-bf16", "add --fp8 hybrid", "--no-first-last-layers-bf16"),
-    Mistake(f"{FP8} --fp8-margin 1", "--fp8-margin has no effect", "use --fp8-recipe delayed", "--fp8-margin 0"),
     Mistake(
-        f"{FP8} --num-layers-at-end-in-bf16 0",
-        "--num-layers-at-end-in-bf16",
+        f"{FP8} --set precision.fp8_margin=1",
+        "precision.fp8_margin has no effect",
+        "use --fp8-recipe delayed",
+        "--set precision.fp8_margin=0",
+    ),
+    Mistake(
+        f"{FP8} --set precision.num_layers_at_end_in_bf16=0",
+        "precision.num_layers_at_end_in_bf16",
         "without --first-last-layers-bf16: add it",
         "--first-last-layers-bf16",
     ),
@@ -885,10 +1043,10 @@ PRECISION = (
         "--fp8-recipe tensorwise",
     ),
     Mistake(
-        f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+        f"{FP8} --first-last-layers-bf16 --set precision.num_layers_at_start_in_bf16=3",
         "leave none of the 4 language layers",
         "together use at most 3",
-        "--num-layers-at-start-in-bf16 2",
+        "--set precision.num_layers_at_start_in_bf16=2",
     ),
     Mistake(
         f"{FP8} --fp8-parts vision --placement colocated",
@@ -931,34 +1089,36 @@ PRECISION = (
         "--seq-length 72",
     ),
     Mistake(
-        f"{FP8} --language-hidden-size 136 --language-kv-channels 16",
-        "--language-hidden-size 136",
+        f"{FP8} --set model.language.hidden_size=136 model.language.kv_channels=16",
+        "model.language.hidden_size 136",
         "use 128 or 144",
-        "--language-hidden-size 144",
+        "--set model.language.hidden_size=144",
     ),
     Mistake(
-        f"{FP8} --language-ffn-hidden-size 80 --tp 2",
+        f"{FP8} --set model.language.ffn_hidden_size=80 --tp 2",
         "a multiple of 32",
         "use 64 or 96",
-        "--language-ffn-hidden-size 64",
+        "--set model.language.ffn_hidden_size=64",
         world=2,
     ),
     Mistake(
-        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 2 --language-kv-channels 6",
+        f"{FP8} --set model.language.num_attention_heads=4 model.language.num_query_groups=2 "
+        "model.language.kv_channels=6",
         "24 channels of query heads",
         "another number or width of heads",
-        "--language-kv-channels 8",
+        "--set model.language.kv_channels=8",
     ),
     Mistake(
-        f"{FP8} --language-num-attention-heads 4 --language-num-query-groups 1 --language-kv-channels 8 --tp 2",
+        f"{FP8} --set model.language.num_attention_heads=4 model.language.num_query_groups=1 "
+        "model.language.kv_channels=8 --tp 2",
         "24 channels of query, key and value heads on a rank are not a multiple of 16",
         "or --fp8 none",
-        "--language-num-query-groups 4",
+        "--set model.language.num_query_groups=4",
         world=2,
     ),
     Mistake(
-        f"{FP8} --fp8-parts vision --vision-hidden-size 48 --vision-num-attention-heads 6 --tp 2",
-        "--vision-num-attention-heads 6: 24 channels of query heads",
+        f"{FP8} --fp8-parts vision --set model.vision.hidden_size=48 model.vision.num_attention_heads=6 --tp 2",
+        "model.vision.num_attention_heads 6: 24 channels of query heads",
         "a smaller --tp",
         "--tp 1",
         world=2,
@@ -977,18 +1137,41 @@ IDLE = (
         "--validation-split 0.01",
     ),
     Mistake(
-        "--data digits --sample-count 3", "--sample-count has no effect", "--sample-interval 100", "--sample-interval 9"
+        "--data digits --set evaluation.sample_count=3",
+        "evaluation.sample_count has no effect",
+        "--sample-interval 100",
+        "--sample-interval 9",
     ),
-    Mistake("--eval-samples 5", "--eval-samples has no effect except on digits", "--data digits", "--data digits"),
+    Mistake(
+        "--set evaluation.eval_samples=5",
+        "evaluation.eval_samples has no effect except on digits",
+        "--data digits",
+        "--data digits",
+    ),
     Mistake("--validation b.json", "--validation has no effect without --datasets", "name your", "--datasets a.json"),
     Mistake("--validation-split 1", "--validation-split 1.0", "less than 1", "--validation-split 0"),
     Mistake("--datasets a.json --image-sizes 8", "--image-sizes has no effect", "synthetic", "--image-sizes"),
     Mistake("--no-packing", "--no-packing has no effect without --datasets", "--datasets", "--packing"),
     Mistake("--datasets a.json --no-packing --packing-window 8", "--packing-window", "use --packing", "--packing"),
-    Mistake("--encoder-keep-chunks 2", "--encoder-keep-chunks has no effect", "colocated", "--placement colocated"),
-    Mistake("--vision-cache-size 2", "--vision-cache-size has no", "--vision-cache DIR", "--vision-cache-size 10"),
+    Mistake(
+        "--set placement.encoder_keep_chunks=2",
+        "placement.encoder_keep_chunks has no effect",
+        "colocated",
+        "--placement colocated",
+    ),
+    Mistake(
+        "--set placement.vision_cache_size=2",
+        "placement.vision_cache_size has no",
+        "--vision-cache DIR",
+        "--set placement.vision_cache_size=10",
+    ),
     Mistake("--lora-alpha 3", "--lora-alpha has no effect without adapters", "add --lora-rank", "--lora-rank 16"),
-    Mistake("--hysteresis 3", "--hysteresis has no effect without a loss scale", "fp16", "--precision fp16"),
+    Mistake(
+        "--set optimizer.hysteresis=3",
+        "optimizer.hysteresis has no effect without a loss scale",
+        "fp16",
+        "--precision fp16",
+    ),
     Mistake("--freeze vision --vision-lr 1", "--vision-lr has no effect with --freeze vision", "not", "--freeze"),
     Mistake("--profile-ranks 1", "--profile-ranks has no effect", "add --profile", "--profile-ranks 0"),
     Mistake("--no-save --keep-checkpoints 3", "--keep-checkpoints has no effect with --no-save", "leave", "--save"),
@@ -997,16 +1180,22 @@ IDLE = (
 OBJECTIVE = (
     Mistake("--temperature 0.1", "--temperature has no effect", "--objective contrastive", "--objective contrastive"),
     Mistake(
-        "--objective sigmoid --no-symmetric", "--no-symmetric has no effect", "--objective contrastive", "--symmetric"
+        "--objective sigmoid --set model.objective.symmetric=false",
+        "model.objective.symmetric=false has no effect",
+        "--objective contrastive",
+        "--set model.objective.symmetric=true",
     ),
     Mistake(
-        "--objective contrastive --sigmoid-bias -5", "--sigmoid-bias has no", "objective sigmoid", "--objective sigmoid"
+        "--objective contrastive --set model.objective.sigmoid_bias=-5",
+        "model.objective.sigmoid_bias has no",
+        "objective sigmoid",
+        "--objective sigmoid",
     ),
     Mistake(
-        "--objective contrastive --matryoshka-widths 64 128",
-        "--matryoshka-widths 128",
+        "--objective contrastive --set model.objective.matryoshka_widths=[64,128]",
+        "model.objective.matryoshka_widths 128",
         "lower it",
-        "--matryoshka-widths 64",
+        "--set model.objective.matryoshka_widths=[64]",
     ),
     Mistake(
         "--objective contrastive --fp8 hybrid --fp8-recipe delayed --precision bf16",
@@ -1072,6 +1261,8 @@ def test_a_mistake_is_named_with_its_remedy(mistake: Mistake) -> None:
     assert mistake.remedy in message
     unknown = {word.partition("=")[0] for word in argv} if mistake in SPELLING else set()
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", message)) <= KNOWN | unknown
+    keys = {key for key in re.findall(KEY, message) if not key.endswith(".yaml")}
+    assert mistake in SPELLING or keys <= {option.key for option in options()}
 
 
 def test_what_is_proposed_leads_on() -> None:
@@ -1098,7 +1289,7 @@ def test_the_remedy_works(mistake: Mistake) -> None:
 
 def given(flags: str) -> list[Option]:
     words = {word.partition("=")[0] for word in shlex.split(flags)}
-    return [option for option in options() if words & {*option.flags, *option.negations}]
+    return [option for option in options() if words & {option.key, *option.flags, *option.negations}]
 
 
 def test_every_rule_has_a_mistake() -> None:

@@ -11,8 +11,8 @@ from megavlm.config.run_rules import with_train_iters
 from megavlm.errors import UserError
 
 GIVEN = (
-    "--language-num-query-groups 2 --language-kv-channels 16 --language-vocab-size 97 --projector-hidden-size 24 "
-    "--lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic "
+    "--set model.language.num_query_groups=2 model.language.kv_channels=16 model.language.vocab_size=97 "
+    "model.projector.hidden_size=24 --lr-decay-style WSD --lr-decay-iters 40 --lr-wsd-decay-iters 7 --data synthetic "
     "--precision bf16 --freeze none --seq-length 128 --lr 2e-3 --lr-warmup-iters 1 --save-interval 5 --train-iters 50 "
     "--eval-interval 0"
 ).split()

@@ -20,6 +20,10 @@ from megavlm.errors import UserError
 
 MODELS = ("qwen2_5_vl_7b", "llava_1_5_7b", "qwen3_vl_30b_a3b")  # of model.published, which brings their sizes
 
+# A flag has no white space around the names of columns.
+COLUMN = st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5).filter(
+    lambda text: text == text.strip()
+)
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-(2**63) + 1, 2**63 - 1),
@@ -37,7 +41,7 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,~"), min_size=1, max_size=5),
         columns=st.none()
         | st.dictionaries(
-            *2 * [st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5)],
+            *2 * [COLUMN],
             min_size=1,
         ),
     ),
@@ -86,6 +90,9 @@ def word_for(value: Any) -> str:
 
 def words_for(option: Option, value: object) -> list[str]:
     """A command line that says `option` is `value`."""
+    if not option.flag:
+        text = yaml.safe_dump([plain(value)], default_flow_style=True, allow_unicode=True, width=10**6).strip()
+        return ["--set", f"{option.key}={text[1:-1]}"]
     if isinstance(value, bool):
         return [option.flag if value else option.negations[0]]
     if isinstance(value, tuple):
@@ -158,14 +165,21 @@ def is_one_line(text: str) -> bool:
 
 
 FLAGS = st.sampled_from(
-    [flag for option in options() if option.key != "run.extension" for flag in (*option.flags, *option.negations)]
+    [
+        "--set",
+        *(flag for option in options() if option.key != "run.extension" for flag in (*option.flags, *option.negations)),
+        *(option.spelled for option in options() if not option.flag),
+    ]
 )
 
 
 @settings(deadline=None)
 @given(
     st.lists(
-        FLAGS | st.text(max_size=8) | st.sampled_from(["--", "-", "none", "1", "-1", "-1e4", "--x=\n"]), max_size=6
+        FLAGS
+        | st.text(max_size=8)
+        | st.sampled_from(["--", "-", "none", "1", "-1", "-1e4", "--x=\n", "train.seed=1", "model=[", "a="]),
+        max_size=6,
     )
 )
 @example(["--tp", "--", "2"])

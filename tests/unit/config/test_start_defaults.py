@@ -60,7 +60,9 @@ def test_learning_rates_of_given_weights(
     [("", 1e-3), ("--load F", 0.0), ("--load F --moe-router-bias-update-rate 1e-3", 1e-3)],
 )
 def test_a_bias_of_given_weights_stays(flags: str, rate: float) -> None:
-    mixture = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    mixture = (
+        "--num-experts 4 --set model.experts.router_score_function=sigmoid model.experts.router_enable_expert_bias=true"
+    )
     config = parse([*mixture.split(), *flags.split()])
     assert resolve(config).model.experts.router_bias_update_rate == rate
     assert f"{rate:g}" in start_table(config)

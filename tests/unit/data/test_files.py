@@ -271,8 +271,8 @@ MISTAKES = (
     (["--tokenizer", "/nowhere"], "--tokenizer /nowhere"),
     (["--image-processor", "/nowhere"], "--image-processor /nowhere"),
     (["--chat-template", "nonsense"], "--chat-template nonsense"),
-    (["--projector-anyres-max-tiles", "4"], "--image-processor"),
-    (["--language-vocab-size", "8"], "--tokenizer"),
+    (["--set", "model.projector.anyres_max_tiles=4"], "--image-processor"),
+    (["--set", "model.language.vocab_size=8"], "--tokenizer"),
 )
 
 

@@ -97,7 +97,7 @@ def test_a_prompt_is_what_training_sees_before_the_answer(
 
 def test_plain_text_is_continued(folder: Path) -> None:
     for most, words in ((3, 3), (1000, 10)):
-        source, (prompt,) = chosen(folder, "story.txt", flags=f"--sample-max-new-tokens {most}")
+        source, (prompt,) = chosen(folder, "story.txt", flags=f"--set evaluation.sample_max_new_tokens={most}")
         assert prompt.question.split() + prompt.reference.split() == WORDS
         assert len(prompt.reference.split()) == words
         assert source.decode_answer(prompt.sample.tokens.tolist()).split() == prompt.question.split()
@@ -143,7 +143,7 @@ def test_a_reader_sees_some_of_many_images_and_the_model_all(folder: Path) -> No
 def test_what_cannot_be_asked_is_passed_over(folder: Path) -> None:
     _, prompts = chosen(folder, "long", "broken", "absent", "mute", "blind", "asked")
     assert [prompt.label for prompt in prompts] == ["blind.jsonl:1", "asked.jsonl:1"]
-    _, prompts = chosen(folder, "blind", "asked", flags="--sample-count 1")
+    _, prompts = chosen(folder, "blind", "asked", flags="--set evaluation.sample_count=1")
     assert [prompt.label for prompt in prompts] == ["blind.jsonl:1"]
 
 

@@ -105,7 +105,7 @@ def test_answers_vary_and_average_the_share() -> None:
         (config(seq_length=17), "--seq-length 17 .* at least 18"),
         (config(DataConfig(images_per_sample=(1, 4))), "--seq-length 64 .* 4 image.* at least 66"),
         (config(DataConfig(image_sizes=(32, 64)), seq_length=65), "--seq-length 65 .* at least 66"),
-        (config(DataConfig(image_sizes=(20,))), "--vision-patch-size"),
+        (config(DataConfig(image_sizes=(20,))), "model.vision.patch_size"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_option(changed: Config, match: str) -> None:
@@ -116,7 +116,7 @@ def test_sizes_that_do_not_fit_name_the_option(changed: Config, match: str) -> N
 def test_a_vocabulary_without_room_for_text_is_refused() -> None:
     given_config = config()
     language = replace(given_config.model.language, vocab_size=2)
-    with pytest.raises(UserError, match="--language-vocab-size 2"):
+    with pytest.raises(UserError, match=r"model\.language\.vocab_size 2"):
         SyntheticSource(replace(given_config, model=replace(given_config.model, language=language)))
 
 
@@ -153,8 +153,11 @@ def test_text_has_the_entropy_it_says() -> None:
 
 
 def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
-    flags = "--vision-image-size 8 --vision-patch-size 4 --image-sizes 16 --images-per-sample 1 2 0 --seq-length 40"
-    given_config = parse([*flags.split(), "--projector-anyres-max-tiles", "4"])
+    flags = (
+        "--set model.vision.image_size=8 model.vision.patch_size=4 --image-sizes 16 --images-per-sample 1 2 0 "
+        "--seq-length 40"
+    )
+    given_config = parse([*flags.split(), "--set", "model.projector.anyres_max_tiles=4"])
     source = SyntheticSource(given_config)
     batch = collate(
         [[sample] for sample in [source.sample(index) for index in range(3)]],

@@ -184,15 +184,15 @@ def test_channels_follow_the_model(run_dir: Path) -> None:
         (replace(CONFIG, train=replace(CONFIG.train, seq_length=12)), r"--seq-length 12 .* at least \d+"),
         (
             replace(CONFIG, model=ModelConfig(vision=VisionConfig(image_size=30))),
-            "--vision-image-size 30 .* at least 32",
+            "model.vision.image_size 30 .* at least 32",
         ),
         (
             replace(CONFIG, model=replace(CONFIG.model, vision=VisionConfig(image_size=64, patch_size=24))),
-            "--vision-patch-size 24",
+            "model.vision.patch_size 24",
         ),
         (
             replace(CONFIG, model=replace(CONFIG.model, language=replace(CONFIG.model.language, vocab_size=50))),
-            "--language-vocab-size 50",
+            "model.language.vocab_size 50",
         ),
     ],
 )

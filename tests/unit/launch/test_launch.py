@@ -60,8 +60,9 @@ def test_what_cannot_run_on_nodes_is_one_line(flags: str, nodes: int, shared: bo
 
 
 BIG = (
-    "--language-num-layers 32 --language-hidden-size 4096 --language-ffn-hidden-size 11008 --seq-length 4096 "
-    "--language-num-attention-heads 32 --language-vocab-size 32000 --precision bf16 --data synthetic"
+    "--set model.language.num_layers=32 model.language.hidden_size=4096 model.language.ffn_hidden_size=11008 "
+    "--seq-length 4096 --set model.language.num_attention_heads=32 model.language.vocab_size=32000 --precision bf16 "
+    "--data synthetic"
 ).split()
 
 

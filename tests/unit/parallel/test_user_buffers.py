@@ -16,7 +16,10 @@ from megavlm.parallel.user_buffers import start_user_buffers
 
 GPU = Backend(device=torch.device("cuda", 0), communication="nccl", name="NVIDIA H200")
 BASE = "transformer_engine.pytorch.module.base"
-ARGV = "--tp 2 --tp-comm-overlap --precision bf16 --seq-length 512 --micro-batch-size 2 --language-hidden-size 256"
+ARGV = (
+    "--tp 2 --tp-comm-overlap --precision bf16 --seq-length 512 --micro-batch-size 2 --set "
+    "model.language.hidden_size=256"
+)
 
 
 def config(argv: str = "") -> Any:

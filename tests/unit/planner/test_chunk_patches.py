@@ -11,11 +11,12 @@ from tests.support.flags import resolved
 
 # 32 images of 1,024 patches in a step: passes of 4 images on a CPU, of 16 on a GPU.
 FLAGS = (
-    "--placement colocated --vision-image-size 64 --vision-patch-size 2 --image-sizes 64 --images-per-sample 1 "
-    "--seq-length 1536 --gbs 32 --mbs 1 --vision-num-layers 4 --vision-hidden-size 64 --vision-ffn-hidden-size 128 "
-    "--vision-num-attention-heads 4 --language-num-layers 1 --language-hidden-size 32"
+    "--placement colocated --set model.vision.image_size=64 model.vision.patch_size=2 --image-sizes 64 "
+    "--images-per-sample 1 --seq-length 1536 --gbs 32 --mbs 1 --set model.vision.num_layers=4 "
+    "model.vision.hidden_size=64 model.vision.ffn_hidden_size=128 model.vision.num_attention_heads=4 "
+    "model.language.num_layers=1 model.language.hidden_size=32"
 )
-COLOCATED = resolved([*FLAGS.split(), "--language-vocab-size", "256"])
+COLOCATED = resolved([*FLAGS.split(), "--set", "model.language.vocab_size=256"])
 
 
 def test_memory_follows_the_default_of_the_device_that_is_planned_for() -> None:

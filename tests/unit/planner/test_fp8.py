@@ -18,8 +18,8 @@ from tests.support.flags import resolved
 
 # As wide as a 7B: where products are narrower, casting costs more than FP8 saves.
 WIDE = (
-    "--precision bf16 --language-hidden-size 4096 --language-ffn-hidden-size 11008 --language-num-attention-heads 32 "
-    "--seq-length 4096 --language-vocab-size 256"
+    "--precision bf16 --set model.language.hidden_size=4096 model.language.ffn_hidden_size=11008 "
+    "model.language.num_attention_heads=32 --seq-length 4096 --set model.language.vocab_size=256"
 )
 FIRST_LAST = f"{WIDE} --fp8 hybrid --first-last-layers-bf16"
 ONE = Dims()

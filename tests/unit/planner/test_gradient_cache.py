@@ -10,7 +10,7 @@ from megavlm.arch.layers import OUTPUT, encoder_names, layer_names
 from megavlm.arch.workload import typical_workload
 from tests.support.flags import resolved
 
-SIZES = "--language-vocab-size 1000"
+SIZES = "--set model.language.vocab_size=1000"
 
 
 def test_flops_have_one_forward_pass_more_and_no_logits() -> None:
@@ -34,9 +34,9 @@ def test_a_colocated_encoder_runs_once() -> None:
     ("flags", "count"),
     [
         ("--objective contrastive", 0),
-        ("--objective contrastive --learn-temperature", 1),
+        ("--objective contrastive --set model.objective.learn_temperature=true", 1),
         ("--objective sigmoid", 2),
-        ("--objective sigmoid --no-learn-temperature", 0),
+        ("--objective sigmoid --set model.objective.learn_temperature=false", 0),
     ],
 )
 def test_the_output_layer_has_the_scalars_of_the_loss_alone(flags: str, count: int) -> None:

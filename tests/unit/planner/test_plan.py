@@ -19,7 +19,7 @@ from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.plan import even_cuts, make_plan, table
 from tests.support.flags import resolved
 
-WORDS = ("--language-vocab-size", "256")
+WORDS = ("--set", "model.language.vocab_size=256")
 
 
 def largest(costs, cuts):
@@ -149,7 +149,10 @@ def test_windows_cost_what_they_hold():
 
 def test_a_frozen_tower_weighs_a_third():
     """Both stages of a step take as long: the frozen tower's has more layers."""
-    argv = [*WORDS, *"--pp 2 --vision-num-layers 12 --vision-image-size 64 --projector-pixel-shuffle 2".split()]
+    argv = [
+        *WORDS,
+        *"--pp 2 --set model.vision.num_layers=12 model.vision.image_size=64 model.projector.pixel_shuffle=2".split(),
+    ]
     dims = Dims(tp=1, pp=2, vpp=1, dp=1)
     for frozen, most in ((), 0.55), (("vision",), 0.55), (("vision", "projector"), 0.55):
         config = resolved([*argv, "--freeze", *frozen])
@@ -246,8 +249,8 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
 
 
 def test_a_tiled_image_is_its_base_tile_and_its_grid():
-    argv = ["--vision-image-size", "32", "--image-sizes", "64", "--images-per-sample"]
-    tiled = ["--projector-anyres-max-tiles", "4"]
+    argv = ["--set", "model.vision.image_size=32", "--image-sizes", "64", "--images-per-sample"]
+    tiled = ["--set", "model.projector.anyres_max_tiles=4"]
     tile = (32 // 8) ** 2
     alone = typical_workload(resolved([*argv, "1", *tiled]))
     assert (alone.patches, alone.patch_squares) == (5 * tile, 5 * tile**2)

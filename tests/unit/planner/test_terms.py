@@ -26,7 +26,9 @@ BETWEEN = {"norms", "residuals", "layer scale"}
 
 
 def case(name: str = "qwen3_vl_8b", flags: str = "", *, tp: int = 1, dp: int = 1) -> Scenario:
-    argv = f"--precision bf16 --seq-length 4096 --global-batch-size {8 * dp} --language-vocab-size 256 {flags}".split()
+    argv = (
+        f"--precision bf16 --seq-length 4096 --global-batch-size {8 * dp} --set model.language.vocab_size=256 {flags}"
+    ).split()
     config = parse(argv)
     return scenario_of(replace(config, model=published_model(name)), Dims(tp=tp, pp=1, vpp=1, dp=dp), on_gpu=True)
 

@@ -25,11 +25,12 @@ FP8 = "--precision bf16 --fp8 hybrid"
         (FP8, "language.layers.0 language.layers.1 language.layers.2 language.layers.3"),
         (f"{FP8} --first-last-layers-bf16", "language.layers.1 language.layers.2"),
         (
-            f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 3",
+            f"{FP8} --first-last-layers-bf16 --set precision.num_layers_at_start_in_bf16=0 "
+            "precision.num_layers_at_end_in_bf16=3",
             "language.layers.0",
         ),
         # The tower's last layer that runs is its third.
-        (f"{FP8} --first-last-layers-bf16 --fp8-parts vision --vision-feature-layer -2", "vision.layers.1"),
+        (f"{FP8} --first-last-layers-bf16 --fp8-parts vision --set model.vision.feature_layer=-2", "vision.layers.1"),
     ],
 )
 def test_only_transformer_layers_of_the_parts_run_in_fp8(argv: str, expected: str) -> None:

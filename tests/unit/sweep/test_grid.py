@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megavlm.cli import sweep
+from megavlm.config.cli import parse
 from megavlm.errors import UserError
 from megavlm.launch.job import Job
 from megavlm.resilience.status import write_status
@@ -56,6 +57,14 @@ def test_entries_of_a_list_have_names_of_their_own_and_join_the_product(tmp_path
     assert list(named(tmp_path)) == ["base"]
 
 
+def test_a_key_of_a_section_is_set(tmp_path: Path):
+    found = named(tmp_path, product={"model.language.qk_norm": [True], "model.vision.full_attention_layers": [[1, 3]]})
+    (words,) = found.values()
+    config = parse(words)
+    assert config.model.language.qk_norm is True
+    assert config.model.vision.full_attention_layers == (1, 3)
+
+
 MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"produkt": {"lr": [1]}}, "grid has no produkt: did you mean product"),
     ({"product": {"lr": 1}}, "grid: product must be options with lists of values"),
@@ -64,6 +73,8 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"processes": True}, "grid: processes must be a number from 1"),
     ({"flags": "--recipe demo --run-dir x"}, "grid: it sets --run-dir"),
     ({"product": {"run_dir": ["x"]}}, "grid: it sets --run-dir"),
+    ({"product": {"run.run_dir": ["x"]}}, "grid: it sets --run-dir"),
+    ({"flags": "--recipe demo --set run.run_dir=x"}, "grid: it sets --run-dir"),
     ({"list": [{"--run-dir": "x"}]}, "grid: it sets --run-dir"),
     ({"flags": "--recipe 'demo"}, "grid: flags cannot be read"),
     ({"list": [{"name": "a"}, {"name": "a", "tp": 2}]}, "two variants are called a"),

@@ -30,7 +30,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
-    demo, given, unset = parse(["--recipe", "demo"]), parse(["--language-vocab-size", "97"]), parse([])
+    demo, given, unset = parse(["--recipe", "demo"]), parse(["--set", "model.language.vocab_size=97"]), parse([])
     digits = DigitsSource.build(demo, run_dir=tmp_path, rank=0, barrier=lambda: None)
     for config, source in (
         (demo, digits),
@@ -42,7 +42,7 @@ def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="need a tokenizer"):
         vocab_size_of(parse(["--datasets", "a.json"]))
     with pytest.raises(UserError, match="--seq-length 17 is too short"):
-        vocab_size_of(parse(["--seq-length", "17", "--language-vocab-size", "97"]))
+        vocab_size_of(parse(["--seq-length", "17", "--set", "model.language.vocab_size=97"]))
 
 
 def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
@@ -50,11 +50,11 @@ def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
     dims = Dims(tp=1, pp=4, vpp=1, dp=1)
     size = vocab_size_of(parse(files))
     known = resolve(parse(files), vocab_size=size)
-    said = resolve(parse([*files, "--language-vocab-size", str(size)]))
+    said = resolve(parse([*files, "--set", f"model.language.vocab_size={size}"]))
     assert make_plan(known, dims) == make_plan(said, dims)
     assert size != 256
     work = typical_workload(known)
-    fewer = step_flops(resolve(parse([*files, "--language-vocab-size", str(size - 1)])), work)
+    fewer = step_flops(resolve(parse([*files, "--set", f"model.language.vocab_size={size - 1}"])), work)
     assert step_flops(known, work) - fewer == 6 * work.tokens * known.model.language.hidden_size
     with pytest.raises(AssertionError, match=r"config\.resolve"):
         make_plan(resolve(parse(files)), dims)

@@ -52,7 +52,7 @@ def test_the_command_measures_what_training_reads(tmp_path: Path, capsys: pytest
     assert channels.main([str(tmp_path / "train.jsonl"), "--out", str(out)]) == 0
     told = capsys.readouterr().out
     assert "5 channels, 1 images could not be read" in told
-    assert f"--vision-input array --vision-in-channels 5 --channel-statistics {out}" in told
+    assert f"--vision-input array --set model.vision.in_channels=5 --channel-statistics {out}" in told
 
     processor = processor_for(config(5, vision_input="array", channel_statistics=str(out)))
     whole = replace(processor, size=None)  # no resizing
@@ -106,11 +106,11 @@ def test_channels_are_made_of_resized_tiles(made: None) -> None:
 @pytest.mark.parametrize(
     ("count", "data", "words"),
     [
-        (5, {}, "--vision-in-channels 5: photos have 3 channels: .*--vision-input array"),
+        (5, {}, "model.vision.in_channels 5: photos have 3 channels: .*--vision-input array"),
         (5, {"vision_input": "aray"}, "--vision-input aray is not known: did you mean array?"),
         (5, {"vision_input": "array"}, "needs the means and deviations.*megavlm channels.*--channel-statistics"),
         (5, {"vision_input": "array", "channel_statistics": "none.json"}, "none.json is not there: .*megavlm channels"),
-        (4, {"vision_input": "rgb"}, "--vision-in-channels 4: photos have 3 channels"),
+        (4, {"vision_input": "rgb"}, "model.vision.in_channels 4: photos have 3 channels"),
     ],
 )
 def test_what_does_not_fit_is_refused(count: int, data: dict[str, str], words: str) -> None:
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused(count: int, data: dict[str, str], words: s
 def test_statistics_of_other_channels_are_refused(tmp_path: Path, made: None) -> None:
     file = tmp_path / "channels.json"
     file.write_text(channels_json("array", Channels((0.0, 0.0), (1.0, 1.0))))
-    with pytest.raises(UserError, match=r"is of 2 channels and the model has 5: set --vision-in-channels 2"):
+    with pytest.raises(UserError, match=r"is of 2 channels and the model has 5: set model.vision.in_channels 2"):
         processor_for(config(5, vision_input="array", channel_statistics=str(file)))
     with pytest.raises(UserError, match=r"--vision-input sum makes 4 channels and the model has 5"):
         processor_for(config(5, vision_input="sum"))

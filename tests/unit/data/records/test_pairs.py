@@ -102,7 +102,10 @@ def test_a_tar_has_the_images_that_a_record_names() -> None:
 def flags(tmp_path: Path) -> list[str]:
     write_tokenizer(tmp_path / "tokenizer")
     path = write_pairs(tmp_path, records=12)
-    small = "--vision-image-size 16 --vision-patch-size 4 --projector-pixel-shuffle 2 --seq-length 64 --no-packing"
+    small = (
+        "--set model.vision.image_size=16 model.vision.patch_size=4 model.projector.pixel_shuffle=2 --seq-length 64 "
+        "--no-packing"
+    )
     data = f"--datasets {path},image_root={tmp_path / 'images'} --tokenizer {tmp_path / 'tokenizer'}"
     return f"--objective contrastive {small} {data} --pooling mean --no-shuffle".split()
 

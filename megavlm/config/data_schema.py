@@ -1,0 +1,225 @@
+"""Options of the data that a run trains on. Part of the schema (`schema.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megavlm.config.needs import DATASETS, data_kind
+from megavlm.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    DATA,
+    FRACTION,
+    KEY_ONLY,
+    POSITIVE,
+    SHARE,
+    Needs,
+    Valid,
+    option,
+)
+from megavlm.config.registry import SourceSections
+
+SYNTHETIC = Needs(lambda config: data_kind(config) == "synthetic", "except on synthetic data", "use --data synthetic")
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """One data set of the user (`data.datasets`, or `--datasets PATH,weight=2,image_root=DIR …`)."""
+
+    path: str = option(
+        "", "File of records, or for webdataset the folder of tars or its meta-dataset file; or its URL."
+    )
+    kind: Literal["auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "webdataset"] = (
+        option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
+    )
+    weight: float | None = option(
+        None,
+        "Sampling weight relative to the other data sets; default: its number of records, so that an epoch has each "
+        "record once, or 1 beside data sets with a weight.",
+    )
+    image_root: str | None = option(
+        None,
+        "Folder, or its URL, of all image files; their paths are relative to it, or absolute and inside it. "
+        "Default: the folder of the path.",
+    )
+    name: str | None = option(None, "Name in metrics; default: the file name.")
+    columns: Mapping[str, str] | None = option(
+        None, "Other names of fields, as columns=question:prompt+answer:reply, in YAML a mapping; default: none."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    kind: Literal["synthetic", "digits", "files"] = option(
+        None,
+        "Your files (--datasets), synthetic data, or digits (demo); default: files if --datasets is given, else "
+        "synthetic.",
+        flag="--data",
+        common=DATA,
+        point="sources",
+    )
+    datasets: tuple[DatasetConfig, ...] = option(
+        (),
+        "Data sets of --data files, as PATH[,weight=2][,kind=llava][,image_root=DIR][,name=NAME][,columns=…]; "
+        "default: none.",
+        common=DATA,
+    )
+    validation: tuple[DatasetConfig, ...] = option(
+        (), "Data sets for validation; default: none.", common=DATA, needs=DATASETS
+    )
+    validation_split: float = option(
+        0.0, "Share of --datasets held out for that.", common=DATA, valid=BELOW_1, needs=DATASETS
+    )
+    tokenizer: str | None = option(
+        None,
+        "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
+        common=DATA,
+        needs=DATASETS,
+    )
+    chat_template: str = option(
+        "auto",
+        "Files: name of a built-in chat template, a .jinja file, or auto (the tokenizer's, else the model family's).",
+        needs=DATASETS,
+    )
+    train_on: Literal["assistant", "last", "all"] = option(
+        "assistant",
+        "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens.",
+        needs=DATASETS,
+    )
+    image_processor: str | None = option(
+        None,
+        "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
+        "that resizes images to model.vision.image_size.",
+        needs=DATASETS,
+    )
+    min_pixels: int | None = option(
+        None,
+        "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
+        valid=AT_LEAST_1,
+        needs=DATASETS,
+    )
+    max_pixels: int | None = option(
+        None,
+        "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
+        "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
+        valid=AT_LEAST_1,
+        needs=DATASETS,
+    )
+    vision_input: str | None = option(
+        None,
+        "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
+        "TIFF and other files, or a name of an --extension; default: what the model was trained on, else rgb.",
+        point="inputs",
+        needs=DATASETS,
+    )
+    channel_statistics: str | None = option(
+        None,
+        "Files: mean and deviation of each channel, in a file that `megavlm channels` writes; default: the model's.",
+        needs=DATASETS,
+    )
+    fast_image_resize: bool = option(
+        False,
+        "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.",
+        flag=KEY_ONLY,
+        needs=DATASETS,
+    )
+    max_image_pixels: int = option(
+        2**26,
+        "Files: skip samples with an image of more pixels than this, before the image is decoded.",
+        valid=AT_LEAST_1,
+        needs=DATASETS,
+    )
+    video_fps: float | None = option(
+        None,
+        "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
+        "(Qwen: 2).",
+        valid=POSITIVE,
+        needs=DATASETS,
+    )
+    video_max_frames: int | None = option(
+        None,
+        "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
+        "the model's (Qwen: 768).",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=DATASETS,
+    )
+    video_max_tokens: int | None = option(
+        None,
+        "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
+        "half of --seq-length.",
+        valid=AT_LEAST_1,
+        needs=DATASETS,
+    )
+    shuffle: bool = option(
+        True, "Files: shuffle samples anew in each epoch; off: use the order of the files.", needs=DATASETS
+    )
+    packing: bool = option(
+        True, "Files: pack several samples into each sequence; samples do not attend to one another.", needs=DATASETS
+    )
+    packing_window: int = option(
+        2048,
+        "Files: number of samples that are packed together; a larger window leaves less padding.",
+        valid=AT_LEAST_1,
+        needs=(DATASETS, Needs(lambda config: config.data.packing, "with --no-packing", "use --packing")),
+    )
+    balance: bool = option(
+        True,
+        "Files: assign sequences to ranks and micro-batches so that their compute cost is even.",
+        flag=KEY_ONLY,
+        needs=DATASETS,
+    )
+    num_workers: int = option(
+        2,
+        "Files: number of processes per model replica that read and decode samples; 0: one thread of the training "
+        "process.",
+        valid=AT_LEAST_0,
+    )
+    worker_timeout: float = option(
+        150.0,  # three times that are less than a default --distributed-timeout-minutes
+        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced, and the "
+        "sample is skipped after three; where the training process reads by itself (--num-workers 0, and tars), the "
+        "run saves and ends. 0: no limit.",
+        flag="--data-worker-timeout",
+        valid=AT_LEAST_0,
+        needs=DATASETS,
+    )
+    max_bad_sample_rate: float = option(
+        0.05,
+        "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped.",
+        valid=FRACTION,
+        needs=DATASETS,
+    )
+    images_per_sample: tuple[int, ...] = option(
+        (1,),
+        "Synthetic: numbers of images per sample; samples cycle through the list.",
+        valid=Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000),
+        needs=SYNTHETIC,
+    )
+    image_sizes: tuple[int, ...] = option(
+        (),
+        "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size.",
+        valid=AT_LEAST_1,
+        needs=SYNTHETIC,
+    )
+    imageless_share: float = option(
+        0.0, "Synthetic: fraction of samples without images.", flag=KEY_ONLY, valid=FRACTION, needs=SYNTHETIC
+    )
+    imageless_samples: tuple[int, ...] = option(
+        (),
+        "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+        needs=SYNTHETIC,
+    )
+    answer_share: float = option(
+        0.5,
+        "Synthetic: fraction of a sample's text tokens that have a loss.",
+        flag=KEY_ONLY,
+        valid=SHARE,
+        needs=SYNTHETIC,
+    )
+    sources: SourceSections = field(default_factory=SourceSections)

@@ -1,0 +1,232 @@
+"""Options of the shape of the two transformers, the vision encoder and the language model. Part of `schema.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, Valid, option
+
+LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
+WINDOW = Needs(
+    lambda config: config.model.language.window_size is not None,
+    "without a sliding window",
+    "add --set model.language.window_size=N",
+)
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A pre-norm ViT; covers CLIP, SigLIP, InternViT and the encoders of Qwen2.5-VL and Qwen3-VL."""
+
+    num_layers: int = option(4, "Number of transformer layers of the vision encoder.", valid=LAYERS)
+    hidden_size: int = option(128, "Hidden size of the vision encoder.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(256, "Inner width of the vision MLP.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(
+        8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
+    )
+    image_size: int = option(
+        32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
+    )
+    patch_size: int = option(8, "Side of a patch in pixels.", valid=AT_LEAST_1)
+    in_channels: int = option(
+        3,
+        "Number of channels of an image; with given weights, as many as theirs or more (see new_channels).",
+        valid=AT_LEAST_1,
+    )
+    new_channels: Literal["zeros", "repeat"] = option(
+        "zeros",
+        "Weights of the channels that in_channels adds to given ones: zeros, so that training starts from "
+        "the given model's numbers, or repeat, the given channels' in turn, scaled to keep the sum.",
+        needs=Needs(
+            lambda config: bool(config.checkpoint.init_from or config.checkpoint.vision_from),
+            "without given weights of a vision encoder",
+            "name them with --init-from or --vision-from",
+        ),
+    )
+    temporal_patch_size: int = option(
+        1, "Number of video frames in a patch; a still image is repeated to fill them (Qwen-VL: 2).", valid=AT_LEAST_1
+    )
+    class_token: bool = option(False, "Prepend a learned class token to each image; the projector does not receive it.")
+    position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
+        "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
+    )
+    position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
+        "bicubic",
+        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
+        "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
+    )
+    rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
+    rotary_interleaved: bool = option(
+        False,
+        "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
+        needs=Needs(
+            lambda config: config.model.vision.position_embedding != "learned",
+            "without rotary positions",
+            "use --set model.vision.position_embedding=rope2d",
+        ),
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "swiglu"] = option(
+        "gelu", "Activation function of the vision MLP."
+    )
+    add_bias_linear: bool = option(True, "Add biases to the attention output projection and the MLP.")
+    add_qkv_bias: bool = option(True, "Add biases to the query, key and value projections.")
+    qk_norm: Literal["none", "head", "full"] = option(
+        "none", "RMS normalization of queries and keys: none, per head, or full (over all heads at once, InternViT-6B)."
+    )
+    layer_scale: bool = option(
+        False, "Multiply the output of each residual branch by a learned per-channel scale (InternViT)."
+    )
+    patch_bias: bool = option(True, "Add a bias to the patch embedding (CLIP has none).")
+    pre_norm: bool = option(False, "Add a norm layer directly after the patch embedding (CLIP).")
+    norm_before_position: bool = option(
+        False,
+        "Apply the norm layer of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after.",
+        needs=Needs(
+            lambda config: config.model.vision.pre_norm, "without a norm layer", "add --set model.vision.pre_norm=true"
+        ),
+    )
+    post_norm: bool = option(
+        True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
+    )
+    feature_layer: int = option(
+        -1,
+        "Layer whose output the projector receives, counted from the end: -1 is the last layer, -2 the one before it.",
+    )
+    window_size: int | None = option(
+        None,
+        "Side in pixels of the windows for windowed attention; default: each layer attends to the whole image.",
+        valid=AT_LEAST_1,
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
+        valid=AT_LEAST_0,
+    )
+    deepstack_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of vision layers whose projected features are added after the first language layers "
+        "(Qwen3-VL's DeepStack); default: no layer.",
+        valid=AT_LEAST_0,
+    )
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """A decoder-only transformer; covers Llama, Mistral, Qwen2, Qwen3, Gemma 3, GLM-4 and those of their VLMs."""
+
+    num_layers: int = option(4, "Number of transformer layers of the language model.", valid=LAYERS)
+    hidden_size: int = option(128, "Hidden size of the language model.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = option(256, "Inner width of the language MLP.", valid=AT_LEAST_1)
+    num_attention_heads: int = option(8, "Number of query heads of the language model.", valid=AT_LEAST_1)
+    num_query_groups: int = option(
+        None,
+        "Number of key/value heads (grouped-query attention); default: the number of query heads.",
+        valid=AT_LEAST_1,
+    )
+    kv_channels: int = option(
+        None, "Width of an attention head; default: hidden size / attention heads.", valid=AT_LEAST_1
+    )
+    vocab_size: int = option(
+        None,
+        "Vocabulary size; default: the tokenizer's. Rows that pad it to a multiple of TP do not change results.",
+        valid=AT_LEAST_1,
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary position embedding.", valid=POSITIVE)
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+        "none",
+        "Scaling of the rotary frequencies for longer contexts: linear divides all by the factor, llama3 and yarn only "
+        "low ones.",
+    )
+    rope_scaling_factor: float = option(1.0, "Divisor of the scaled rotary frequencies.", valid=POSITIVE)
+    rope_low_freq_factor: float = option(
+        1.0, "llama3 scaling: divide frequencies with a wavelength above original positions / this.", valid=POSITIVE
+    )
+    rope_high_freq_factor: float = option(
+        4.0,
+        "llama3 scaling: keep frequencies with a wavelength below original positions / this; interpolate between "
+        "the two bounds.",
+        valid=POSITIVE,
+    )
+    rope_beta_fast: float = option(
+        32.0,
+        "yarn scaling: keep frequencies that make at least this many turns within the original positions.",
+        valid=POSITIVE,
+    )
+    rope_beta_slow: float = option(
+        1.0,
+        "yarn scaling: divide frequencies that make at most this many turns within the original positions; interpolate "
+        "between the two bounds.",
+        valid=POSITIVE,
+    )
+    rope_original_positions: int = option(
+        8192, "llama3 and yarn scaling: context length in tokens before scaling (original positions).", valid=AT_LEAST_1
+    )
+    rotary_percent: float = option(
+        1.0, "Share of the channels of an attention head that rotate, its first ones (GLM: 0.5).", valid=SHARE
+    )
+    rotary_interleaved: bool = option(
+        False, "Rotate pairs of neighbouring channels (GLM); off: channels of the first and the second half of a head."
+    )
+    local_rotary_base: float | None = option(
+        None,
+        "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
+        "(Gemma 3); default: positions rotate alike in all layers.",
+        valid=POSITIVE,
+        needs=WINDOW,
+    )
+    max_positions: int | None = option(
+        None,
+        "Maximum --seq-length that the model supports, in tokens; default: that of a given folder, else no limit.",
+        valid=AT_LEAST_1,
+    )
+    mrope_section: tuple[int, ...] = option(
+        (),
+        "M-RoPE: numbers of channel pairs that rotate with time, height and width (Qwen-VL); default: all pairs "
+        "rotate with the token position.",
+        valid=AT_LEAST_0,
+    )
+    mrope_interleaved: bool = option(
+        False,
+        "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
+    )
+    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.", valid=POSITIVE)
+    add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
+    qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
+    post_norms: bool = option(
+        False,
+        "Apply RMSNorm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
+    )
+    apply_layernorm_1p: bool = option(
+        False, "Multiply by 1 + weight in the language model's RMSNorm layers, instead of by the weight (Gemma)."
+    )
+    activation: Literal["swiglu", "geglu"] = option(
+        "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
+    )
+    softmax_scale: float | None = option(
+        None,
+        "Factor of attention scores before the softmax; default: 1 / √(width of an attention head).",
+        valid=POSITIVE,
+    )
+    embedding_scale: float = option(
+        1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).", valid=POSITIVE
+    )
+    window_size: int | None = option(
+        None,
+        "Sliding window: each token attends to at most this many tokens, itself and those before it; default: to all "
+        "tokens before it.",
+        valid=AT_LEAST_1,
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
+        "layer.",
+        valid=AT_LEAST_0,
+        needs=WINDOW,
+    )
+    bidirectional_images: bool = option(
+        False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
+    )
+    tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")

@@ -1,0 +1,86 @@
+"""Answer words of a command line that are no options, or are wrong for one, with what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+
+from megavlm.config import elsewhere
+from megavlm.config.fields import Option, options
+from megavlm.config.keys import SET, as_set, keys_by_flag
+from megavlm.config.messages import DASHES, did_you_mean, plain
+
+# Flags that are no field of the configuration.
+RUN_FLAGS = ("--help", "--help-all", "--help-keys", "--recipe", "--config", "--print-config", "--set")
+
+
+def wrong_values(error: argparse.ArgumentError) -> str:
+    """Return the message for a flag with too few or too many values."""
+    names = (error.argument_name or "").split("/")
+    for option in options():
+        if option.flag in names and option.kind.scalar is bool:
+            return f"{option.flag} takes no value: write {option.flag} or {option.negations[0]}"
+        if option.flag in names:
+            return f"{'/'.join(option.flags)} expects {option.kind.expected}, but no value follows it"
+    return f"{names[0]}: {error.message}"
+
+
+def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
+    """Return the message for words that belong to no flag."""
+    flags = [word for word in rest if word[:1] in DASHES and word.lstrip(DASHES)[:1].isalpha()]
+    if not flags:
+        if rest[0].endswith((".yaml", ".yml")):
+            return f"unexpected argument {plain(rest[0])}: a file of options follows --config"
+        before = [word for word in argv[: argv.index(rest[0])] if word.startswith("--")] if rest[0] in argv else []
+        for option in options():
+            if before and option.kind.scalar is bool and before[-1] in (*option.flags, *option.negations):
+                hint = (
+                    elsewhere.exact_hint(before[-1], written=str)
+                    or f": write {option.flags[0]} or {option.negations[0]}"
+                )
+                return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
+        return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
+    word, equals, value = flags[0].partition("=")
+    if re.search(r"\s", word):
+        return f"{plain(word)} is one word: write the flag and its value as two, without quotes around both"
+    values = [value] if equals else _values_after(word, rest)
+    keys = keys_by_flag()
+    if word in keys:
+        return f"unknown option {plain(word)}: it is a key: write {as_set(*keys[word], values)}"
+    written = partial(_as_typed, keys=keys, values=values)
+    known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations)), *keys]
+    aside = [option.spelled for option in options() if option.registers]
+    hint = _switched_off(word) if "".join(values[:1]).lower() in ("false", "no") else ""
+    hint = (
+        hint or elsewhere.exact_hint(word, written=written) or did_you_mean(word, known, aside=aside, written=written)
+    )
+    hint = hint or elsewhere.hint(word, written=written)
+    return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"
+
+
+def _values_after(word: str, rest: Sequence[str]) -> list[str]:
+    """Return the words after a flag, up to the next one."""
+    return list(takewhile(lambda each: not each.startswith("--"), rest[rest.index(word) + 1 :]))
+
+
+def _as_typed(text: str, *, keys: Mapping[str, tuple[Option, bool]], values: Sequence[str]) -> str:
+    """Return an option that a hint names as it would be typed: one without a flag by `--set`, with the values that were
+    typed.
+    """
+    head, comma, note = text.partition(",")
+    if head in keys:
+        return as_set(*keys[head], values)
+    named = [option for option in options() if head == f"{SET} {option.key}"]
+    return f"{as_set(named[0], False, values)}{comma}{note}" if named else text
+
+
+def _switched_off(word: str) -> str:
+    """Return the end of a message for an option of another trainer that is given as false; empty for other words."""
+    meaning = elsewhere.meaning_of(word).partition(",")[0]
+    for option in options():
+        if meaning == option.flag and option.kind.scalar is bool:
+            return f": here it is {option.negations[0]}"
+    return f": where that is false, leave it out (true is {meaning} here)" if meaning.startswith("--") else ""
