@@ -80,28 +80,14 @@ class Engine:
             phases.enter(OPTIMIZER)
             loads = layer_loads(sums.tallies, self.schedule.model)
             refused = judge(sums.mean_loss, sums.mean_norm)
-            updated = sums.norm is not None and refused is None
-            if updated:
+            if sums.norm is not None and refused is None:
                 self.optimizer.update(norm=sums.norm, tokens=sums.tokens, logits=logits)
                 update_biases(self.schedule.routers, loads)
         phases.enter(OTHER)
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
-        return StepResult(
-            loss=sums.mean_loss,
-            trained_tokens=int(sums.tokens),
-            grad_norm=sums.mean_norm,
-            learning_rate=self.learning_rate(),
-            updated=updated,
-            refused=refused,
-            overflowed=sums.norm is None,
-            loss_scale=scale,
-            source_losses=sums.source_losses,
-            counters=sums.counters,
-            expert_loads=loads,
-            head_logits=sums.head_logits,
-        )
+        return StepResult.of(sums, loads, refused=refused, learning_rate=self.learning_rate(), loss_scale=scale)
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
         """Let an iteration pass without its batch; only the counters are summed."""

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from megavlm.backend import activate
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.train import loop  # noqa: E402
-from megavlm.train.hooks.hook import RankHook  # noqa: E402
-from megavlm.train.hooks.order import Hooks  # noqa: E402
+from megavlm.train import loop
+from megavlm.train.hooks.hook import RankHook
+from megavlm.train.hooks.order import Hooks
 
 METHODS = ("begin", "on_step_begin", "measure", "on_step_end", "finish")
 
