@@ -39,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format clean
+.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format size clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -111,6 +111,9 @@ lint: $(STAMP) ## Check style and types.
 format: $(STAMP) ## Rewrite the code in the house style.
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+size: $(STAMP) ## Count code, options and words, by package and against the budget.
+	@$(VENV)/bin/python -m tests.support.size
 
 clean: ## Remove caches and build outputs; .venv and runs/ stay.
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

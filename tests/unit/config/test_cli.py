@@ -248,12 +248,6 @@ def test_help_is_short_on_a_narrow_terminal(
     assert len(help_text(flag, 80, capsys, monkeypatch).splitlines()) <= lines
 
 
-def test_there_are_no_more_options_than_there_were() -> None:
-    """These numbers may only fall: an option more has to take the place of another."""
-    assert len(options()) <= 294
-    assert len(RUN_FLAGS) + sum(bool(option.flag) for option in options()) <= 148
-
-
 def test_help_lists_the_common_options_by_task(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
