@@ -261,7 +261,7 @@ def test_the_third_hang_at_a_sample_skips_it_for_good(fakes: Fakes, part: str) -
 def test_what_cannot_be_skipped_ends_the_run(fakes: Fakes, fate: Any, told: str, started: int) -> None:
     pool = fakes.pool(fate)
     with pytest.raises(UserError, match=told):
-        pool.map(encode_all, TASKS[1:])
+        pool.map(encode_all, TASKS[1:2])  # of several, the next may begin before this thread sees the error
     pool.close()
     assert FakeWorker.started == started
 
