@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("python", "torchrun", "megavlm", "sbatch", "srun", "make", "until", "tools/gpu_check.sh")
 
 # Commands that no test runs from here, by their beginning, and why.

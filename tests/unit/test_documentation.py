@@ -24,12 +24,11 @@ from megavlm.launch import __main__ as launch
 from tests.support import extensions
 
 ROOT = Path(__file__).parents[2]
-# `docs/lab-notes.md` is a diary: it tells of files and flags of its day.
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "benchmarks/README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "lab-notes.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
