@@ -7,6 +7,9 @@ has the reports of all. Without the rank it ends: a checkpoint that nobody waits
 A writer gives a sign of life whenever it goes on. One that gives none for two minutes is ended by its rank, and a rank
 whose files do not grow for as long is named by rank 0's, which gives the save up. A writer that takes the place of one
 that died goes on where that one's report, or the manifest, says that it was.
+
+megavlm does not use megatron-core's two background writers: one forks a process with threads at every save, the other
+needs a CUDA device, both finish by collectives of the training ranks, and neither computes checksums.
 """
 
 from __future__ import annotations

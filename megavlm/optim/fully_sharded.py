@@ -4,7 +4,11 @@ torch's `fully_shard` does it, layer by layer: each rank holds some rows of each
 Rows are gathered in the model's type before a layer runs, and gradients are reduce-scattered after each backward pass
 and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 after the step. With a secondary shard
 (hpZ, Wang et al. 2023) ZeRO-3 keeps a part of them from a forward pass to its backward pass, which then gathers them
-inside a node. Offloaded rows, with their gradients, are in pinned host memory, and cross the bus to be gathered.
+inside a node. Offloaded rows, with their gradients, are in pinned host memory, and cross the bus to be gathered. HSDP
+shards within a group and sums the rows of all groups once a step.
+
+megatron-core's own wrapper of `fully_shard` knows GPT's layers only, averages gradients, and saves by name and rank:
+rows that the number of ranks does not divide cannot be saved.
 """
 
 from __future__ import annotations

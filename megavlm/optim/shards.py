@@ -4,6 +4,9 @@ A parameter of one tensor-parallel rank has one or more slices of tensors under 
 `sharded_state_dict` says; the first layer of a gated MLP has two, and padding is in none. Each data-parallel rank holds
 consecutive elements of it: whole rows (ZeRO-2 and 3), or whatever a cut bucket leaves (ZeRO-1). These are a few boxes
 of the parameter. A checkpoint needs only where these lie in the global tensors, so that nothing is gathered for a save.
+
+megatron-core's `fully_reshardable`, whose files have the same keys, shapes and types, gathers every bucket on every
+data-parallel rank: 12 bytes of host memory for each of the rank's unsharded parameters.
 """
 
 from __future__ import annotations

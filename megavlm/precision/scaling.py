@@ -3,6 +3,9 @@
 One scale per tensor, chosen in one of two ways (Micikevicius et al. 2022, "FP8 formats for deep learning"): so that
 the largest of its present values becomes FP8's largest number (current scaling), or so that the largest of past passes
 does (delayed scaling), which spares reading the tensor twice. A value beyond the range becomes FP8's largest number.
+
+Histories advance tensor by tensor and immediately: a layer runs once per pass, so that the new scale is not needed
+before the next pass, and no context around layers must know which of them ran.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Keep the process that copies a run's checkpoints to `--checkpoint-dir`, and wait for it when the run ends."""
+"""Keep the process that copies a run's checkpoints to `--checkpoint-dir`, and wait for it when the run ends.
+
+The process is started and not forked, because the libraries of stores use threads and connections that a fork breaks.
+"""
 
 from __future__ import annotations
 
