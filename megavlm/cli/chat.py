@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_first(given: argparse.Namespace, talk: Talk) -> None:
-    """Add the images and videos of the first message. Raises UserError, which names the option, for what is none."""
+    """Add the images and videos of the options to the first message. Raises UserError for a file that is neither."""
     for option, add, paths in (("--image", talk.add_image, given.image), ("--video", talk.add_video, given.video)):
         for path in paths:
             try:

@@ -75,6 +75,6 @@ class ObjectiveConfig:
         valid=AT_LEAST_1,
         needs=EMBEDDINGS,
     )
-    query_prefix: str = option("", "Embeddings: text (an instruction) before each query.", needs=EMBEDDINGS)
+    query_prefix: str = option("", "Embeddings: text, such as an instruction, put before each query.", needs=EMBEDDINGS)
     document_prefix: str = option("", "Embeddings: text before each document.", needs=EMBEDDINGS)
     losses: ObjectiveSections = field(default_factory=ObjectiveSections)

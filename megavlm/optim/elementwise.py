@@ -38,7 +38,7 @@ class ElementwiseRule:
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Applies a rule to each parameter. Of one that is sharded (a DTensor) each rank updates its part."""
+    """Updates each parameter by an elementwise rule; of a sharded parameter (a DTensor) each rank updates its shard."""
 
     divisor: float | None = None  # what the next step divides gradients by, in place, as it reads them
 
@@ -91,7 +91,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.rule.update(shards, group, scale)
 
     def begin(self) -> None:
-        """Give every parameter its state, as the first step would."""
+        """Create the state of every parameter, which else the first step does."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.state_of(p)

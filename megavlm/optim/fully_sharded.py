@@ -169,7 +169,7 @@ class FullyShardedChunk(_BaseDataParallel):
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """megatron-core's optimizer on rows, without an update rule so far.
+    """megatron-core's optimizer for rows of sharded parameters; its update rule is set once it is built.
 
     The gradient norm is summed over the ranks that together hold one model.
     """

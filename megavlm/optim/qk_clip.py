@@ -129,7 +129,7 @@ class HeadLogits:
         self._seen = [each for chunk in chunks for each in _seen_in(bare_chunk(chunk), config, first, device)]
 
     def clear(self) -> None:
-        """Forget the logits of earlier passes."""
+        """Reset the largest logits before a step, whose passes raise them."""
         for each in self._seen:
             each.attention.largest.zero_()
 

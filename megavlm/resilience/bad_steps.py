@@ -68,7 +68,7 @@ class BadSteps:
         return {"norms": list(self.norms), "in_a_row": self.in_a_row, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what a checkpoint keeps; nothing of a run that begins."""
+        """Restore the counters of a checkpoint; an empty state, of a run that begins, resets them."""
         self.norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self.in_a_row = int(state.get("in_a_row", 0))
         self.skipped = int(state.get("skipped", 0))

@@ -152,7 +152,7 @@ class _Chosen:
 
 
 def _choose(asked: Config, backend: Backend) -> _Chosen:
-    """Complete the configuration, alike on all ranks, and plan the layers. Raises UserError if they cannot run."""
+    """Return the resolved configuration, equal on all ranks, with its plan. Raises UserError if it cannot run."""
     world = dist.get_world_size()
     given = from_rank_0(partial(as_begun, asked), asked)
     if given != asked:

@@ -135,7 +135,7 @@ def unknown_flags(text: str) -> Iterator[str]:
 
 
 def unknown_keys(text: str) -> Iterator[str]:
-    """Yield keys after --set, and keys of a model, that no option has; `model.projector.…` names all of a section."""
+    """Yield each key after --set, and each key of `model`, that no option has; `model.projector.…` means a section."""
     keys = {option.key for option in options()}
     keys |= {"model.objective.losses", "model.projector.connectors.pooled.tokens"}  # of examples of extensions
     for section, key in re.findall(r"--set '?((?:[a-z_]+\.)+)([a-z_]+)", text) + MODEL_KEY.findall(text):

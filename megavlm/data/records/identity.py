@@ -40,7 +40,7 @@ def data_identity(config: Config) -> dict[str, Any]:
     if kind == "files":
         identity |= {"--shuffle": data.shuffle, "--packing": data.packing, "--chat-template": data.chat_template}
         identity |= {"--min-pixels": data.min_pixels, "--max-pixels": data.max_pixels}
-        identity |= {"--video-fps": data.video_fps, "--video-max-frames": data.video_max_frames}
+        identity |= {"--video-fps": data.video_fps, "data.video_max_frames": data.video_max_frames}
         identity["--video-max-tokens"] = data.video_max_tokens
         identity["--validation-split"] = data.validation_split
         unweighted = None if len(data.datasets) > 1 else 1.0  # which one data set always had

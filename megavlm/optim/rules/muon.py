@@ -30,7 +30,7 @@ _EPSILON = 1e-7  # added to the norm: zeros stay zeros
 
 @dataclass(frozen=True)
 class Muon:
-    """A `MatrixRule`; Newton-Schulz `steps` are computed in `dtype`."""
+    """Updates matrices as a `MatrixRule`: `steps` Newton-Schulz iterations, computed in `dtype`."""
 
     momentum: float
     steps: int

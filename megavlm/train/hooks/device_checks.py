@@ -40,7 +40,7 @@ class DeviceChecks(RankHook):
             self._difference = self._open.enter_context(computed_twice(self._engine.model_chunks))
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Raise DeviceFault, on all ranks, if a check finds a difference."""
+        """Raise DeviceFault on all ranks if a computation done twice, or copies of weights on several ranks, differ."""
         if (found := self._difference()) is not None:
             self._end(found, f"computed {found.what} twice with different results")
         if not _due(self._iteration, self._copies):

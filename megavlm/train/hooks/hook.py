@@ -52,4 +52,4 @@ class RankHook(StepHook[Step]):
         return end
 
     def leave(self) -> None:
-        """Give back what it holds: training has ended, maybe by an error."""
+        """Release what the hook holds after training has ended, also by an error."""

@@ -33,7 +33,7 @@ class Cost:
 
 
 class Trace(RankHook):
-    """Traces iterations `--profile-step-start` to `--profile-step-end`."""
+    """Profiles the iterations after `--profile-step-start` up to and with `--profile-step-end`."""
 
     def __init__(self, run: Run) -> None:
         """Prepare a trace, whose table the first rank of `--profile-ranks` prints."""

@@ -13,7 +13,7 @@ from megavlm.config.update_rules import RULES, newton_schulz_flops
 
 @pytest.mark.parametrize("kind", RULES)
 def test_options_of_other_rules_have_no_effect(kind: str) -> None:
-    """An option counts with a rule that heeds it, and is said to be idle with any other."""
+    """An option is accepted with a rule that reads it, and has no effect with any other."""
     names = {field.name for rule in RULES.values() for field in fields(rule.options)}
     changed = {name: 0.5 for name in names}
     config = replace(Config(), optimizer=replace(Config().optimizer, kind=kind, **changed))  # type: ignore[arg-type]
