@@ -10,8 +10,7 @@ from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from megavlm.preview.html import document, facts
-from megavlm.preview.pictures import picture
+from megavlm.html import document, facts, picture
 
 _SIDE = 320  # pixels of the longer side of a picture
 _OPEN = 6  # newest different answers that are shown without a click

@@ -1,7 +1,7 @@
 """Find in the environment which of how many machines this is, where a platform starts one program on each. No torch.
 
 Vertex AI describes all replicas of a job in CLUSTER_SPEC; an Indexed Job of Kubernetes numbers its pods in
-JOB_COMPLETION_INDEX. Neither knows of processes: each machine starts its own (`megavlm.launch.node`).
+JOB_COMPLETION_INDEX. Neither knows of processes: each machine starts its own (`megavlm.programs.launch.node`).
 Format of CLUSTER_SPEC: https://cloud.google.com/vertex-ai/docs/training/distributed-training
 """
 

@@ -107,7 +107,9 @@ def _alone(environment: Mapping[str, str]) -> World:
             missing = ", ".join(name for name in names if name not in environment)
             raise UserError(f"the environment has {given} and no {missing}: {_REMEDY}")
     if ("CLUSTER_SPEC" in environment or NODES in environment) and (nodes := node_of(environment).nodes) > 1:
-        raise UserError(f"this is one of {nodes} machines of a job: start each by python -m megavlm.launch.node")
+        raise UserError(
+            f"this is one of {nodes} machines of a job: start each by python -m megavlm.programs.launch.node"
+        )
     return World()
 
 

@@ -12,12 +12,12 @@ import yaml
 from megavlm.arch.flops import forward_share
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
-from megavlm.cli.train import train
 from megavlm.config.derived import starts_from
 from megavlm.config.messages import several
 from megavlm.data.validation import DEAR
 from megavlm.errors import UserError
-from megavlm.launch.configuration import configured
+from megavlm.programs.cli.train import train
+from megavlm.programs.launch.configuration import configured
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

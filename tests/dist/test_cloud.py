@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.launch.job import Job
-from megavlm.launch.kubernetes_job import Options, objects
+from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.kubernetes_job import Options, objects
 from tests.support.replicas import Platform, kubernetes, vertex
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time
@@ -36,7 +36,7 @@ class Run:
         return vertex(self.flags, self.run_dir, replicas=2)
 
     def pods(self) -> Platform:
-        """A Job of two pods, as `python -m megavlm.launch kubernetes` makes it."""
+        """A Job of two pods, as `megavlm launch kubernetes` makes it."""
         job = Job(2, 1, (*self.flags, "--run-dir", str(self.run_dir)))
         service, made = objects(job, Options("megavlm", "image", volumes=(f"claim:{self.run_dir.parent}",)))
         assert service["kind"] == "Service"

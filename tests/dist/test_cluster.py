@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from megavlm.checkpoint.folders import complete
-from megavlm.cli import sweep
+from megavlm.programs.cli import sweep
+from megavlm.programs.sweep.grid import read_grid, variants_of
+from megavlm.programs.sweep.results import rows_of
+from megavlm.programs.sweep.state import state_of
 from megavlm.resilience.events import events, record
 from megavlm.resilience.status import read_status
-from megavlm.sweep.grid import read_grid, variants_of
-from megavlm.sweep.results import rows_of
-from megavlm.sweep.state import state_of
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration

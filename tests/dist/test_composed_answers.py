@@ -22,13 +22,13 @@ activate()  # before the modules below import megatron-core
 
 from examples.first_run import ask  # noqa: E402
 from megavlm.arch.connector import Connector  # noqa: E402
-from megavlm.cli import chat, convert, evaluate  # noqa: E402
 from megavlm.config.registry import registered  # noqa: E402
 from megavlm.config.schema import DataConfig  # noqa: E402
 from megavlm.data.collate import CollateSpec, collate  # noqa: E402
 from megavlm.data.types import Conversation, ImageRef, Turn  # noqa: E402
 from megavlm.families import FAMILIES  # noqa: E402
-from megavlm.inference.assistant import Assistant, Sampling  # noqa: E402
+from megavlm.programs.cli import chat, convert, evaluate  # noqa: E402
+from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.processors import picture, tokenizers_in  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402

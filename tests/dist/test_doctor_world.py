@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megavlm.doctor.world_problems import world_problems
+from megavlm.programs.doctor.world_problems import world_problems
 from tests.support.forked import PATIENCE, ROOT
 
 
@@ -23,10 +23,10 @@ def surveyed(name: str) -> Any:
     """What rank 0 finds; every process is a node of its own."""
     import torch.distributed as dist
 
-    from megavlm.doctor.parts import Parts
-    from megavlm.doctor.world import release, survey_world
     from megavlm.parallel.rendezvous import Meeting
     from megavlm.parallel.world import World
+    from megavlm.programs.doctor.parts import Parts
+    from megavlm.programs.doctor.world import release, survey_world
 
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     met = Meeting(store, dist.get_rank(), dist.get_world_size())

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megavlm.programs.sweep.grid import read_grid, variants_of
+from megavlm.programs.sweep.results import rows_of
+from megavlm.programs.sweep.state import state_of
 from megavlm.resilience.status import STOPPED
-from megavlm.sweep.grid import read_grid, variants_of
-from megavlm.sweep.results import rows_of
-from megavlm.sweep.state import state_of
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import metrics, train, without_wall_time

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.cli import chat, convert, evaluate
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
-from megavlm.inference.assistant import Assistant, Sampling
-from megavlm.inference.exports import _data_options
+from megavlm.programs.cli import chat, convert, evaluate
+from megavlm.programs.inference.assistant import Assistant, Sampling
+from megavlm.programs.inference.exports import _data_options
 from tests.support.processors import picture
 from tests.support.whole_models import whole_folder
 

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.cli import convert
 from megavlm.config.cli import parse
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
-from megavlm.inference.assistant import Assistant, Sampling
+from megavlm.programs.cli import convert
+from megavlm.programs.inference.assistant import Assistant, Sampling
 from tests.support import hf
 from tests.support.gates import hold
 from tests.support.harness import Single, difference

@@ -13,8 +13,8 @@ import transformers
 
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_part_sidecars
 from megavlm.checkpoint.manifest import TENSORS, read_manifest, write_manifest
-from megavlm.cli import convert
 from megavlm.errors import UserError
+from megavlm.programs.cli import convert
 from tests.support import hf
 from tests.support.tiny_models.llava import vicuna
 

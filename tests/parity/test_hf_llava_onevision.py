@@ -17,11 +17,11 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.arch.anyres import TileGroup, tokens_per_tiled_image
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.cli import convert
 from megavlm.errors import UserError
 from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from megavlm.families.shared.settings import Settings
 from megavlm.model.vision_ops import unpad_and_concat
+from megavlm.programs.cli import convert
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.llava_onevision import IMAGES, VIDEOS, VISION, onevision

@@ -20,10 +20,10 @@ ELSEWHERE = {
     "make ": "the Makefile's targets are this suite and the demo",
     "srun ": "tests/dist/test_cluster.py runs it on a cluster of its own",
     "sbatch ": "tests/dist/test_cluster.py runs it on a cluster of its own",
-    "python -m megavlm.launch slurm ": "tests/dist/test_cluster.py runs it on a cluster of its own",
-    "python -m megavlm.launch.node ": "it is one container of a job, and the tests of launchers run it as such",
-    "python -m megavlm.launch vertex ": "tests/unit/launch has what it would submit",
-    "python -m megavlm.launch kubernetes ": "tests/unit/launch has what it would submit",
+    "megavlm launch slurm ": "tests/dist/test_cluster.py runs it on a cluster of its own",
+    "python -m megavlm.programs.launch.node ": "a container of a job; the tests of launchers run it as such",
+    "megavlm launch vertex ": "tests/unit/launch has what it would submit",
+    "megavlm launch kubernetes ": "tests/unit/launch has what it would submit",
     "python tools/sweep.py lr.yaml ": "a grid of hours; tests/unit/sweep has small ones",
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
@@ -79,7 +79,7 @@ class Example:
                 return names.get(word) or names.get(stem, stem), self.words[place + 1 :]
             if word == "megavlm":
                 return self.words[place + 1], self.words[place + 2 :]
-            if word == "megavlm.launch":
+            if word == "megavlm.programs.launch":
                 return "launch", self.words[place + 1 :]
         raise AssertionError(f"{self.page}: no program is known in {self.text}")
 

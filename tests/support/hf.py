@@ -22,7 +22,6 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.cli import convert
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import (
     CheckpointConfig,
@@ -42,6 +41,7 @@ from megavlm.families import family_of
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.planner.plan import make_plan
+from megavlm.programs.cli import convert
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes

@@ -1,7 +1,7 @@
 """Platforms that run one container per machine, on this host: Vertex AI and a Job of Kubernetes, for tests.
 
-A container is `python -m megavlm.launch.node` with the environment that the platform documents, and what follows its
-end is what the platform does: Vertex AI starts a replica again at once, five times at most
+A container is `python -m megavlm.programs.launch.node` with the environment that the platform documents, and what
+follows its end is what the platform does: Vertex AI starts a replica again at once, five times at most
 (https://cloud.google.com/vertex-ai/docs/training/understanding-training-service); a Job replaces a pod, or fails as a
 whole, as its podFailurePolicy says.
 """
@@ -61,7 +61,7 @@ class Platform:
     def _start(self, number: int) -> None:
         with self.output_file.open("ab") as output:
             self._running[number] = subprocess.Popen(
-                [sys.executable, "-m", "megavlm.launch.node", *self._argv],
+                [sys.executable, "-m", "megavlm.programs.launch.node", *self._argv],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **self._environments[number]},
                 stdout=output,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.cli.main import COMMANDS
 from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file, write_out
+from megavlm.programs.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ OWN = {
     ("checkpoint/retention.py", "rename"): "a checkpoint that is deleted",
     ("resilience/output.py", "open"): "/dev/null",
     ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
-    ("launch/exit_file.py", "open"): "creates, or fails; the file that torchrun names",
+    ("programs/launch/exit_file.py", "open"): "creates, or fails; the file that torchrun names",
 }
 _WRITES = {"write_text", "write_bytes", "rename", "renames", "touch", "save_file", "savez", "copyfile", "copy2"}
 _MAY_WRITE = re.compile(rf"\b({'|'.join(_WRITES)})\(|\.replace\(|\bopen\(")

@@ -51,15 +51,15 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.optim",),
     ("megavlm.pipeline",),
     ("megavlm.checkpoint",),
-    ("megavlm.preview.html", "megavlm.preview.pictures", "megavlm.preview.style"),
+    ("megavlm.html",),
     ("megavlm.metrics",),
     ("megavlm.train",),
-    ("megavlm.doctor",),
-    ("megavlm.preview",),
-    ("megavlm.inference", "megavlm.evaluation"),
-    ("megavlm.launch",),
-    ("megavlm.sweep",),
-    ("megavlm.cli", "megavlm.__main__"),
+    ("megavlm.programs.doctor",),
+    ("megavlm.programs.preview",),
+    ("megavlm.programs.inference", "megavlm.programs.evaluation"),
+    ("megavlm.programs.launch",),
+    ("megavlm.programs.sweep",),
+    ("megavlm.programs", "megavlm.__main__"),
     ("pretrain_vlm", "tools", "benchmarks"),
 )
 TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)
@@ -330,10 +330,10 @@ def test_the_pure_modules_load_without_torch() -> None:
 
 EARLY = (
     "megavlm.checkpoint.hf.pretrained",
-    "megavlm.cli.convert",
-    "megavlm.cli.train",
+    "megavlm.programs.cli.convert",
+    "megavlm.programs.cli.train",
     "megavlm.config.cli",
-    "megavlm.preview.collect",
+    "megavlm.programs.preview.collect",
     "pretrain_vlm",
 )
 
@@ -342,7 +342,11 @@ def test_programs_start_without_the_extras() -> None:
     """From the programs on, no module that is imported with another needs a package that only an extra installs."""
     modules = {module.name: module for module in modules_in("megavlm")}
     reached: set[str] = set()
-    waiting = ["megavlm.train.build", "megavlm.train.loop", *(name for name in modules if within(name, "megavlm.cli"))]
+    waiting = [
+        "megavlm.train.build",
+        "megavlm.train.loop",
+        *(name for name in modules if within(name, "megavlm.programs.cli")),
+    ]
     while waiting:
         name = waiting.pop()
         if name in reached or name not in modules:
@@ -388,6 +392,7 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.model.vlm", "import megatron.core as core\ncore.parallel_state.f()", "only megavlm.parallel.groups"),
         ("megavlm.model.vlm", "from megatron.core import mpu", "only megavlm.parallel.groups"),
         ("megavlm.train.build", "from megavlm.backend.cpu import install", "where a CPU run is certain"),
+        ("megavlm.train.build", "from megavlm.programs.sweep import grid", "later in RANKS"),
         ("megavlm.train.build", "from megavlm.backend import cpu", "where a CPU run is certain"),
         ("megavlm.backend", "from megavlm.backend import cpu", "on every device"),
         ("megavlm.data.text", "import pickle", "runs code"),

@@ -14,8 +14,6 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from megavlm.cli import goodput, why
-from megavlm.cli import plan as planner
 from megavlm.config.cli import parse
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
@@ -23,6 +21,8 @@ from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.planner.hardware import PROFILES, profile, to_json
+from megavlm.programs.cli import goodput, why
+from megavlm.programs.cli import plan as planner
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.status import read_status, write_status
 from tests.fuzz.child import Reader

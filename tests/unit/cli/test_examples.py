@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.cli.main import COMMANDS
 from megavlm.config.cli import parse
-from megavlm.launch.configuration import configured
+from megavlm.programs.cli.main import COMMANDS
+from megavlm.programs.launch.configuration import configured
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]

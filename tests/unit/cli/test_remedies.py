@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.cli.main import COMMANDS
-from megavlm.cli.train import train
 from megavlm.errors import UserError
+from megavlm.programs.cli.main import COMMANDS
+from megavlm.programs.cli.train import train
 from tests.support.data_files import write_tokenizer
 
 TRAIN = "train --dry-run --tokenizer {d}/tokenizer --train-iters 2"

@@ -26,7 +26,7 @@ from megavlm.config.rules import RULES, check
 from megavlm.config.start_defaults import with_start_defaults
 from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
-from megavlm.sweep.grid import check_variants, read_grid, variants_of
+from megavlm.programs.sweep.grid import check_variants, read_grid, variants_of
 from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
 
 MUON, LION = "--optimizer muon", "--optimizer lion"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megavlm.arch.data_window import FIELDS, DataWindow
-from megavlm.cli import plan
 from megavlm.config.load import to_yaml
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
@@ -23,6 +22,7 @@ from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.planner.uneven import micro_batches
+from megavlm.programs.cli import plan
 from tests.support.data_files import record, write_llava, write_tokenizer
 from tests.support.small_run import SMALL
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megavlm.doctor.facts import GPU, Facts, Package, Rate
-from megavlm.doctor.formatting import as_json, as_text
-from megavlm.doctor.needs import needs_of
-from megavlm.doctor.problems import Problem, problems
+from megavlm.programs.doctor.facts import GPU, Facts, Package, Rate
+from megavlm.programs.doctor.formatting import as_json, as_text
+from megavlm.programs.doctor.needs import needs_of
+from megavlm.programs.doctor.problems import Problem, problems
 
 ROOT = Path(__file__).parents[3]
 NEEDS = needs_of(ROOT / "pyproject.toml")

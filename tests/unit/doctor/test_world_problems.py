@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megavlm.doctor.links import ALL_GATHER, ALL_REDUCE, EXCHANGE, NODE, PAIR, WORLD, Measured, rails, rounds
-from megavlm.doctor.node import adapters, counted
-from megavlm.doctor.parts import Sign, blame
-from megavlm.doctor.world import Office, _clocks, slowest
-from megavlm.doctor.world_problems import Bandwidth, Clock, Survey, world_problems
-from megavlm.doctor.world_report import world_json, world_text
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.planner.hardware import PROFILES
+from megavlm.programs.doctor.links import ALL_GATHER, ALL_REDUCE, EXCHANGE, NODE, PAIR, WORLD, Measured, rails, rounds
+from megavlm.programs.doctor.node import adapters, counted
+from megavlm.programs.doctor.parts import Sign, blame
+from megavlm.programs.doctor.world import Office, _clocks, slowest
+from megavlm.programs.doctor.world_problems import Bandwidth, Clock, Survey, world_problems
+from megavlm.programs.doctor.world_report import world_json, world_text
 
 FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}
 NAMES = ("a", "b", "c", "d")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.evaluation.choices import chosen_letter, question_with_choices
-from megavlm.evaluation.intervals import bootstrap, wilson
-from megavlm.evaluation.metrics import (
+from megavlm.programs.evaluation.choices import chosen_letter, question_with_choices
+from megavlm.programs.evaluation.intervals import bootstrap, wilson
+from megavlm.programs.evaluation.metrics import (
     METRICS,
     anls,
     edit_distance,
@@ -15,7 +15,7 @@ from megavlm.evaluation.metrics import (
     relaxed_accuracy,
     vqa_accuracy,
 )
-from megavlm.evaluation.vqa_text import normalised
+from megavlm.programs.evaluation.vqa_text import normalised
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from PIL import Image
 
 from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
 from megavlm.errors import UserError
-from megavlm.evaluation.answers import Answer, AnswerFolder
-from megavlm.evaluation.asking import progress, refuse_unasked, remaining
-from megavlm.evaluation.page import failures_page
-from megavlm.evaluation.scores import results_json, scored, scores_of
-from megavlm.evaluation.task import check_names, read_task, task_option
+from megavlm.programs.evaluation.answers import Answer, AnswerFolder
+from megavlm.programs.evaluation.asking import progress, refuse_unasked, remaining
+from megavlm.programs.evaluation.page import failures_page
+from megavlm.programs.evaluation.scores import results_json, scored, scores_of
+from megavlm.programs.evaluation.task import check_names, read_task, task_option
 
 RECORDS: list[dict[str, Any]] = [
     {"image": "cat.png", "question": "What is it?", "answers": ["cat", "a cat"]},

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from megavlm.config.cli import parse
-from megavlm.launch import node
-from megavlm.launch.__main__ import main
-from megavlm.launch.job import Job
-from megavlm.launch.kubernetes_job import Options, complaints, objects
 from megavlm.parallel.nodes import Node, node_of
+from megavlm.programs.launch import node
+from megavlm.programs.launch.__main__ import main
+from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.kubernetes_job import Options, complaints, objects
 from megavlm.resilience.status import STOPPED
 from tests.support.cloud import needs_cloud_tools, validated_by_kubernetes
 from tests.support.forked import ROOT

@@ -12,11 +12,11 @@ from torch.distributed.run import get_args_parser
 
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
-from megavlm.launch import agent, slurm
-from megavlm.launch.__main__ import main
-from megavlm.launch.checks import complaints, filesystem_of
-from megavlm.launch.job import Job
-from megavlm.launch.profile import read_profile
+from megavlm.programs.launch import agent, slurm
+from megavlm.programs.launch.__main__ import main
+from megavlm.programs.launch.checks import complaints, filesystem_of
+from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.profile import read_profile
 from tests.support.forked import ROOT
 
 MOUNTS = (

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint.manifest import write_manifest
-from megavlm.launch import node
-from megavlm.launch.attempt import Account
-from megavlm.launch.job_file import JobFile
-from megavlm.launch.meeting import Part
+from megavlm.programs.launch import node
+from megavlm.programs.launch.attempt import Account
+from megavlm.programs.launch.job_file import JobFile
+from megavlm.programs.launch.meeting import Part
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint.manifest import write_manifest
-from megavlm.launch.attempt import main
-from megavlm.launch.exit_file import note_exit
-from megavlm.launch.requeue import Attempt, decide, end_of
+from megavlm.programs.launch.attempt import main
+from megavlm.programs.launch.exit_file import note_exit
+from megavlm.programs.launch.requeue import Attempt, decide, end_of
 from megavlm.resilience.events import record
 
 FINISHED = Attempt("finished", 8, 12)
@@ -129,5 +129,5 @@ def test_a_job_that_cannot_run_ends_before_it_begins(flags: str, tmp_path: Path,
 
 def test_the_account_needs_no_torch():
     """It runs on the first node of a job while all others wait."""
-    program = "import sys; import megavlm.launch.attempt; assert 'torch' not in sys.modules"
+    program = "import sys; import megavlm.programs.launch.attempt; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,10 +13,10 @@ from torch.distributed.elastic.utils import macros
 
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
-from megavlm.launch import agent, kubernetes_job, vertex_job
-from megavlm.launch.job import Command, Job
-from megavlm.sweep import array
-from megavlm.sweep.grid import Grid, variants_of
+from megavlm.programs.launch import agent, kubernetes_job, vertex_job
+from megavlm.programs.launch.job import Command, Job
+from megavlm.programs.sweep import array
+from megavlm.programs.sweep.grid import Grid, variants_of
 
 ROOT = Path(__file__).parents[3]
 NASTY = (

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megavlm.cli import train
 from megavlm.errors import RankError, UserError
 from megavlm.parallel.rendezvous import Meeting, agree, join, refuse_shared_devices
+from megavlm.programs.cli import train
 
 SOON = timedelta(seconds=60)
 

@@ -12,7 +12,6 @@ from megavlm.arch.kinds import kind_in, layer_cost, layer_sizes, local_parameter
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE, Scenario, scenario_of
 from megavlm.arch.workload import typical_workload
-from megavlm.cli import plan
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, DataConfig, ExpertsConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
@@ -26,6 +25,7 @@ from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
+from megavlm.programs.cli import plan
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from megavlm.cli import plan
 from megavlm.errors import UserError
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
 from megavlm.planner.machines import MACHINES, find_machine
 from megavlm.planner.price import Interruptions, Price, Work, bills, machines_for, price_of, report, rows
+from megavlm.programs.cli import plan
 
 A3 = MACHINES["a3-megagpu-8g"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.expert_loads import FILE, ExpertLoadsSink
-from megavlm.preview.expert_loads import heat_map, mean_loads
-from megavlm.preview.report import page
-from megavlm.preview.run_data import read_run
+from megavlm.programs.preview.expert_loads import heat_map, mean_loads
+from megavlm.programs.preview.report import page
+from megavlm.programs.preview.run_data import read_run
 
 
 def write(folder: Path, iterations: range, *, train_iters: int, resume: int = 0) -> list[dict[str, object]]:

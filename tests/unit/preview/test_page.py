@@ -13,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.cli.prepare import main as prepare
-from megavlm.cli.preview import main
 from megavlm.config.cli import parse
 from megavlm.data.images import patchify
 from megavlm.data.types import Reason, Skipped
-from megavlm.preview.charts import bins_of, histogram
-from megavlm.preview.collect import look, unpatchified
-from megavlm.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
-from megavlm.preview.page import page
+from megavlm.programs.cli.prepare import main as prepare
+from megavlm.programs.cli.preview import main
+from megavlm.programs.preview.charts import bins_of, histogram
+from megavlm.programs.preview.collect import look, unpatchified
+from megavlm.programs.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
+from megavlm.programs.preview.page import page
 from tests.support.data_files import record, sources_of, write_all
 
 EVIL = "</style><script>alert(1)</script>\" ' & <img src=x onerror=alert(1)>"

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.cli import sweep
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
-from megavlm.launch.job import Job
+from megavlm.programs.cli import sweep
+from megavlm.programs.launch.job import Job
+from megavlm.programs.sweep import array, jobs, local
+from megavlm.programs.sweep.grid import Grid, Variant, read_grid, variants_of
+from megavlm.programs.sweep.page import page
+from megavlm.programs.sweep.results import as_markdown, as_tsv, best_of, columns, rows_of
+from megavlm.programs.sweep.state import note_flags, note_submitted, run_dir_of, state_of, to_train, unsubmitted
 from megavlm.resilience.status import write_status
-from megavlm.sweep import array, jobs, local
-from megavlm.sweep.grid import Grid, Variant, read_grid, variants_of
-from megavlm.sweep.page import page
-from megavlm.sweep.results import as_markdown, as_tsv, best_of, columns, rows_of
-from megavlm.sweep.state import note_flags, note_submitted, run_dir_of, state_of, to_train, unsubmitted
 
 FLAGS = "--recipe demo --train-iters 4"
 
@@ -214,7 +214,7 @@ def test_variants_are_jobs_of_their_own_elsewhere(tmp_path: Path, capsys: pytest
     flags = [str(file), *f"--on kubernetes --image registry/megavlm:1 --volume data:{tmp_path}".split()]
     assert sweep.main([*flags, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "megavlm.launch kubernetes --nodes 1 --gpus-per-node 2 --name my-grid-lr-1-" in told
+    assert "megavlm.programs.launch kubernetes --nodes 1 --gpus-per-node 2 --name my-grid-lr-1-" in told
     assert sweep.main([*flags, "--dry-run", "--jobsetz"]) == 2
     assert "--jobsetz is no option of this program" in capsys.readouterr().err
     variants = variants_of(read_grid(file))

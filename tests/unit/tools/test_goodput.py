@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.cli.goodput import main
-from megavlm.preview.run_charts import duration, ticks_of
+from megavlm.programs.cli.goodput import main
+from megavlm.programs.preview.run_charts import duration, ticks_of
 from megavlm.resilience.history import CAUSES
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)

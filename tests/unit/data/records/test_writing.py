@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-
 from megavlm.cli import channels
 from megavlm.cli.prepare import main
+from PIL import Image
+
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef

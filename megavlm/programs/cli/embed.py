@@ -1,0 +1,129 @@
+"""Write the vectors of texts and images: `python tools/embed.py RUN_DIR records.jsonl --out vectors`.
+
+Each record of the file (JSON Lines, CSV, parquet, …) has `text`, `image` or `images` (`video`, `videos`), and maybe an
+`id`. The folder `vectors` then has vectors.npy, [records, channels] float32 of length 1, and ids.jsonl, an id for each
+row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megavlm.config.commands import Parser, reported
+from megavlm.config.extensions import without_extensions
+from megavlm.config.fields import Kind
+from megavlm.config.messages import shown
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records.container import Container
+from megavlm.data.records.opening import open_rows
+from megavlm.data.records.pictures import FindFile
+from megavlm.data.records.turns import text_turn
+from megavlm.data.records.videos import FindVideo
+from megavlm.data.types import BadSample, Reason, Role, Sample
+from megavlm.errors import UserError
+from megavlm.files import check_folder, open_new, replace_file
+from megavlm.programs.inference.assistant import DTYPES
+from megavlm.programs.inference.embedder import Embedder
+from megavlm.programs.inference.exports import model_folder
+from megavlm.programs.inference.options import device_of
+
+
+@reported("embed")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument or a record is wrong (reported in one line)."""
+    try:
+        given = _parser().parse_args(without_extensions(argv))
+        _embed(given)
+    except torch.OutOfMemoryError:
+        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Write the vectors of texts and images.", allow_abbrev=False)
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="RUN_DIR|HF_DIR",
+        help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or such an export.",
+    )
+    parser.add_argument(
+        "records", metavar="FILE", help="Records of text, images and maybe an id, as FILE[,image_root=DIR][,columns=…]."
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Folder of vectors.npy and ids.jsonl.")
+    parser.add_argument(
+        "--as", dest="role", choices=("query", "document"), default="document", help="Instruction; default: document's."
+    )
+    parser.add_argument("--image-root", metavar="DIR", help="Folder of images; default: the file's.")
+    parser.add_argument("--width", type=int, metavar="N", help="First channels to keep; default: all.")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="Records together; default: 8.")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda if there is a GPU.")
+    return parser
+
+
+def _embed(given: argparse.Namespace) -> None:
+    check_folder("--out", given.out)
+    if given.batch_size < 1:
+        raise UserError(f"--batch-size {given.batch_size} must be at least 1")
+    records = _records(given)
+    found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
+    embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=DTYPES[given.dtype])
+    channels = embedder.config.model.language.hidden_size
+    if given.width is not None and not 1 <= given.width <= channels:
+        raise UserError(f"--width {given.width} is not between 1 and the {channels} channels of the model")
+    ids: list[Any] = []
+    parts: list[np.ndarray[Any, Any]] = []
+    batch: list[Sample] = []
+
+    def flush() -> None:
+        if batch:
+            parts.append(embedder.vectors(batch, width=given.width).numpy())
+            batch.clear()
+
+    role: Role = "query" if given.role == "query" else "positive"
+    for known, sample in _samples(*records, embedder, role):
+        ids.append(known)
+        batch.append(sample)
+        if len(batch) == given.batch_size:
+            flush()
+    flush()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with open_new(given.out / "vectors.npy") as file:
+        np.save(file, np.concatenate(parts))
+    replace_file(given.out / "ids.jsonl", "".join(f"{json.dumps(each)}\n" for each in ids))
+    print(f"{len(ids):,} vectors of {parts[0].shape[1]:,} channels: {given.out / 'vectors.npy'}")
+
+
+def _records(given: argparse.Namespace) -> tuple[Container, FindFile, FindVideo]:
+    (source,) = Kind(DatasetConfig, many=True).from_words([given.records], name="FILE")
+    return open_rows(replace(source, image_root=given.image_root or source.image_root), "FILE")
+
+
+def _samples(
+    records: Container, find: FindFile, find_video: FindVideo, embedder: Embedder, role: Role
+) -> Iterator[tuple[Any, Sample]]:
+    """Yield the id and the tokens of each record; raises UserError that names a wrong one."""
+    for number in range(len(records)):
+        try:
+            record = records.read(number)
+            if not isinstance(record, dict):
+                raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
+            turn = text_turn(record, find, find_video)
+            yield record.get("id", number + 1), embedder.sample(replace(turn, role=role))
+        except (BadSample, RecursionError) as error:
+            told = error.detail if isinstance(error, BadSample) else "it is nested too deeply"
+            if isinstance(error, BadSample) and error.reason in (Reason.MISSING, Reason.OUTSIDE):
+                told += ": name the folder that its images and videos are in, as FILE,image_root=DIR"
+            raise UserError(f"{records.label(number)}: {told}") from error

@@ -1,0 +1,165 @@
+"""Score a trained model on questions about images and videos: `python tools/evaluate.py RUN_DIR --task FILE.jsonl`.
+
+Answers are appended to a folder while the model gives them, and the same command continues after an interruption. In
+the end the folder has the scores (results.json) and a page of the wrong answers (failures.html). torchrun starts a
+process for each GPU: `torchrun --nproc-per-node 8 tools/evaluate.py …`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megavlm.config.commands import Parser, reported
+from megavlm.config.extensions import without_extensions
+from megavlm.errors import UserError
+from megavlm.files import check_folder, replace_file
+from megavlm.parallel.world import World, world_of
+from megavlm.programs.evaluation.answers import AnswerFolder
+from megavlm.programs.evaluation.asking import ask, refuse_unasked, remaining, unreadable
+from megavlm.programs.evaluation.metrics import METRICS
+from megavlm.programs.evaluation.page import failures_page
+from megavlm.programs.evaluation.scores import results_json, scored, scores_of
+from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
+from megavlm.programs.inference.exports import model_folder
+from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
+
+_PAUSE = 1.0  # seconds between two looks at the answers of other processes
+
+
+@reported("evaluate")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument is wrong or cannot be used (reported in one line)."""
+    world, given = World(), argparse.Namespace()
+    try:
+        given = _parser().parse_args(without_extensions(argv))
+        world = world_of(os.environ)
+        _evaluate(given, world)
+    except torch.OutOfMemoryError:
+        raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
+    except UserError as error:
+        if world.rank:
+            time.sleep(error.wait)  # where rank 0 finds the same, torchrun ends this process before it repeats it
+        raise
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Score a trained model on questions about images and videos.", allow_abbrev=False)
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="Files of questions (JSON Lines, CSV, parquet, …, see docs/after-training.md), as FILE[,image_root=DIR]"
+        f"[,columns=…][,metric=METRIC][,name=NAME]. Metrics: {', '.join(METRICS)}; default: what each record says.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="Folder of answers and results; default: RUN_DIR/evaluations/ITERATION, or evaluations/NAME here for a "
+        "Hugging Face folder.",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="Questions answered together; default: %(default)s."
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="Only the first N questions of each task.")
+    parser.add_argument(
+        "--failures", type=int, default=200, metavar="N", help="Most wrong answers of a task on the page; default: 200."
+    )
+    add_model_options(parser, max_new_tokens=128)
+    return parser
+
+
+def _evaluate(given: argparse.Namespace, world: World) -> None:
+    if given.out is not None:
+        check_folder("--out", given.out)
+    tasks = _tasks(given)
+    sampling = sampling_of(given)
+    refuse_unasked(tasks, unreadable(tasks))
+    found = model_folder(given.model, say=_note)
+    folder = AnswerFolder(given.out or found.results, rank=world.rank)
+    settings = {
+        "weights": found.digest,
+        **{f"task {task.name}": task.digest for task in tasks},
+        **{name: getattr(given, name) for name in ("limit", "system", "chat_template", "dtype")},
+        **asdict(sampling),
+    }
+    try:
+        folder.claim(settings)
+        if work := remaining(tasks, folder, rank=world.rank, world=world.world_size):
+            assistant = assistant_of(given, found, local_rank=world.local_rank)
+            ask(
+                assistant,
+                work,
+                folder,
+                sampling=sampling,
+                system=given.system,
+                batch_size=given.batch_size,
+                say=_note if world.rank == 0 else lambda line: None,
+            )
+        if world.rank == 0:
+            while remaining(tasks, folder):  # other processes still answer theirs
+                time.sleep(_PAUSE)
+            _check_asked(tasks, folder)
+            _report(given, tasks, folder, settings)
+    except OSError as error:
+        raise UserError(
+            f"{folder.path} cannot be written ({error.strerror or error}): name a folder with --out"
+        ) from error
+
+
+def _check_asked(tasks: Sequence[Task], folder: AnswerFolder) -> None:
+    """Raise UserError if too many questions could not be asked; the same command then asks them again."""
+    try:
+        refuse_unasked(tasks, folder.read().values())
+    except UserError:
+        folder.forget_unasked()
+        raise
+
+
+def _tasks(given: argparse.Namespace) -> list[Task]:
+    """Return the tasks of `--task`. Raises UserError."""
+    for name in ("batch_size", "limit", "failures"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    options = [task_option(text) for text in given.task]
+    check_names(options)
+    tasks = [read_task(option) for option in options]
+    return [replace(task, questions=task.questions[: given.limit]) for task in tasks]
+
+
+def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFolder, settings: dict[str, Any]) -> None:
+    """Write results.json and failures.html, and print the scores."""
+    answers = folder.read()
+    found = [(task, scored(task, answers)) for task in tasks]
+    about = [("model", str(given.model)), ("answers", f"at most {given.max_new_tokens} tokens")]
+    page = failures_page(f"Answers of “{given.model.resolve().name}”", about, found, most=given.failures)
+    for name, text in (
+        (
+            "results.json",
+            json.dumps(results_json(found, {"model": str(given.model), **settings}), indent=1, ensure_ascii=False)
+            + "\n",
+        ),
+        ("failures.html", page),
+    ):
+        replace_file(folder.path / name, text)
+    for task, mine in found:
+        for score in scores_of(mine):
+            print(f"{task.name}: {score}")
+    print(f"wrote {folder.path / 'results.json'} and {folder.path / 'failures.html'}")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""`megavlm COMMAND …`: one program for what the package does, which works outside a clone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megavlm import __version__
+from megavlm.config.messages import did_you_mean, plain
+from megavlm.resilience.output import escape_unprintable, open_closed_streams
+
+# Each command with its module and a line of help.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": (
+        "megavlm.programs.cli.train",
+        "Train; on several devices: torchrun --nproc-per-node N -m megavlm train …",
+    ),
+    "plan": ("megavlm.programs.cli.plan", "Find the fastest layout of a model on a number of GPUs."),
+    "convert": ("megavlm.programs.cli.convert", "Export to Hugging Face, import, merge adapters, compare logits."),
+    "chat": ("megavlm.programs.cli.chat", "Talk to a trained model in the terminal."),
+    "evaluate": ("megavlm.programs.cli.evaluate", "Score a trained model on questions about images."),
+    "embed": ("megavlm.programs.cli.embed", "Write the vectors of texts and images."),
+    "preview": ("megavlm.programs.cli.preview", "Show the training data of a run as a page."),
+    "channels": ("megavlm.programs.cli.channels", "Measure the channels of images that are not RGB."),
+    "prepare": ("megavlm.programs.cli.prepare", "Write a data set as WebDataset tars."),
+    "doctor": ("megavlm.programs.cli.doctor", "Check this machine, and name the command that mends it."),
+    "launch": ("megavlm.programs.launch.__main__", "Start a run on many machines."),
+    "sweep": ("megavlm.programs.cli.sweep", "Train the variants of a run, on a cluster or here, and compare them."),
+    "why": ("megavlm.programs.cli.why", "Say what holds a run back."),
+    "goodput": ("megavlm.programs.cli.goodput", "Say what the time of runs went to."),
+    "report": ("megavlm.programs.cli.report", "Compare runs on one page."),
+    "checkpoint": ("megavlm.programs.cli.checkpoint", "List, verify, show, prune and copy checkpoints."),
+    "calibrate": ("megavlm.programs.cli.calibrate", "Measure this machine for the planner."),
+}
+_NO_TEARDOWN = ("train", "calibrate", "doctor")
+
+
+def program() -> NoReturn:
+    """Run the command that the first word names."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        sys.argv = [f"megavlm {name}", *rest]
+        run(importlib.import_module(COMMANDS[name][0]).main, teardown=name not in _NO_TEARDOWN)
+    run(lambda argv: _other(name))
+
+
+def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoReturn:
+    """Run a command on the words of the command line and leave with its exit status. A reader that stops early, as
+    `head` does, ends it without a word.
+
+    Without `teardown`, the interpreter is not taken down: gloo's threads sometimes abort then, which would change the
+    status, and after an error it might wait for processes and threads that nobody has ended.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    open_closed_streams()
+    escape_unprintable()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("the working directory was removed: change to one that is there", file=sys.stderr, flush=True)
+        os._exit(2)
+    try:
+        status = main(sys.argv[1:])
+    except Exception:
+        if teardown:
+            raise
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if teardown:
+        sys.exit(status)
+    os._exit(status)
+
+
+def _other(word: str) -> int:
+    """Print the commands, the version, or what is wrong with a word that is neither; return the exit status."""
+    if word in ("--help", "-h", "help"):
+        width = max(map(len, COMMANDS))
+        print("usage: megavlm COMMAND …    (megavlm COMMAND --help has its options)\n")
+        print("\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items()))
+        return 0
+    if word in ("--version", "-V"):
+        print(f"megavlm {__version__}")
+        return 0
+    hint = did_you_mean(word, COMMANDS) or f": choose one of {', '.join(COMMANDS)}"
+    print(f"megavlm: unknown command {plain(word)}{hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,298 @@
+"""Find the fastest layout: `python tools/plan.py --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megavlm.arch.data_window import DataWindow
+from megavlm.arch.layers import part_of
+from megavlm.arch.objectives import objective_of
+from megavlm.arch.scenario import EXPERT_IMBALANCE
+from megavlm.arch.workload import typical_workload
+from megavlm.config.cli import parse
+from megavlm.config.commands import Parser, reported
+from megavlm.config.extensions import load_extensions, without_extensions
+from megavlm.config.fields import with_values
+from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
+from megavlm.config.messages import plain, several
+from megavlm.config.resolve import resolve
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
+from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, published_model
+from megavlm.files import write_out
+from megavlm.planner.candidates import Space
+from megavlm.planner.gantt import PARTS, html, png
+from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.machines import MACHINES
+from megavlm.planner.plan import make_plan
+from megavlm.planner.search import SearchResult, search, timeline_of
+from megavlm.planner.search_report import report
+from megavlm.planner.timeline import Timeline
+from megavlm.programs.cli.plan_costs import add_cost_options, costs, machine_of
+from megavlm.programs.launch.configuration import with_model
+
+VOCABULARY = 256  # of a run on synthetic samples that does not set it
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
+LOOK = 2048  # samples: as many as a run packs together, and some three seconds
+LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
+
+
+@reported("plan")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
+    return plan(_parser().parse_args(without_extensions(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Rank the layouts of a model on a number of devices.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
+    what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
+    what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument(
+        "--gpu",
+        "--profile",
+        dest="gpu",
+        help=f"Device: {', '.join(PROFILES)}, or a JSON file from megavlm calibrate; default: h100.",
+    )
+    device.add_argument(
+        "--machine",
+        metavar="TYPE",
+        help="Plan for a cloud's machines instead of --gpu, with their network, and say what the run costs on them: "
+        f"{', '.join(MACHINES)}.",
+    )
+    parser.add_argument(
+        "--stage-gpus",
+        nargs="+",
+        default=(),
+        metavar="GPU",
+        help="GPUs of several types, as many of each: that of the first pipeline stages, of the next as many, …",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="Tokens of a sequence; default: FILE.yaml's, a fine-tune's (--hf), or 4096.",
+    )
+    parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        metavar="PATH",
+        help="Data sets of the run, as a run takes them.",
+    )
+    parser.add_argument(
+        "--look",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Samples of the data sets to look at, for how uneven micro-batches are; default: "
+        f"{LOOK}; 0, or without data sets: all are as the average sample.",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        "--gbs",
+        type=int,
+        metavar="N",
+        help=f"Sequences per step; default: FILE.yaml's, or the least multiple of the GPUs from {LEAST_BATCH}.",
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: FILE.yaml's or bf16.")
+    parser.add_argument(
+        "--freeze", nargs="*", choices=("vision", "projector", "language"), help="Parts that are not trained."
+    )
+    parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
+    parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="Search only this order of a pipeline's passes.")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
+    parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        metavar="X",
+        help="Mixture of experts: tokens of the busiest rank of --ep, as a multiple of the mean; default: "
+        f"{EXPERT_IMBALANCE}.",
+    )
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to rank; default: 10.")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    add_cost_options(parser.add_argument_group("cost, with --machine"))
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .png.")
+    return parser
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search, write the files that were asked for, and print the report last: its reader may stop early."""
+    if options.gantt is not None and options.gantt.suffix not in (".html", ".png"):
+        raise UserError(f"--gantt {plain(str(options.gantt))} must end in .html or .png")
+    given = configuration(options)
+    config = resolve(given, vocab_size=VOCABULARY)
+    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
+        raise UserError(
+            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
+            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
+        )
+    machine = machine_of(options)
+    name = options.gpu or "h100" if machine is None else machine.name
+    stages = [profile(each) for each in options.stage_gpus]
+    if stages and (machine is not None or options.gpu is not None):
+        raise UserError("--stage-gpus names the GPUs of all pipeline stages: leave --gpu and --machine out")
+    # What stages do together ends when the slowest has done it.
+    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
+    name = " and ".join(options.stage_gpus) or name
+    space = Space()
+    if options.placement is not None:
+        space = replace(space, placement=(options.placement,))
+    if options.recompute is not None:
+        space = replace(space, recompute=(options.recompute,))
+    if options.no_offload:
+        space = replace(space, offload=())
+    imbalance = expert_imbalance_of(options, config)
+    hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
+    window = looked_at(options, given)
+    assumed: dict[str, Any] = {"imbalance": imbalance, "stages": stages, "window": window}
+    outcome = search(config, options.gpus, hardware, space=space, top=options.top, **assumed)
+    if outcome.best and options.out is not None:
+        _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
+    if outcome.best and options.gantt is not None:
+        timeline = timeline_of(outcome.best[0], config, hardware, **{**assumed, "imbalance": outcome.imbalance})
+        draw(outcome, config, timeline, hardware_name=name, path=options.gantt)
+    batch, length = config.train.global_batch_size, config.train.seq_length
+    print(
+        f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
+        + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
+    )
+    if window is not None:
+        print(window.line())
+    print(report(outcome))
+    if outcome.best and machine is not None:
+        print("", *costs(options, config, outcome, machine), sep="\n")
+    return 0 if outcome.best else 1
+
+
+def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
+    """Return what the samples of a configuration's data sets hold; None where there are none, where --images says what
+    samples hold, or where those of FILE.yaml cannot be read here, which is printed.
+
+    Raises UserError if they cannot be read and --look or --datasets asks for it.
+    """
+    count = LOOK if options.look is None else options.look
+    if count < 0:
+        raise UserError(f"--look {count} must be at least 0")
+    names_data, asked = bool(config.data.datasets), bool(options.look or options.datasets)
+    if options.look and not names_data:
+        raise UserError("--look is about data sets, and there are none: name them with --datasets, or leave it out")
+    if options.datasets and options.images is not None:
+        raise UserError("--images says what samples hold, and so do --datasets: leave one of them out")
+    if not (count and names_data) or (options.images is not None and not options.look):
+        return None
+    if objective_of(config.model).embeds:
+        print("all micro-batches count as the average one: of data for embeddings no samples are looked at")
+        return None
+    from megavlm.data.look import data_window
+    from megavlm.data.streaming import files_source
+
+    try:
+        source = files_source(config)
+        return data_window(resolve(config, vocab_size=source.vocab_size), source, records=count)
+    except UserError as error:
+        if asked:
+            raise
+        print(f"all micro-batches count as the average one, as the data are not looked at: {error}")
+        return None
+
+
+def expert_imbalance_of(options: argparse.Namespace, config: Config) -> float | None:
+    """Return the imbalance that --expert-imbalance gives, or None. Raises UserError for an impossible one."""
+    imbalance: float | None = options.expert_imbalance
+    experts = config.model.experts.num_experts
+    if imbalance is not None and not experts:
+        raise UserError("--expert-imbalance is about a mixture of experts, and this model is none: leave it out")
+    if imbalance is not None and not 1 <= imbalance <= experts:
+        raise UserError(f"--expert-imbalance {imbalance:g} must be from 1 (even) to {experts} (all tokens on one rank)")
+    return imbalance
+
+
+def to_train(config: Config, options: argparse.Namespace) -> Config:
+    """Return the configuration to write: with the number of GPUs, and if it is not of the user's own file without the
+    synthetic samples that stood for the user's data.
+    """
+    config = replace(config, run=replace(config.run, world_size=options.gpus))
+    return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
+
+
+def configuration(options: argparse.Namespace) -> Config:
+    """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus} must be at least 1")
+    if options.config is not None:
+        load_extensions(extensions_in_file(options.config))
+        config = from_yaml_file(options.config)
+    else:
+        config = Config(
+            train=TrainConfig(global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),
+            run=RunConfig(run_dir="runs/planned"),
+        )
+        if options.model is not None:
+            config = replace(config, model=published_model(options.model), precision=PrecisionConfig(dtype="bf16"))
+            config = replace(config, train=replace(config.train, seq_length=4096))
+        else:
+            config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
+    try:
+        config = with_model(config, weights=False)
+    except UserError as error:
+        raise UserError(str(error).replace("--init-from", "--hf") if options.hf else str(error)) from None
+    given = {
+        ("train", "seq_length"): options.seq_length,
+        ("train", "global_batch_size"): options.global_batch_size,
+        ("precision", "dtype"): options.precision,
+    }
+    config = with_values(config, {path: value for path, value in given.items() if value is not None})
+    if options.freeze is not None:
+        config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
+    if options.schedule is not None:
+        config = replace(config, parallel=replace(config.parallel, schedule=options.schedule))
+    if options.vision_tp is not None:
+        if options.vision_tp < 1:
+            raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")
+        parallel = replace(config.parallel, vision_tensor_model_parallel_size=options.vision_tp)
+        config = replace(config, parallel=parallel)
+    if options.datasets:
+        config = with_values(config, {("data", "datasets"): parse(["--datasets", *options.datasets]).data.datasets})
+    if options.images is not None:
+        count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
+        config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))
+    return config
+
+
+def _images(text: str, multiple: int) -> tuple[int, int]:
+    """Return (6, 1022) for `6x1024`: the side is rounded down to whole features."""
+    count, _, side = text.partition("x")
+    if not (count.isdigit() and side.isdigit() and int(side) >= multiple):
+        raise UserError(f"--images {plain(text)} is not COUNTxSIDE with a side of {multiple} pixels or more, as 6x1024")
+    return int(count), int(side) // multiple * multiple
+
+
+def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_name: str, path: Path) -> None:
+    """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
+    candidate = outcome.best[0].candidate
+    chunks = [
+        {part_of(name) == "vision" for name in names}
+        for names in make_plan(outcome.config(config), candidate.dims).chunks
+    ]
+    title = f"{candidate.label} on {plain(hardware_name)}"
+
+    def part_of_chunk(chunk: int) -> str:
+        return PARTS[2] if len(chunks[chunk]) == 2 else PARTS[chunks[chunk] == {True}]
+
+    draw = png if path.suffix == ".png" else html
+    _write(path, "--gantt", draw(timeline, title=title, part_of_chunk=part_of_chunk))
+
+
+def _write(path: Path, flag: str, text: str | bytes) -> None:
+    write_out(flag, path, text)
+    print(f"wrote {path}")

@@ -1,0 +1,61 @@
+"""Preview the training data: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
+
+Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
+the packing of samples into sequences, lengths, the sampling share of each source, and skipped samples with reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megavlm.config.cli import parse
+from megavlm.config.commands import Parser, reported
+from megavlm.config.rules import check
+from megavlm.config.schema import Config, ParallelConfig
+from megavlm.programs.launch.configuration import with_model
+
+
+@reported("preview")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
+    options, rest = _parser().parse_known_args(argv)
+    if rest and not rest[0].startswith("-"):
+        is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
+        rest = ["--datasets" if is_data else "--config", *rest]
+    print(f"wrote {write(_config(rest), options.out, shown=options.samples)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description="Write an HTML page that shows the training data of a run.",
+        epilog="All flags of a run are accepted as well. "
+        "A leading argument without -- is taken as --config, or as --datasets where it is a file of records.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
+    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full; default: 24.")
+    return parser
+
+
+def _config(argv: Sequence[str]) -> Config:
+    """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
+    config = parse(argv)
+    config = with_model(config, weights=False)
+    check(replace(config, parallel=ParallelConfig()), world=1)
+    return config
+
+
+def write(config: Config, out: Path, *, shown: int) -> Path:
+    """Write the page atomically and return its path."""
+    from megavlm.files import write_out
+    from megavlm.programs.preview.collect import look
+    from megavlm.programs.preview.page import page
+
+    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
+    text = page(look(config, shown=shown, title=f"Data of {names}"))
+    write_out("--out", out, text)
+    return out

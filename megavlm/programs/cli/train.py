@@ -1,0 +1,189 @@
+"""Train a vision-language model: `torchrun --nproc-per-node 4 -m megavlm train --recipe demo --tp 2 --pp 2`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megavlm.config.cli import parse
+from megavlm.config.commands import complaint
+from megavlm.config.derived import launches_in_order, replica_size
+from megavlm.config.needs import has_validation
+from megavlm.config.resolve import resolve
+from megavlm.config.rules import check, usable_world
+from megavlm.config.schema import Config
+from megavlm.config.start_defaults import start_table
+from megavlm.errors import RankError, Stopped, UserError
+from megavlm.parallel.world import World, world_of
+from megavlm.programs.launch.configuration import with_model, with_plan
+from megavlm.programs.launch.exit_file import note_cause, note_exit
+from megavlm.resilience.output import survive_lost_output
+from megavlm.resilience.retry import launch_time, refuse_retry
+from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
+from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
+
+_FEWEST_FILES, _MOST_FILES = 256, 65536
+
+
+def train(argv: Sequence[str]) -> None:
+    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
+    began = time.time()
+    allow_open_files()
+    config = parse(argv, complete=partial(with_model, weights=False))
+    launched = enter_world()
+    config = with_model(config, weights=not config.run.dry_run)
+    world = usable_world(config, launched)
+    config = with_plan(config, world=world)
+    if config.run.dry_run:
+        return dry_run(config, world=world)
+    check(config, world=world)
+    if under_torchrun():
+        refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    survive_lost_output()
+    before = read_status(Path(config.run.run_dir))
+    stop = StopRequest()
+    listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())
+    if world < launched:
+        os.environ["WORLD_SIZE"] = str(world)  # the other ranks know of no spare ones
+        rank = int(os.environ["RANK"])
+        if rank == 0:
+            print(f"{world} of {launched} ranks train; the others are spare", flush=True)
+        if rank >= world:
+            return wait_as_spare(Path(config.run.run_dir), before)
+
+    from megavlm import backend
+
+    chosen = backend.activate(launches_in_order=launches_in_order(config))  # before anything imports megatron-core
+
+    from megavlm.train.build import build
+    from megavlm.train.loop import fit
+
+    run = build(config, chosen, began=began)
+    gc.collect()
+    gc.freeze()  # full collections leave out what stays: on an H100 steps took up to 6 % less time
+    fit(run, stop)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as the system lets it. Raises UserError if it stays too low."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = (min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES for limit in limits)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    if most < _FEWEST_FILES:  # rendezvous, data workers and the writer of checkpoints open files
+        raise UserError(f"the limit of open files (ulimit -n {most}) is too low: raise it to 1024")
+
+
+def enter_world() -> int:
+    """Return how many processes were started with this one, and set the variables that torchrun would have set."""
+    world = world_of(os.environ)
+    if world.world_size > 1:
+        os.environ.update(world.environment())
+    return world.world_size
+
+
+def dry_run(config: Config, *, world: int) -> None:
+    """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
+    from megavlm.checkpoint.begun import as_begun
+    from megavlm.checkpoint.folders import newest
+    from megavlm.parallel.dims import dims_of
+    from megavlm.planner.auto import duration_line, memory_of, offload_line
+    from megavlm.planner.memory import table as memory_table
+    from megavlm.planner.out_of_memory import verdict
+    from megavlm.planner.plan import make_plan, start_line, table
+    from megavlm.train.source import vocab_size_of
+
+    world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
+    check(config, world=world)
+    asked, given = config, as_begun(config)
+    config = resolve(given, vocab_size=vocab_size_of(given))
+    dims = dims_of(config, world=world)
+    print(start_line(config, continued=newest(Path(config.run.run_dir) / "checkpoints")))
+    print(table(make_plan(config, dims), config))
+    print(start_table(given, asked=asked))
+    on_gpu = config.precision.dtype != "fp32"
+    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
+    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
+        print(offloaded)
+    if config.data.datasets:
+        from megavlm.data.epochs import with_counted_length
+        from megavlm.data.streaming import files_source
+        from megavlm.data.summary import data_table
+        from megavlm.data.validation import cost_line
+
+        source = files_source(config)
+        config = with_counted_length(config, source)
+        print(data_table(config, source))
+        for warning in source.warnings():
+            print(f"warning: {warning}")
+        if has_validation(config) and config.train.train_iters is not None and (line := cost_line(config, source)):
+            print(line)
+    if config.evaluation.sample_interval:
+        from megavlm.data.prompts import samples_line
+
+        print(samples_line(config))
+    if config.train.train_iters is not None:
+        print(duration_line(config, dims, on_gpu=on_gpu))
+    if said := verdict(config, dims, on_gpu=on_gpu):
+        print(said)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong,
+    3 losses or gradients are, 71 a device computes wrongly (all in one line). Any other error ends with 1.
+    """
+    try:
+        train(argv)
+    except Stopped as stopped:
+        note_exit(STOPPED, os.environ)
+        note_cause(f"stopped ({stopped}): the same command continues", os.environ)
+        return STOPPED
+    except UserError as error:
+        note_exit(error.status, os.environ)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, RankError) or _speaks():
+            line = complaint("train", error, argv)
+            print(line, file=sys.stderr, flush=True)
+            note_cause(line, os.environ)
+        if _world_or_alone().world_size > 1:
+            time.sleep(error.wait)
+        return error.status
+    except Exception as error:
+        note_cause(f"{type(error).__name__}: {error}", os.environ)
+        raise
+    note_exit(0, os.environ)
+    return 0
+
+
+def _speaks() -> bool:
+    """Return whether this rank prints the error: the first to reach the run's store, or that of torchrun's agents, for
+    only this machine may be wrong; rank 0 if there is none, or if so little is imported that all ranks read the same.
+    """
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        from megavlm.parallel.rendezvous import store_of_agents
+
+        if dist.is_available():
+            met = dist.is_initialized()
+            store = dist.distributed_c10d._get_default_store() if met else store_of_agents()
+            if store is not None:
+                return store.add("megavlm/user_error", 1) == 1
+    return _world_or_alone().rank == 0
+
+
+def _world_or_alone() -> World:
+    """Return this process's place; a world of one, of the rank that RANK says, where the environment is the mistake."""
+    try:
+        return world_of(os.environ)
+    except UserError:
+        rank = os.environ.get("RANK", "0")
+        return World(int(rank) if rank.isdecimal() and len(rank) < 10 else 0)

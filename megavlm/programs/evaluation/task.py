@@ -1,0 +1,190 @@
+"""Tasks: files of questions about images and videos with reference answers (docs/after-training.md has the format)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megavlm.config.fields import Kind
+from megavlm.config.messages import shown
+from megavlm.config.option import option
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records.container import Container
+from megavlm.data.records.opening import open_rows
+from megavlm.data.records.pictures import FindFile, image_of
+from megavlm.data.records.turns import from_cell
+from megavlm.data.records.videos import FindVideo, video_of
+from megavlm.data.types import BadSample, Conversation, Turn, Visual
+from megavlm.errors import UserError
+from megavlm.programs.evaluation.choices import LETTERS, chosen_letter, question_with_choices
+from megavlm.programs.evaluation.metrics import ANNOTATORS, METRICS
+
+
+@dataclass(frozen=True)
+class TaskOption:
+    """`--task PATH[,image_root=DIR][,columns=…][,metric=METRIC][,name=NAME]`."""
+
+    path: str = option("", "File of questions.")
+    image_root: str | None = option(None, "Folder of the images; default: the file's.")
+    columns: Mapping[str, str] | None = option(None, "Other names of fields.")
+    metric: str | None = option(None, "Metric; default: what each record says.")
+    name: str | None = option(None, "Name in the scores; default: the file's.")
+
+    @property
+    def task_name(self) -> str:
+        return self.name or Path(self.path).stem
+
+
+@dataclass(frozen=True)
+class Question:
+    """Record `number` of a task, without its images and videos, which are read when they are needed."""
+
+    number: int
+    label: str  # as in `task.jsonl:18`
+    text: str
+    references: tuple[str, ...]
+    metric: str
+    choices: tuple[str, ...]
+    pictures: bool  # whether it has any
+    digest: bytes  # of what a model is asked
+
+    def score(self, answer: str) -> float:
+        return METRICS[self.metric].score(answer, self.references, self.choices)
+
+    @property
+    def asked(self) -> str:
+        """Return the question as the model reads it."""
+        return question_with_choices(self.text, self.choices)
+
+
+@dataclass(frozen=True)
+class Task:
+    """All questions of a file, and what finds the images and videos that its records name."""
+
+    name: str
+    questions: tuple[Question, ...]
+    records: Container
+    find: FindFile
+    find_video: FindVideo
+
+    def pictures(self, question: Question) -> list[Visual]:
+        """Return a question's images, then its videos. Raises BadSample for one that is missing or outside of the image
+        root.
+        """
+        if not question.pictures:
+            return []
+        record = self.records.read(question.number)
+        images = [image_of(image, self.find) for image in _images(record)]
+        return [*images, *(video_of(video, self.find_video, record.get("fps")) for video in _videos(record))]
+
+    def conversation(self, question: Question, system: str | None) -> Conversation:
+        """Return the turns before the answer. Raises BadSample as `pictures` does."""
+        opening = (Turn("system", (system,)),) if system else ()
+        return Conversation((*opening, Turn("user", (*self.pictures(question), question.asked))))
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of what a model is asked, so that other metrics or references leave it as it is."""
+        return hashlib.sha256(b"".join(question.digest for question in self.questions)).hexdigest()
+
+
+def task_option(text: str) -> TaskOption:
+    """Return what `--task` was given. Raises UserError."""
+    (found,) = Kind(TaskOption, many=True).from_words([text], name="--task")
+    assert isinstance(found, TaskOption)
+    if found.metric is not None:
+        _check_metric(found.metric, f"--task {text}")
+    return found
+
+
+def read_task(option: TaskOption) -> Task:
+    """Return the questions of a file, of any form of records. Raises UserError, which names a bad record."""
+    source = DatasetConfig(path=option.path, image_root=option.image_root, columns=option.columns)
+    records, find, find_video = open_rows(source, "--task")
+    questions = []
+    for number in range(len(records)):
+        label = records.label(number)
+        try:
+            questions.append(_question(records.read(number), number, label, option.metric))
+        except BadSample as error:
+            raise UserError(f"--task {label} cannot be read: {error.detail}") from error
+    return Task(option.task_name, tuple(questions), records, find, find_video)
+
+
+def _question(record: Any, number: int, label: str, metric: str | None) -> Question:
+    where = f"--task {label}"
+    if not isinstance(record, Mapping):
+        raise UserError(f"{where} is {shown(record)}, and a question is an object with fields")
+    text = record.get("question")
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where} has no field `question` with a text: write one, or add columns=question:NAME")
+    references = _texts(_first(record, "answers", "answer"), where, "answers")
+    choices = _texts(record["choices"], where, "choices") if record.get("choices") is not None else ()
+    chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")
+    _check_metric(chosen, where)
+    images, videos = _images(record), _videos(record)
+    asked = (question_with_choices(text, choices), images, videos, record.get("fps") if videos else None)
+    digest = hashlib.sha256(repr(asked).encode()).digest()
+    question = Question(number, label, text, references, chosen, choices, bool(images or videos), digest)
+    _check_references(question, where)
+    return question
+
+
+def _images(record: Mapping[str, Any]) -> list[Any]:
+    return _listed(_first(record, "images", "image"))
+
+
+def _videos(record: Mapping[str, Any]) -> list[Any]:
+    return _listed(_first(record, "videos", "video"))
+
+
+def _first(record: Mapping[str, Any], several: str, one: str) -> Any:
+    return from_cell(record.get(one) if record.get(several) is None else record[several])
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _texts(value: Any, where: str, field: str) -> tuple[str, ...]:
+    """Return a text or a list of texts, numbers included, as texts."""
+    value = from_cell(value)
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values):
+        raise UserError(f"{where} needs a field `{field}` with one text or a list of texts, and has {shown(value)}")
+    return tuple(map(str, values))
+
+
+def _check_metric(metric: Any, where: str) -> None:
+    if metric not in METRICS:
+        raise UserError(f"{where}: metric {shown(metric)} is not one of {', '.join(METRICS)}")
+
+
+def _check_references(question: Question, where: str) -> None:
+    """Raise UserError for references that a metric cannot score."""
+    given = len(question.references)
+    if question.metric == "vqa" and given != ANNOTATORS:
+        raise UserError(
+            f"{where}: metric vqa compares with the answers of {ANNOTATORS} annotators, and there are {given}: write "
+            "them all, also equal ones, or use exact_match"
+        )
+    if question.metric != "multiple_choice":
+        return
+    if not 2 <= len(question.choices) <= len(LETTERS):
+        raise UserError(
+            f"{where}: multiple_choice needs 2 to {len(LETTERS)} `choices`, and has {len(question.choices)}"
+        )
+    if unknown := [each for each in question.references if chosen_letter(each, question.choices) is None]:
+        raise UserError(f"{where}: the answer {shown(unknown[0])} is neither the letter nor the text of a choice")
+
+
+def check_names(options: Sequence[TaskOption]) -> None:
+    """Raise UserError for two tasks of one name, whose answers could not be told apart."""
+    names = [option.task_name for option in options]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--task has two tasks named {double}: set different names (name=…)")
+    if bad := next((name for name in names if "/" in name or name.startswith(".")), None):
+        raise UserError(f"--task name={bad} must be a plain name: it becomes part of a file's")

@@ -1,0 +1,100 @@
+"""Start a run on many machines: `megavlm launch slurm --nodes 16 -- --config run.yaml --tp 8 --pp 2`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from megavlm.config.commands import Parser, reported
+from megavlm.config.fields import options as training
+from megavlm.config.unknown_words import RUN_FLAGS
+from megavlm.errors import UserError
+from megavlm.programs.launch import agent, kubernetes, local, slurm, vertex
+from megavlm.programs.launch.profile import read_profile
+
+
+@reported("launch")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else that of the run."""
+    cut = list(argv).index("--") if "--" in argv else len(argv)
+    flags = tuple(argv[cut + 1 :])
+    options, more = _parser().parse_known_args(argv[:cut])
+    _check(options, more)
+    try:
+        if options.scheduler == "slurm":
+            return slurm.launch(options, more, flags)
+        return {"vertex": vertex, "kubernetes": kubernetes, "local": local}[options.scheduler].launch(options, flags)
+    except UserError as error:
+        of_torchrun = r"start torchrun with --nproc-per-node \d+"
+        if not re.search(of_torchrun, str(error)):
+            raise
+        ours = "ask for as many by --nodes and --gpus-per-node"
+        raise UserError(re.sub(of_torchrun, ours, str(error))) from error
+
+
+def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
+    if options.nodes < 1 or (options.gpus_per_node is not None and options.gpus_per_node < 1):
+        raise UserError("--nodes and --gpus-per-node must be at least 1")
+    known = {*RUN_FLAGS, *(flag for option in training() for flag in (*option.flags, *option.negations))}
+    if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
+        raise UserError(f"{alien[0]} is no option of this program: flags of the run come after --")
+    read_profile(options.profile)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="megavlm launch",
+        description="Check a run here, then start it on many machines. Flags of the run come after --.",
+        allow_abbrev=False,
+    )
+    schedulers = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|vertex|kubernetes|local")
+    for name, about, add_options in (
+        ("slurm", "Submit launch/slurm.sbatch. Options that are not listed go to sbatch.", slurm.add_options),
+        ("vertex", "Submit a CustomJob of Vertex AI.", vertex.add_options),
+        ("kubernetes", "Create an Indexed Job or a JobSet of Kubernetes.", kubernetes.add_options),
+        ("local", "Run one torchrun per node on this machine.", local.add_options),
+    ):
+        each = schedulers.add_parser(name, help=about, description=about, allow_abbrev=False)
+        _add_shared_options(each)
+        add_options(each)
+        if name in ("vertex", "kubernetes"):
+            _add_container_options(each)
+    return parser
+
+
+def _add_shared_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="Number of machines; default: 1.")
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs, and so processes, of each; default: 8, or the machine's."
+    )
+    parser.add_argument("--gpu", help="Check memory by the planner's estimate for this GPU: h100, a100, …")
+    parser.add_argument("--profile", metavar="NAME", help="Settings for the network: a file of launch/profiles.")
+    parser.add_argument("--dry-run", action="store_true", help="Check, print what would be sent, and send nothing.")
+
+
+def _add_container_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip-checks",
+        action="store_true",
+        help="Do not check the flags here: they name models or data that only the machines there have.",
+    )
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=agent.GRACE,
+        metavar="SECONDS",
+        help=f"Time for the last step and its save after a signal; default: {agent.GRACE}.",
+    )
+    parser.add_argument(
+        "--max-crashes",
+        type=int,
+        default=10,
+        metavar="N",
+        help="Crashes that are answered by a new attempt.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

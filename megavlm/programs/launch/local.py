@@ -1,0 +1,71 @@
+"""Run nodes as so many agents of torchrun on this machine, each with its part of the GPUs: a rehearsal of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megavlm.programs.launch import agent
+from megavlm.programs.launch.checks import check_job
+from megavlm.programs.launch.configuration import configured
+from megavlm.programs.launch.exit_file import VARIABLE, read_exit
+from megavlm.programs.launch.job import Command, Job
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir-is-shared", action="store_true", help="As for slurm; on one machine it always is.")
+
+
+def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
+    """Check a job and run it here, or print the commands; return the exit status."""
+    job = Job(given.nodes, given.gpus_per_node or 8, flags)
+    check_job(configured(flags, world=job.world), job, gpu=given.gpu, shared=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        exit_file = Path(folder) / "exit"
+        commands = specification(job, port=port, exit_file=exit_file)
+        if given.dry_run:
+            print(*commands, sep="\n")
+            return 0
+        statuses = run(commands, dict(os.environ))
+        ended = read_exit(exit_file)
+    return ended if ended is not None else int(any(statuses))
+
+
+def specification(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
+    """Return the command of each node's agent, by number of the node; they meet at `port`."""
+    return tuple(_agent(job, node, port=port, exit_file=exit_file) for node in range(job.nodes))
+
+
+def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
+    first = node * job.processes
+    variables = {VARIABLE: str(exit_file)}
+    if job.nodes > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(job.processes))
+    return Command(agent.words(job, node, address="127.0.0.1", port=port), variables)
+
+
+def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
+    """Run all commands beside one another, pass signals on to them, and return their exit statuses."""
+    agents = [
+        subprocess.Popen(command.words, env={**environment, **command.environment}, start_new_session=True)
+        for command in commands
+    ]
+
+    def pass_on(number: int, _: Any) -> None:
+        for each in agents:
+            if each.poll() is None:
+                each.send_signal(number)
+
+    for number in agent.SIGNALS:
+        signal.signal(number, pass_on)
+    return [each.wait() for each in agents]

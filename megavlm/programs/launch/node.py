@@ -1,0 +1,202 @@
+"""Run this machine's part of a job, where a platform starts one container per machine (Vertex AI, Kubernetes).
+
+    python -m megavlm.programs.launch.node --gpus-per-node 8 -- FLAGS
+
+FLAGS are those of pretrain_vlm.py. One torchrun runs here; `parallel/nodes.py` says which of how many machines this is.
+An attempt begins when all machines are there, and ends for all when one of them is lost or its ranks end. After a
+crash, and after the loss of a machine, the job goes on from its newest checkpoint; machine 0 keeps the account
+(`attempt.py`).
+
+The exit status says what the platform should do: 0 the run has finished; 75 the platform asked for this machine, and a
+container in its place goes on; 1, 2 and 3 the machines have decided to end the job, and no other try would do better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megavlm.errors import UserError
+from megavlm.parallel.nodes import Node, node_of
+from megavlm.programs.launch import agent
+from megavlm.programs.launch.attempt import Account
+from megavlm.programs.launch.configuration import configured
+from megavlm.programs.launch.exit_file import VARIABLE, read_exit
+from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
+from megavlm.programs.launch.requeue import Decision, End, end_of
+from megavlm.resilience.status import STOPPED
+
+JOB = "MEGAVLM_JOB"  # names the job, the same for all its attempts and no other job
+_PATIENCE = 30.0  # seconds in which ranks that lost others end by themselves, with their own words
+_PORTS = 64  # torchruns of neighbouring attempts do not meet at one port
+
+
+class _Asked(Exception):
+    """The platform asked for this machine."""
+
+
+class _Signals:
+    """Whether this machine was asked for; what comes is passed on to its agent, if one runs."""
+
+    def __init__(self) -> None:
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.asked = False
+        for number in agent.SIGNALS:
+            signal.signal(number, self._came)
+
+    def _came(self, number: int, _: Any) -> None:
+        self.asked = True
+        if self.agent is not None and self.agent.poll() is None:
+            self.agent.send_signal(number)
+
+    def look(self) -> None:
+        if self.asked:
+            raise _Asked
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status with which the container is to end."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, flags = _parser().parse_args(argv[:cut]), argv[cut + 1 :]
+    try:
+        node = node_of(os.environ)
+        job = Job(node.nodes, options.gpus_per_node, tuple(flags))
+        configured(flags, world=job.world)
+        return _run(job, node, grace=options.grace, max_crashes=options.max_crashes)
+    except _Asked:
+        print("asked to stop before an attempt began", flush=True)
+        return STOPPED
+    except UserError as error:
+        print(f"megavlm.programs.launch.node: {error}", file=sys.stderr, flush=True)
+        return error.status
+    except OSError as error:
+        print(f"megavlm.programs.launch.node: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
+    name = os.environ.get(JOB) or os.environ.get("CLOUD_ML_JOB_ID") or "job"
+    account = Account.of(job.flags, name)
+    signals = _Signals()
+    meeting: Host | Guest
+    if node.number == 0:
+        if "CLOUD_ML_JOB_ID" in os.environ:  # Vertex AI starts a container again whatever its status
+            last = account.decided(max_crashes=max_crashes)
+            if last is not None and not last.again:
+                return _status(last, job=name)
+
+        def decide(parts: Parts) -> Decision:
+            return account.end(warned=True, max_crashes=max_crashes, end=outcome(parts))
+
+        meeting = Host(node, name, decide=decide, patience=grace + _PATIENCE)
+    else:
+        meeting = Guest(node, name)
+    try:
+        while True:
+            number = meeting.begin(signals.look)
+            if node.number == 0:
+                account.begin(max_crashes=max_crashes, unfinished="lost")
+            print(f"attempt {number} of machine {node.number + 1} of {node.nodes} begins", flush=True)
+            words = agent.words(
+                job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace
+            )
+            status = _attempt(words, meeting, signals, grace=grace)
+            decision = meeting.agree(Part(status, gone=signals.asked))
+            if not decision.again:
+                return _status(decision, job=name)
+            print(f"job {name} goes on: {decision.reason}", file=sys.stderr, flush=True)
+            signals.look()
+    finally:
+        meeting.close()
+
+
+def _attempt(words: Sequence[str], meeting: Host | Guest, signals: _Signals, *, grace: int) -> int | None:
+    """Run this machine's agent; return the status of the first rank that ended by itself, None if none did.
+
+    When the part of another machine has ended by a crash, or with the machine, the ranks here cannot go on.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        exit_file = Path(folder) / "exit"
+        running = subprocess.Popen(words, env={**os.environ, VARIABLE: str(exit_file)}, start_new_session=True)
+        signals.agent = running
+        if signals.asked:
+            running.send_signal(signal.SIGTERM)
+        limit: float | None = None
+        while running.poll() is None:
+            if limit is None and (over := meeting.over()) is not None:
+                limit = time.monotonic() + (_PATIENCE if over[0] is None else grace)
+            if limit is not None and time.monotonic() > limit:
+                _kill(running.pid)
+            time.sleep(0.2)
+        signals.agent = None
+        return 0 if running.returncode == 0 else read_exit(exit_file)
+
+
+def _kill(pid: int) -> None:
+    """End a torchrun, its ranks and their data workers, which have sessions of their own."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def outcome(parts: Parts) -> End:
+    """Return how an attempt ended, given its parts.
+
+    A mistake or bad numbers on one machine are those of all. Ranks of the others end by whatever a lost machine or a
+    crash does to them, so that these tell less.
+    """
+    ends = [end_of(part.status) for part in parts.values()]
+    if "mistake" in ends or "bad numbers" in ends:
+        return "mistake" if "mistake" in ends else "bad numbers"
+    if all(end == "finished" for end in ends):
+        return "finished"
+    if any(part.gone for part in parts.values()):
+        return "lost"
+    return "stopped" if "stopped" in ends else "crash"
+
+
+def _status(decision: Decision, *, job: str) -> int:
+    print(f"job {job} ends: {decision.reason}", file=sys.stderr, flush=True)
+    return 1 if decision.status == STOPPED else decision.status  # 75 would bring a container in its place
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megavlm.programs.launch.node",
+        description="Run this machine's part of a job on Vertex AI or Kubernetes.",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs, and so processes, of a machine; default: 8."
+    )
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=agent.GRACE,
+        metavar="SECONDS",
+        help=f"Time for the last step and its save after a signal; default: {agent.GRACE}.",
+    )
+    parser.add_argument(
+        "--max-crashes", type=int, default=10, metavar="N", help="Crashes that are answered by a new attempt."
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
