@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import axes_of, covering, pairs
 from tests.support.flags import DROPOUT, HALF, MODELS
 from tests.support.float64 import float64, train_in_float64
 from tests.support.pool import Pools
@@ -70,19 +71,32 @@ FAST = [
 ]
 SOME_MODELS = ("plain", "rich", "frozen-vision", "qwen3-vl", "recompute", "one-image-rank")
 EIGHT = "--train-iters 8".split()
-SLOW = [
-    (loss, model, layout)
-    for loss in LOSSES
-    for model in (SOME_MODELS if loss != "lora" else ("plain",))
-    for layout in LAYOUTS
-    if layout not in OF_EXPERTS
-]
-SLOW += [
-    (loss, model, layout)
-    for loss in ("plain", "mean", "sigmoid")
-    for model in ("experts", "biased-experts")
-    for layout in (*OF_EXPERTS, "dp2", "no-zero", "tp2-pp2")
-]
+
+
+def shows(case: tuple[str, str, str]) -> set[object]:
+    """Each loss meets each model, and both meet each axis of a layout."""
+    loss, model, layout = case
+    return {layout, *pairs([model], [loss], axes_of(LAYOUTS[layout][1]))}
+
+
+SLOW = covering(
+    (
+        *(
+            (loss, model, layout)
+            for loss in LOSSES
+            for model in (SOME_MODELS if loss != "lora" else ("plain",))
+            for layout in LAYOUTS
+            if layout not in OF_EXPERTS
+        ),
+        *(
+            (loss, model, layout)
+            for loss in ("plain", "mean", "sigmoid")
+            for model in ("experts", "biased-experts")
+            for layout in (*OF_EXPERTS, "dp2", "no-zero", "tp2-pp2")
+        ),
+    ),
+    shows,
+)
 
 
 def argv_of(loss: str, model: str) -> list[str]:

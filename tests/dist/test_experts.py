@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.covering import axes_of, covering, pairs
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, THREE, assert_same_curve, farthest_apart, metrics, train
@@ -55,13 +56,21 @@ FAST = [
     ("cp2-ep2", "sigmoid", "--micro-batch-size 2 --moe-token-dispatcher-type allgather"),
     ("tp2-etp1", "softmax", "--micro-batch-size 4 --data-parallel-sharding none"),
 ]
+OPTIONS = (
+    ("softmax", "--moe-token-dispatcher-type allgather"),
+    ("sigmoid", "--recompute-granularity full"),
+    ("softmax", "--placement colocated"),
+    ("sigmoid", "--data-parallel-sharding none"),
+)
 SLOW = [
-    *[(layout, model, "") for layout in LAYOUTS for model in MODELS],
+    # Each layout, each model with each axis, and each layout with two options of four.
+    *covering(
+        [(layout, model, "") for layout in LAYOUTS for model in MODELS],
+        lambda case: {case[0], *pairs([case[1]], axes_of(LAYOUTS[case[0]][1]))},
+    ),
+    *[(layout, *OPTIONS[place % len(OPTIONS)]) for place, layout in enumerate(LAYOUTS)],
+    *[(layout, *OPTIONS[(place + 2) % len(OPTIONS)]) for place, layout in enumerate(LAYOUTS)],
     *[("ep2", "softmax", f"--micro-batch-size {size}") for size in (1, 2)],
-    *[(layout, "softmax", "--moe-token-dispatcher-type allgather") for layout in LAYOUTS],
-    *[(layout, "sigmoid", "--recompute-granularity full") for layout in LAYOUTS],
-    *[(layout, "softmax", "--placement colocated") for layout in LAYOUTS],
-    *[(layout, "sigmoid", "--data-parallel-sharding none") for layout in LAYOUTS],
     ("ep2-edp2", "softmax", "--overlap-grad-reduce --overlap-param-gather"),
     ("ep2", "softmax", "--offload optimizer activations"),
     ("tp2-ep2-edp2", "softmax", "--cp 2 --ep 4"),

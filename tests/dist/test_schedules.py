@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ FAST = [
         "--pp 2 --overlap-grad-reduce --overlap-param-gather --set parallel.ddp_bucket_size=4000",
     ),
 ]
+LAYOUTS = ((4, "--pp 2 --tp 2"), (4, "--pp 4"), (2, "--pp 2"))
 SLOW = [
     ("gpipe", 4, "rich", "--pp 2 --tp 2"),
-    *[("gpipe", 2, model, "--pp 2") for model in MODELS],
-    *[("zb-h1", 2, model, "--pp 2") for model in MODELS],
-    *[("zb-h1", 4, model, "--pp 2 --tp 2") for model in MODELS],
-    *[("zb-h1", 4, model, "--pp 4") for model in MODELS],
+    *[("gpipe", 2, model, "--pp 2") for model in ("plain", "frozen-vision", "qwen3-vl", "gemma3", "qformer")],
+    # ZB-H1 meets each model, at two stages, at four and with TP in turn.
+    *[("zb-h1", world, model, flags) for model, (world, flags) in zip(MODELS, cycle(LAYOUTS), strict=False)],
 ]
 
 

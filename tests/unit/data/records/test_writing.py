@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megavlm.cli import channels
-from megavlm.cli.prepare import main
 from PIL import Image
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.programs.cli import channels
+from megavlm.programs.cli.prepare import main
 from megavlm.storage.file_range import FileRange
 
 
@@ -62,7 +62,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mebibytes of a few kilobytes, so that few records make several shards."""
     real = writing.write_shards
     monkeypatch.setattr(
-        "megavlm.cli.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
+        "megavlm.programs.cli.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
     )
 
 

@@ -1,0 +1,47 @@
+"""Thin a product of cases: every pair of what may interact is tried, and few cases are.
+
+A fault of a layout shows with one axis of it or with two things that meet (an axis and a model, an axis and an option),
+seldom with three. A cover of pairs costs about the product of the two largest sets, in place of the product of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import product
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+
+def covering(cases: Iterable[Case], shows: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
+    """Return few of the cases, in their order, that together show all that any of them shows.
+
+    The cover is greedy: next comes the case that shows most that is new, the first of equals.
+    """
+    given = list(cases)
+    shown = [set(shows(case)) for case in given]
+    seen: set[Hashable] = set()
+    waiting = [(-len(each), place) for place, each in enumerate(shown)]
+    heapify(waiting)
+    taken = []
+    while waiting:
+        promised, place = heappop(waiting)
+        new = len(shown[place] - seen)
+        if new and new < -promised:  # others may show more by now
+            heappush(waiting, (-new, place))
+        elif new:
+            taken.append(place)
+            seen |= shown[place]
+    return [given[place] for place in sorted(taken)]
+
+
+def pairs(*sets: Iterable[Hashable]) -> set[tuple[Hashable, Hashable]]:
+    """Return each pair of elements of two of the sets."""
+    held = [list(each) for each in sets]
+    return {pair for place, first in enumerate(held) for second in held[place + 1 :] for pair in product(first, second)}
+
+
+def axes_of(flags: str) -> list[str]:
+    """Return the options of a layout without their sizes: `--tp 2 --pp 4` has `--tp` and `--pp`; none is replicas."""
+    return [word for word in flags.split() if word.startswith("--")] or ["replicas"]
