@@ -72,7 +72,7 @@ test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the 
 	$(VENV)/bin/python -c 'from importlib.metadata import version; print("megatron-core", version("megatron-core"))' && \
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) $(NEXT_TESTS)
 
-cards: $(STAMP) ## Measure each Hugging Face family again, and write cards/ and docs/cards.md.
+cards: $(STAMP) ## Measure each Hugging Face family again, and write cards/ and docs/reports/cards.md.
 	$(VENV)/bin/python -m tests.support.cards --workers 2 $(ARGS)
 
 cluster-tools: ## Install SLURM for the tests of launch/ (Debian, Ubuntu; needs root).

@@ -7,7 +7,7 @@ Both ways choose the best of all layouts of one pipeline stage (TP, recomputatio
 Packed rows are those of `megavlm/data/packing.py`, as long as the longest sample may be, evened out over replicas by
 cost. Dynamic groups give each sample the fewest ranks that hold it, more where it would outlast the step, and pack
 short samples for single ranks; groups are aligned, a power of two, and the widest begin. Nothing is measured.
---write puts the table into docs/dynamic-context.md.
+--write puts the table into docs/design/decisions.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.host_memory import host_memory
 from megavlm.planner.memory import rank_memory
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "dynamic-context.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "design" / "decisions.md"
 STEPS = 2  # batches that are simulated for each mixture
 WIDEST = 64  # ranks of a group
 

@@ -1,9 +1,9 @@
 """Plan long sequences: the fastest predicted layouts of Qwen2.5-VL at 32k to 1M tokens, and how long rows may become.
 
-    python benchmarks/long_context.py [7b 72b] [--write]      # --write: into docs/long-context.md, too
+    python benchmarks/long_context.py [7b 72b] [--write]      # --write: into docs/layouts.md, too
 
 Each sample is a row of its own: images of 1,008² (1,296 features each) among text, 4 million tokens a step, as
-`tools/plan.py` plans it. "Up to" is the length at which the same layout would no longer fit, if what grows with the
+`megavlm plan` plans it. "Up to" is the length at which the same layout would no longer fit, if what grows with the
 length (activations, batches) goes on as it does; "memory" says whose: the device's, or the host's. Nothing is measured.
 """
 
@@ -23,7 +23,7 @@ from megavlm.planner.host_memory import HostMemory
 from megavlm.planner.search import search
 from megavlm.programs.cli import plan
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "long-context.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "layouts.md"
 GPUS = {"7b": {2**15: 8, 2**17: 16, 2**20: 64}, "72b": {2**15: 64, 2**17: 64, 2**20: 256}}
 IMAGES = {2**15: 16, 2**17: 64, 2**20: 512}
 TOKENS = 2**22  # of a step
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def argv(self) -> list[str]:
-        """Return the arguments of tools/plan.py."""
+        """Return the arguments of megavlm plan."""
         return (
             f"--model qwen2_5_vl_{self.model} --gpus {GPUS[self.model][self.length]} --gpu {self.gpu} --seq-length "
             f"{self.length} --images {IMAGES[self.length]}x1008 --gbs {TOKENS // self.length} --top 1"

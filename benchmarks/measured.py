@@ -1,7 +1,7 @@
-"""Write the table of docs/measured.md from the records, or run the commands of its rows again.
+"""Write the table of docs/reports/measured.md from the records, or run the commands of its rows again.
 
     python benchmarks/measured.py                             # print the table
-    python benchmarks/measured.py --write                     # renew it in docs/measured.md
+    python benchmarks/measured.py --write                     # renew it in docs/reports/measured.md
     python benchmarks/measured.py --repeat 5 --only convert   # run `convert.py` five times, then print the table
 
 A figure is the median of its records. Its spread is the smallest and the largest of them. Rows are listed in
@@ -22,7 +22,7 @@ from measured_rows import ROWS, Row
 from tables import with_table
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parent / "docs" / "measured.md"
+DOCUMENT = HERE.parent / "docs" / "reports" / "measured.md"
 # Other work on two cores decides what the clock shows from about this load average on.
 BUSY = 3.0
 
@@ -97,7 +97,7 @@ def _letter(number: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="Write the table to docs/measured.md, too.")
+    parser.add_argument("--write", action="store_true", help="Write the table to docs/reports/measured.md, too.")
     parser.add_argument("--repeat", type=int, default=0, metavar="N", help="First run each command N times.")
     parser.add_argument("--only", default="", metavar="TEXT", help="Run only commands that contain TEXT.")
     return parser

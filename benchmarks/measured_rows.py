@@ -1,4 +1,4 @@
-"""List the rows of docs/measured.md: what each figure is, its record and its command."""
+"""List the rows of docs/reports/measured.md: what each figure is, its record and its command."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ CPU_STEP, DATA, IMAGES, UPLOADS = (
 )
 LOSS, VIDEO = "python benchmarks/loss_memory.py", "python benchmarks/video.py"
 PLANNER = (
-    "torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json && python benchmarks/planner.py --profile mine.json"
+    "torchrun --nproc-per-node 2 -m megavlm calibrate --out mine.json"
+    " && python benchmarks/planner.py --profile mine.json"
 )
 PLANNER_SINCE = "2026-11-21T11:54"  # calls of a layer are counted
 

@@ -1,4 +1,4 @@
-"""Read the figures of docs/measured.md from records of benchmarks."""
+"""Read the figures of docs/reports/measured.md from records of benchmarks."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ clock, and the processor time per step of the busier process. The latter is a lo
 waits, and depends little on other work; bubbles and waiting show only in the clock. For a frozen encoder, `vision` is
 the processor time of the encoder in the main thread, including the look-up in a cache.
 
-The planner's gain for a hardware profile is printed beside each gain by the clock (`tools/calibrate.py` with two
+The planner's gain for a hardware profile is printed beside each gain by the clock (`megavlm calibrate` with two
 processes makes one for this machine); for encoding ahead it is what the pipeline's bubbles and the gradients' exchange
 could hide at most.
 """

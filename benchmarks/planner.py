@@ -1,7 +1,7 @@
 """Compare the planner's step times with measured ones: `python benchmarks/planner.py --profile mine.json`.
 
 Two processes run every configuration, one thread each, in rounds of different order, because a machine's speed drifts.
-The profile comes from `tools/calibrate.py` on this machine with as many processes. Prints predicted beside
+The profile comes from `megavlm calibrate` on this machine with as many processes. Prints predicted beside
 measured, the median error, and how far from the fastest measured case the planner's choice is.
 """
 

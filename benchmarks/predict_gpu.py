@@ -1,6 +1,6 @@
 """Predict the time of a step of `gpu_vlm.py` on a GPU: megavlm's before and now, and Transformers'.
 
-    python benchmarks/predict_gpu.py [--write]          # --write: into docs/performance-model.md, too
+    python benchmarks/predict_gpu.py [--write]          # --write: into docs/design/performance-model.md, too
 
 The predictions are those of `megavlm/planner/explain.py` for the shapes of `gpu_model.py`. Transformers' passes and
 launches come from the last record of `host_time.py`. Only the rate of square products was measured on a GPU.
@@ -28,7 +28,7 @@ from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses
 from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "performance-model.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "design" / "performance-model.md"
 RECORDS = Path(__file__).parent / "records" / "host_time.jsonl"
 GPUS = {"h100": 79.2, "h200": 139.8}  # GiB that CUDA reports, of which `gpu_vlm.py` plans for 75 %
 SHARE = 0.75
@@ -132,7 +132,7 @@ def counts() -> dict[str, Any]:
 
 
 def tables() -> list[str]:
-    """Return the lines of the tables of docs/performance-model.md."""
+    """Return the lines of the tables of docs/design/performance-model.md."""
     found = predictions()
     lines = summary(found)
     for each in found:
@@ -230,7 +230,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="Write the tables to docs/performance-model.md, too.")
+    parser.add_argument("--write", action="store_true", help="Write the tables to their page, too.")
     return parser
 
 

@@ -46,7 +46,7 @@ from megavlm.planner.timeline import Durations, Times, simulate
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
-PAGE = Path(__file__).parents[1] / "docs" / "schedules.md"
+PAGE = Path(__file__).parents[1] / "docs" / "layouts.md"
 RECORDS = Path(__file__).parent / "records" / "schedules.jsonl"
 MODEL, MEAN = "qwen2_5_vl_7b", 0.25  # seconds that a forward pass sleeps in the mean
 SCHEDULES: dict[ScheduleName, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # with their VPP
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two stages, two micro-batches; no record")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw four stages' timelines, measure nothing")
-    parser.add_argument("--write", action="store_true", help="write the records' table into docs/schedules.md")
+    parser.add_argument("--write", action="store_true", help="write the records' table into docs/layouts.md")
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

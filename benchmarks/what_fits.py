@@ -1,6 +1,6 @@
 """Say on how many GPUs ten models can be trained on images and clips, and how fast: tables of the planner's answers.
 
-    python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/what-fits.md, too
+    python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/reports/what-fits.md, too
     python benchmarks/what_fits.py --missing --write       # what is not kept yet; go on after an interruption
 
 For each model, GPU, amount of images or length of a clip, and way to train, the smallest power of two of GPUs (up to
@@ -26,7 +26,7 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import profile
 from megavlm.planner.search import search
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "what-fits.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "what-fits.md"
 ANSWERS = Path(__file__).parent / "records" / "what_fits.json"
 GPUS = {"a100": "A100-80", "h100": "H100", "h200": "H200", "b200": "B200"}
 MOST = 64
@@ -144,7 +144,7 @@ def known() -> dict[str, Answer]:
 
 
 def table(answers: dict[str, Answer]) -> str:
-    """Return the tables of docs/what-fits.md: for each sequence length with images, and for each clip."""
+    """Return the tables of docs/reports/what-fits.md: for each sequence length with images, and for each clip."""
     lines: list[str] = []
     for seq_length, budget in BUDGETS.items():
         lines += _head(f"{seq_length:,} tokens, about {budget:,} of them of images", "images")
@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="Models to plan for; default: all.")
     parser.add_argument("--missing", action="store_true", help="Plan only what has no answer yet.")
-    parser.add_argument("--write", action="store_true", help="Keep the answers, and renew docs/what-fits.md.")
+    parser.add_argument("--write", action="store_true", help="Keep the answers, and renew docs/reports/what-fits.md.")
     return parser
 
 

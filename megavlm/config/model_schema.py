@@ -51,7 +51,7 @@ class ProjectorConfig:
     kind: str = option(
         "mlp",
         "Type of the projector: one linear layer, an MLP (linear, GELU, linear), gated (a linear layer, norm and GELU, "
-        "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/connectors.md).",
+        "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/models.md).",
         flag="--projector-kind",
         point="connectors",
     )
@@ -110,7 +110,7 @@ class ProjectorConfig:
 class ModelConfig:
     published: str | None = option(
         None,
-        "Name of a published model whose sizes are the defaults of this section (tools/plan.py --help lists them); "
+        "Name of a published model whose sizes are the defaults of this section (megavlm plan --help lists them); "
         "with given weights, theirs count; default: none.",
         flag="--published-model",
     )

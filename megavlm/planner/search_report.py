@@ -13,7 +13,7 @@ from megavlm.planner.host_memory import node_bytes, node_memory_error
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import SearchResult
 
-ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/measured.md
+ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
 _NUMBER = re.compile(r"\d[\d.,]*")
 _HEADER = (
     "layout",

@@ -1,4 +1,4 @@
-"""docs/performance-model.md shows what the model of a GPU predicts today, and the planner's search finds the same."""
+"""The page on the model of a GPU shows what it predicts today, and the planner's search finds the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/schedules.md shows the records of `benchmarks/schedules.py`."""
+"""docs/layouts.md shows the records of `benchmarks/schedules.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/cards.md from the cards: all families by all gates, what others publish, and a table for each family."""
+"""docs/reports/cards.md from the cards: all families by all gates, what others publish, and a table for each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cards: what tests measured of each Hugging Face family, written to `cards/FAMILY.yaml` and into docs/cards.md.
+"""Cards: what tests measured of each Hugging Face family, as `cards/FAMILY.yaml` and docs/reports/cards.md.
 
     python -m tests.support.cards               # run all tests that measure gates, and write all cards (`make cards`)
     python -m tests.support.cards -k gemma3     # renew the figures of some tests; the others stay, with their dates
@@ -29,7 +29,7 @@ from tests.support.card_page import page
 from tests.support.gates import GATES, Gate, larger
 
 ROOT = Path(__file__).parents[2]
-CARDS, DOCUMENT = ROOT / "cards", ROOT / "docs" / "cards.md"
+CARDS, DOCUMENT = ROOT / "cards", ROOT / "docs" / "reports" / "cards.md"
 TESTS = (
     *("tests/parity/test_hf_*.py", "tests/parity/test_video*.py", "tests/parity/test_files_hf.py"),
     *("tests/parity/test_answers.py", "tests/parity/test_language.py", "tests/parity/test_vision.py"),
@@ -146,7 +146,7 @@ def write(cases: Cases, folder: Path = CARDS) -> list[dict[str, Any]]:
 
 
 def publish(cases: Cases) -> None:
-    """Write cards and docs/cards.md."""
+    """Write cards and docs/reports/cards.md."""
     DOCUMENT.write_text(page(write(cases), DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -168,7 +168,7 @@ def _git(*arguments: str) -> str:
 
 def commit_here() -> str:
     """Return the commit, with "-dirty" where files differ that are not the cards' own."""
-    asked = ["git", "status", "--porcelain", "--", ".", ":!cards", ":!docs/cards.md"]
+    asked = ["git", "status", "--porcelain", "--", ".", ":!cards", ":!docs/reports/cards.md"]
     changed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return _git("rev-parse", "--short=10", "HEAD") + ("-dirty" if changed else "")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python", "torchrun", "megavlm", "sbatch", "srun", "make", "until", "tools/gpu_check.sh")
 
 # Commands that no test runs from here, by their beginning, and why.
@@ -24,7 +24,7 @@ ELSEWHERE = {
     "python -m megavlm.programs.launch.node ": "a container of a job; the tests of launchers run it as such",
     "megavlm launch vertex ": "tests/unit/launch has what it would submit",
     "megavlm launch kubernetes ": "tests/unit/launch has what it would submit",
-    "python tools/sweep.py lr.yaml ": "a grid of hours; tests/unit/sweep has small ones",
+    "megavlm sweep lr.yaml ": "a grid of hours; tests/unit/sweep has small ones",
     "until ": "a shell loop around any command",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 ": "it waits for machines",
     "torchrun --nnodes 16 ": "it waits for machines; tests/dist/test_doctor_world.py has two",
@@ -32,7 +32,7 @@ ELSEWHERE = {
     "python -m pytest ": "the suite has them",
     "python benchmarks/": "hours",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --objective ": "tests/dist/test_embed.py has pairs",
-    "python tools/embed.py ": "tests/dist/test_embed.py embeds records",
+    "megavlm embed ": "tests/dist/test_embed.py embeds records",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --extension ": "tests/dist/test_extensions.py trains with extensions",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3-VL-30B": "tests/dist/test_hf.py trains mixtures",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 pretrain_vlm.py --vision-from exported/vision ": "and begins another run with them",
     "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
     "python examples/acme_vlm/small_model.py": "tests/dist/test_extensions.py makes a folder with it",
-    "python tools/convert.py export runs/acme ": "tests/dist/test_extensions.py exports a folder of that family",
+    "megavlm convert export runs/acme ": "tests/dist/test_extensions.py exports a folder of that family",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
     "python examples/first_hour/make_data.py": "the folder has what it writes",
 }

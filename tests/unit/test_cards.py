@@ -1,4 +1,4 @@
-"""Cards: each family has one, docs/cards.md is made from them, and a failed test is a failed gate."""
+"""Cards: each family has one, docs/reports/cards.md is made from them, and a failed test is a failed gate."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "benchmarks/README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {

@@ -1,4 +1,4 @@
-"""Every figure that README.md shows stands in docs/measured.md, and there in a record or as measured once."""
+"""Every figure that README.md shows stands in docs/reports/measured.md, and there in a record or as measured once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ROOT / "docs/measured.md"
+MEASURED = ROOT / "docs/reports/measured.md"
 # `1.05 ×` but not the `4 ×` of a size (`4 × 4 pixels`) or of a layout (`TP × PP`).
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? (?:×(?! [A-Z\d])|%|s\b|ms\b|min\b|MiB\b|GiB\b|TFLOP/s)")
 TOLERANCE = re.compile(r"\b1e-\d+\b")
@@ -98,7 +98,7 @@ def test_readme_shows_a_figure_with_those_that_qualify_it(names: tuple[str, ...]
 
 
 def test_the_whole_step_stands_before_its_language_part() -> None:
-    for name in ("README.md", "docs/measured.md"):
+    for name in ("README.md", "docs/reports/measured.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert text.index("430 TFLOP/s") < text.index("611 TFLOP/s"), name
 

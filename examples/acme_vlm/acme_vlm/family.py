@@ -1,4 +1,4 @@
-"""What the folders' config.json means, and where their weights are (docs/adding-a-model.md says what else there is)."""
+"""What the folders' config.json means, and where their weights are (docs/extensions.md says what else there is)."""
 
 from __future__ import annotations
 

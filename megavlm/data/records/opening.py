@@ -29,7 +29,7 @@ _TABLES: dict[str, Callable[[Path, Choose], Container]] = {".parquet": ParquetFi
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *DELIMITERS, *_TABLES)  # suffixes of the files of a folder
 _UNREAD_PAIRS = "pairs, which are no conversations: add --objective contrastive, or name another data set"
 _NO_PAIRS = (
-    'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/embeddings.md), or use '
+    'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/models.md), or use '
     "--objective next-token"
 )
 _OF_TABLES = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}

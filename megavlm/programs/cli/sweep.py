@@ -1,6 +1,6 @@
 """Train the variants of a run and compare them: `python tools/sweep.py GRID.yaml [--on slurm] [--parallel 5]`.
 
-GRID.yaml says what varies (docs/sweeps.md). Before anything starts, the options of every variant are checked. Variants
+GRID.yaml says what varies (docs/clusters.md). Before anything starts, the options of every variant are checked. Those
 that have finished are skipped, so that the same command goes on after an interruption. The results are a table and
 curves: RUN_DIR/sweep.html, sweep.tsv and sweep.md.
 """

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_read() -> None:
     assert len(EXAMPLES) > 30
-    assert {"README.md", "data.md", "lora.md", "planner.md", "hugging-face.md"} <= {each.page for each in EXAMPLES}
+    assert {"README.md", "data.md", "models.md", "planner.md", "layouts.md"} <= {each.page for each in EXAMPLES}
     for start in ELSEWHERE:
         assert any(each.text.startswith(start) for each in EXAMPLES), f"{start} is on no page any more"
 
