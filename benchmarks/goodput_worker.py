@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     """Return the exit status of the program."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from megavlm import backend
-    from megavlm.programs.cli import train
+    from megavlm.programs import train
 
     marker = Path(argv[argv.index("--run-dir") + 1]) / SPOIL
     activate = backend.activate

@@ -21,7 +21,7 @@ from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.host_memory import HostMemory
 from megavlm.planner.search import search
-from megavlm.programs.cli import plan
+from megavlm.programs import plan
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "layouts.md"
 GPUS = {"7b": {2**15: 8, 2**17: 16, 2**20: 64}, "72b": {2**15: 64, 2**17: 64, 2**20: 256}}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megavlm.programs.cli.main import run
-from megavlm.programs.cli.report import main
+from megavlm.programs.main import run
+from megavlm.programs.report import main
 
 if __name__ == "__main__":
     run(main, teardown=True)

@@ -16,8 +16,8 @@ from megavlm.config.derived import starts_from
 from megavlm.config.messages import several
 from megavlm.data.validation import DEAR
 from megavlm.errors import UserError
-from megavlm.programs.cli.train import train
-from megavlm.programs.launch.configuration import configured
+from megavlm.programs.configuration import configured
+from megavlm.programs.train import train
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -17,7 +17,7 @@ activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint import folders  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedReader  # noqa: E402
-from megavlm.programs.cli import convert  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.flags import HALF  # noqa: E402
 from tests.support.hf_families import FAMILIES, square  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 
 from megavlm.planner.fit import fit, row_tile
 from megavlm.planner.hardware import Link
-from megavlm.programs.cli.calibrate import SIZES, config_of
+from megavlm.programs.calibrate import SIZES, config_of
 from tests.support.pool import Pools
 
 

@@ -24,7 +24,7 @@ import transformers  # noqa: E402
 
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
 from megavlm.families.shared.family import ALL_PARTS  # noqa: E402
-from megavlm.programs.cli import channels, convert, prepare  # noqa: E402
+from megavlm.programs import channels, convert, prepare  # noqa: E402
 from tests.support.processors import picture  # noqa: E402
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time  # noqa: E402
 from tests.support.whole_models import whole_folder  # noqa: E402

@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.programs.cli import prepare as prepare_data  # noqa: E402
+from megavlm.programs import prepare as prepare_data  # noqa: E402
 from tests.support.clips import clip  # noqa: E402
 from tests.support.processors import picture  # noqa: E402
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megavlm.checkpoint.folders import complete
-from megavlm.programs.cli import sweep
+from megavlm.programs.sweep import sweep
 from megavlm.programs.sweep.grid import read_grid, variants_of
 from megavlm.programs.sweep.results import rows_of
 from megavlm.programs.sweep.state import state_of

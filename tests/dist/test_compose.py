@@ -22,7 +22,7 @@ from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E4
 from megavlm.checkpoint.hf.exporting import exportable  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
-from megavlm.programs.cli import convert  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402

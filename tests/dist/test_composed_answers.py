@@ -27,7 +27,9 @@ from megavlm.config.schema import DataConfig  # noqa: E402
 from megavlm.data.collate import CollateSpec, collate  # noqa: E402
 from megavlm.data.types import Conversation, ImageRef, Turn  # noqa: E402
 from megavlm.families import FAMILIES  # noqa: E402
-from megavlm.programs.cli import chat, convert, evaluate  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
+from megavlm.programs.evaluation import evaluate  # noqa: E402
+from megavlm.programs.inference import chat  # noqa: E402
 from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.processors import picture, tokenizers_in  # noqa: E402

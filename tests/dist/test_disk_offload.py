@@ -87,7 +87,7 @@ def test_a_disk_that_gets_full_ends_the_run_in_one_line_and_loses_nothing(pools:
 FAILS_ON_RANK_1 = """
 import os, sys
 from tests.dist.test_disk_offload import run_until_full
-from megavlm.programs.cli.train import main
+from megavlm.programs.train import main
 if os.environ["RANK"] == "1":
     import tests.dist.test_disk_offload as own
     own.run_program = lambda argv, output: sys.exit(main(argv))

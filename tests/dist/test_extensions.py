@@ -17,7 +17,7 @@ from tests.support.training import SMALL, THREE, assert_same_curve, metrics
 
 activate()  # before the module below imports megatron-core
 
-from megavlm.programs.cli import convert  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--lr 1e-3 --lr-warmup-iters 2 --set model.projector.pixel_shuffle=1".split()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.programs.cli import prepare as prepare_data
+from megavlm.programs import prepare as prepare_data
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time

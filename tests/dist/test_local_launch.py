@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def start(run_dir: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "megavlm.programs.launch", "local", "--nodes", "2", "--gpus-per-node", "1", "--"]
+    command = [sys.executable, "-m", "megavlm", "launch", "local", "--nodes", "2", "--gpus-per-node", "1", "--"]
     with run_dir.with_suffix(".out").open("wb") as output:
         return subprocess.Popen(
             [*command, *TINY, *flags, "--run-dir", str(run_dir)],

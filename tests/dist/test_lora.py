@@ -26,7 +26,8 @@ from megavlm.data.batch import MicroBatch  # noqa: E402
 from megavlm.data.collate import CollateSpec, collate  # noqa: E402
 from megavlm.data.synthetic import SyntheticSource  # noqa: E402
 from megavlm.families import family_of  # noqa: E402
-from megavlm.programs.cli import chat, convert  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
+from megavlm.programs.inference import chat  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.harness import difference  # noqa: E402

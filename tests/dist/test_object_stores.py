@@ -18,7 +18,7 @@ import pytest
 from megavlm.checkpoint import folders, manifest, remote
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.streams import open_stream, prepare_stream
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from megavlm.storage.store import Store, StoreError
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of

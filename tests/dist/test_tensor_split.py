@@ -21,7 +21,7 @@ from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_sa
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.programs.cli import convert  # noqa: E402
+from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.tiny_models import qwen_vl  # noqa: E402
 

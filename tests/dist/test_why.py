@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megavlm.programs.cli.why import main
+from megavlm.programs.why import main
 from megavlm.resilience.account import records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of

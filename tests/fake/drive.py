@@ -43,7 +43,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
         mistakes.begin()
         mistakes.MISTAKES[" ".join(case["argv"][1:])]()
         return
-    from megavlm.programs.cli.train import train
+    from megavlm.programs.train import train
 
     folder.mkdir(parents=True)  # as rank 0 does, which may not be there
     train([*case["argv"], "--run-dir", str(folder)])

@@ -14,7 +14,9 @@ from PIL import Image
 
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
-from megavlm.programs.cli import chat, convert, evaluate
+from megavlm.programs import convert
+from megavlm.programs.evaluation import evaluate
+from megavlm.programs.inference import chat
 from megavlm.programs.inference.assistant import Assistant, Sampling
 from megavlm.programs.inference.exports import _data_options
 from tests.support.processors import picture

@@ -21,7 +21,7 @@ from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from megavlm.programs.inference.assistant import Assistant, Sampling
 from tests.support import hf
 from tests.support.gates import hold

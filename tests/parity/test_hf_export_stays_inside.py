@@ -14,7 +14,7 @@ import transformers
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_part_sidecars
 from megavlm.checkpoint.manifest import TENSORS, read_manifest, write_manifest
 from megavlm.errors import UserError
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from tests.support import hf
 from tests.support.tiny_models.llava import vicuna
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.llava import IMAGES, llama3_siglip, mistral_tied, vicuna

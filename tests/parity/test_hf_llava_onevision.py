@@ -21,7 +21,7 @@ from megavlm.errors import UserError
 from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from megavlm.families.shared.settings import Settings
 from megavlm.model.vision_ops import unpad_and_concat
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.llava_onevision import IMAGES, VIDEOS, VISION, onevision

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from tests.support import hf
 from tests.support.fresh import run_programs
 from tests.support.tiny_models.llava import vicuna

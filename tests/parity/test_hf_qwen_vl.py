@@ -14,7 +14,7 @@ from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.families import PUBLISHED, family_of, published_model
 from megavlm.families.shared.settings import Settings
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.tiny_models.qwen_vl import IMAGE_TOKEN, IMAGES, VIDEOS, qwen2, qwen2_5, qwen3

@@ -45,7 +45,7 @@ def run_program(argv: list[str], output: str, env: Mapping[str, str] | None = No
     for stream in (1, 2):
         os.dup2(file, stream)
     sys.argv = ["pretrain_vlm.py", *argv]
-    from megavlm.programs.cli.train import main
+    from megavlm.programs.train import main
 
     status = main(argv)
     sys.stdout.flush()

@@ -41,7 +41,7 @@ from megavlm.families import family_of
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.planner.plan import make_plan
-from megavlm.programs.cli import convert
+from megavlm.programs import convert
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes

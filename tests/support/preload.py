@@ -24,7 +24,7 @@ if not Path("/proc/driver/nvidia").exists():  # else each child asks for its dev
     # What the program imports when it is called, and torch in the first step.
     import torch._dynamo
 
-    import megavlm.programs.cli.train
+    import megavlm.programs.train
     import megavlm.train.build
     import megavlm.train.loop  # noqa: F401
 

@@ -23,13 +23,13 @@ ASKED = {
     "backend/streams.py": "a second stream: tests/unit/backend/test_streams.py with stand-ins",
     "backend/transformer_engine.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
-    "cli/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
-    "cli/train.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
+    "programs/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "programs/train.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
     "config/device_defaults.py": "the table of defaults: tests/dist/test_gpu_defaults.py",
     "data/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "data/broadcast.py": "pins memory: tests/fake",
     "data/rank_loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
-    "inference/options.py": "Transformers' device; a GPU that is not there: tests/parity/test_asking_programs.py",
+    "programs/inference/options.py": "Transformers' device, or none: tests/parity/test_asking_programs.py",
     "model/largest_logits.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
     "model/layer_modules.py": "Transformer Engine's: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
@@ -56,4 +56,4 @@ def test_every_named_test_is_there() -> None:
 def test_every_question_about_the_device_is_accounted_for() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
     asking = {name for name, text in files.items() if QUESTION.search(text)}
-    assert {name for name in asking if not name.startswith(("doctor/", "arch/", "planner/"))} == set(ASKED)
+    assert {name for name in asking if not name.startswith(("programs/doctor/", "arch/", "planner/"))} == set(ASKED)

@@ -19,8 +19,8 @@ import pytest
 from megavlm.config import cli
 from megavlm.config.extensions import load_extensions
 from megavlm.config.fields import options
-from megavlm.programs.cli.main import COMMANDS
-from megavlm.programs.launch import __main__ as launch
+from megavlm.programs.launch import launch
+from megavlm.programs.main import COMMANDS
 from tests.support import extensions
 
 ROOT = Path(__file__).parents[2]
@@ -91,10 +91,10 @@ def programs() -> dict[str, set[str]]:
     extensions.forget()
     found = {"pretrain_vlm.py": run, "megavlm train": run}
     for name, script in TOOLS.items():
-        own = flags_of(importlib.import_module(f"megavlm.programs.cli.{name}")._parser())
+        own = flags_of(importlib.import_module(COMMANDS[name][0])._parser())
         own |= run if name in TAKES_RUN_FLAGS else set()
         found |= {f"tools/{script}.py": own, f"megavlm {name}": own}
-    found["megavlm.programs.launch"] = found["megavlm launch"] = flags_of(launch._parser()) | run
+    found["megavlm launch"] = flags_of(launch._parser()) | run
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}

@@ -17,7 +17,7 @@ import pytest
 
 from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file, write_out
-from megavlm.programs.cli.main import COMMANDS
+from megavlm.programs.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -54,10 +54,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.html",),
     ("megavlm.metrics",),
     ("megavlm.train",),
-    ("megavlm.programs.doctor",),
-    ("megavlm.programs.preview",),
-    ("megavlm.programs.inference", "megavlm.programs.evaluation"),
-    ("megavlm.programs.launch",),
+    ("megavlm.programs.configuration",),
+    ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),
+    ("megavlm.programs.evaluation", "megavlm.programs.launch"),
     ("megavlm.programs.sweep",),
     ("megavlm.programs", "megavlm.__main__"),
     ("pretrain_vlm", "tools", "benchmarks"),
@@ -330,8 +329,8 @@ def test_the_pure_modules_load_without_torch() -> None:
 
 EARLY = (
     "megavlm.checkpoint.hf.pretrained",
-    "megavlm.programs.cli.convert",
-    "megavlm.programs.cli.train",
+    "megavlm.programs.convert",
+    "megavlm.programs.train",
     "megavlm.config.cli",
     "megavlm.programs.preview.collect",
     "pretrain_vlm",
@@ -345,7 +344,7 @@ def test_programs_start_without_the_extras() -> None:
     waiting = [
         "megavlm.train.build",
         "megavlm.train.loop",
-        *(name for name in modules if within(name, "megavlm.programs.cli")),
+        *(name for name in modules if within(name, "megavlm.programs")),
     ]
     while waiting:
         name = waiting.pop()

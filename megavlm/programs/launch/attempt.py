@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megavlm.config.cli import parse
 from megavlm.errors import DeviceFault, UserError
-from megavlm.programs.launch.configuration import configured
+from megavlm.programs.configuration import configured
 from megavlm.programs.launch.exit_file import read_exit
 from megavlm.programs.launch.job_file import JobFile
 from megavlm.programs.launch.requeue import Attempt, Decision, End, decide, end_of

@@ -15,7 +15,7 @@ from megavlm.errors import UserError
 from megavlm.parallel.dims import dims_of
 from megavlm.planner.hardware import profile
 from megavlm.planner.out_of_memory import complaint
-from megavlm.programs.launch.configuration import configured
+from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
 from megavlm.storage.urls import is_url
 from megavlm.train.source import vocab_size_of

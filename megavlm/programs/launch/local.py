@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megavlm.programs.configuration import configured
 from megavlm.programs.launch import agent
 from megavlm.programs.launch.checks import check_job
-from megavlm.programs.launch.configuration import configured
 from megavlm.programs.launch.exit_file import VARIABLE, read_exit
 from megavlm.programs.launch.job import Command, Job
 

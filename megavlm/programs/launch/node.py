@@ -28,9 +28,9 @@ import psutil
 
 from megavlm.errors import UserError
 from megavlm.parallel.nodes import Node, node_of
+from megavlm.programs.configuration import configured
 from megavlm.programs.launch import agent
 from megavlm.programs.launch.attempt import Account
-from megavlm.programs.launch.configuration import configured
 from megavlm.programs.launch.exit_file import VARIABLE, read_exit
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts

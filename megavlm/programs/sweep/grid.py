@@ -18,7 +18,7 @@ from megavlm.config.load import read_yaml
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.programs.launch.configuration import configured
+from megavlm.programs.configuration import configured
 
 _MOST = 1000  # variants; SLURM's own limit of an array (MaxArraySize) is 1001 by default
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from megavlm.programs.sweep.grid import Grid, Variant
 
-Launch = Callable[[Sequence[str]], int]  # `megavlm.programs.launch.__main__.main`
+Launch = Callable[[Sequence[str]], int]  # `megavlm.programs.launch.launch.main`
 
 
 def command(scheduler: str, grid: Grid, variant: Variant, options: Sequence[str], *, title: str) -> list[str]:

@@ -21,8 +21,8 @@ from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink
 from megavlm.pipeline.feature_cache import FeatureCache
 from megavlm.planner.hardware import PROFILES, profile, to_json
-from megavlm.programs.cli import goodput, why
-from megavlm.programs.cli import plan as planner
+from megavlm.programs import goodput, why
+from megavlm.programs import plan as planner
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.status import read_status, write_status
 from tests.fuzz.child import Reader

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.cli import parse
-from megavlm.programs.cli.main import COMMANDS
-from megavlm.programs.launch.configuration import configured
+from megavlm.programs.configuration import configured
+from megavlm.programs.main import COMMANDS
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.programs.cli.main import COMMANDS
-from megavlm.programs.cli.train import train
+from megavlm.programs.main import COMMANDS
+from megavlm.programs.train import train
 from tests.support.data_files import write_tokenizer
 
 TRAIN = "train --dry-run --tokenizer {d}/tokenizer --train-iters 2"

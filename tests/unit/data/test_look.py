@@ -22,7 +22,7 @@ from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.planner.uneven import micro_batches
-from megavlm.programs.cli import plan
+from megavlm.programs import plan
 from tests.support.data_files import record, write_llava, write_tokenizer
 from tests.support.small_run import SMALL
 

@@ -13,9 +13,9 @@ from torch.distributed.run import get_args_parser
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch import agent, slurm
-from megavlm.programs.launch.__main__ import main
 from megavlm.programs.launch.checks import complaints, filesystem_of
 from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.launch import main
 from megavlm.programs.launch.profile import read_profile
 from tests.support.forked import ROOT
 

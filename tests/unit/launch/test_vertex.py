@@ -11,8 +11,8 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.programs.launch import vertex
-from megavlm.programs.launch.__main__ import main
 from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.launch import main
 from megavlm.programs.launch.vertex_job import DAY, Options, complaints, custom_job, reducers_for
 from megavlm.programs.launch.vertex_machines import MACHINES
 from tests.support.cloud import needs_cloud_tools, parsed_by_vertex

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megavlm.errors import RankError, UserError
 from megavlm.parallel.rendezvous import Meeting, agree, join, refuse_shared_devices
-from megavlm.programs.cli import train
+from megavlm.programs import train
 
 SOON = timedelta(seconds=60)
 

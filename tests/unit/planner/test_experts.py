@@ -25,7 +25,7 @@ from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
-from megavlm.programs.cli import plan
+from megavlm.programs import plan
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

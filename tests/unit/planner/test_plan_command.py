@@ -12,7 +12,7 @@ from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
 from megavlm.planner.search_report import reasons, ties
-from megavlm.programs.cli import plan
+from megavlm.programs import plan
 
 NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".split()
 

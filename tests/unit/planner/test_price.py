@@ -10,7 +10,7 @@ from megavlm.errors import UserError
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
 from megavlm.planner.machines import MACHINES, find_machine
 from megavlm.planner.price import Interruptions, Price, Work, bills, machines_for, price_of, report, rows
-from megavlm.programs.cli import plan
+from megavlm.programs import plan
 
 A3 = MACHINES["a3-megagpu-8g"]
 

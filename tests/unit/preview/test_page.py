@@ -16,12 +16,12 @@ from PIL import Image
 from megavlm.config.cli import parse
 from megavlm.data.images import patchify
 from megavlm.data.types import Reason, Skipped
-from megavlm.programs.cli.prepare import main as prepare
-from megavlm.programs.cli.preview import main
+from megavlm.programs.prepare import main as prepare
 from megavlm.programs.preview.charts import bins_of, histogram
 from megavlm.programs.preview.collect import look, unpatchified
 from megavlm.programs.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
 from megavlm.programs.preview.page import page
+from megavlm.programs.preview.preview import main
 from tests.support.data_files import record, sources_of, write_all
 
 EVIL = "</style><script>alert(1)</script>\" ' & <img src=x onerror=alert(1)>"

@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
-from megavlm.programs.cli import report
+from megavlm.programs import report
 from megavlm.programs.preview.lines import Line, chart, short, thinned, ticks
 from megavlm.programs.preview.report import page
 from megavlm.programs.preview.run_data import RunData, differing, read_run

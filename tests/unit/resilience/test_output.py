@@ -34,7 +34,7 @@ def start(**streams: object) -> subprocess.Popen[bytes]:
 def test_closed_streams_do_not_write_into_files(tmp_path: Path) -> None:
     """The first file that is opened would have the number of stdin, the next those of stdout and stderr."""
     code = (
-        "import sys, os; from megavlm.programs.cli.main import run\n"
+        "import sys, os; from megavlm.programs.main import run\n"
         "def main(argv):\n"
         "    files = [open(f'{number}', 'w') for number in range(3)]\n"
         "    os.write(1, b'printed'); print('x'); print('y', file=sys.stderr); os.system('echo z'); sys.stdin.read()\n"
@@ -48,7 +48,7 @@ def test_closed_streams_do_not_write_into_files(tmp_path: Path) -> None:
 
 
 def test_a_locale_without_a_character_stops_nothing() -> None:
-    code = "from megavlm.programs.cli.main import run\nrun(lambda argv: print('2 × 3 …'))"
+    code = "from megavlm.programs.main import run\nrun(lambda argv: print('2 × 3 …'))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"2 \\xd7 3 \\u2026\n", b"")

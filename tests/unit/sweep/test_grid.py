@@ -13,9 +13,8 @@ import yaml
 
 from megavlm.config.cli import parse
 from megavlm.errors import UserError
-from megavlm.programs.cli import sweep
 from megavlm.programs.launch.job import Job
-from megavlm.programs.sweep import array, jobs, local
+from megavlm.programs.sweep import array, jobs, local, sweep
 from megavlm.programs.sweep.grid import Grid, Variant, read_grid, variants_of
 from megavlm.programs.sweep.page import page
 from megavlm.programs.sweep.results import as_markdown, as_tsv, best_of, columns, rows_of

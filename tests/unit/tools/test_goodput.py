@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.programs.cli.goodput import main
+from megavlm.programs.goodput import main
 from megavlm.programs.preview.run_charts import duration, ticks_of
 from megavlm.resilience.history import CAUSES
 

@@ -37,7 +37,7 @@ def test_programs_know_their_options(item: Item, rehearsed: bool, monkeypatch: p
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(sys, "argv", [file, *options])
     if file == "tools/calibrate.py":
-        importlib.import_module("megavlm.programs.cli.calibrate")._parser().parse_args(options)
+        importlib.import_module("megavlm.programs.calibrate")._parser().parse_args(options)
         return
     module = importlib.import_module(Path(file).stem)
     found = module.parsed()

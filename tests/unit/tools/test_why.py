@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.programs.cli.why import main
+from megavlm.programs.why import main
 
 
 def test_it_says_what_takes_time_and_which_option_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

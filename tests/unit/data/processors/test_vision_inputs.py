@@ -19,7 +19,7 @@ from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for
 from megavlm.data.processors.vision_inputs import Channels, VisionInput, channels_json, measured, read_channels
 from megavlm.errors import UserError
-from megavlm.programs.cli import channels
+from megavlm.programs import channels
 
 SUM: VisionInput | None = None  # set by `made`
 RNG = np.random.default_rng(0)

@@ -16,8 +16,8 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
-from megavlm.programs.cli import channels
-from megavlm.programs.cli.prepare import main
+from megavlm.programs import channels
+from megavlm.programs.prepare import main
 from megavlm.storage.file_range import FileRange
 
 

@@ -22,7 +22,7 @@ from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table
 from megavlm.errors import RankError, Stopped, UserError
 from megavlm.parallel.world import World, world_of
-from megavlm.programs.launch.configuration import with_model, with_plan
+from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.exit_file import note_cause, note_exit
 from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry

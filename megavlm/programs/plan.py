@@ -32,8 +32,8 @@ from megavlm.planner.plan import make_plan
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
 from megavlm.planner.timeline import Timeline
-from megavlm.programs.cli.plan_costs import add_cost_options, costs, machine_of
-from megavlm.programs.launch.configuration import with_model
+from megavlm.programs.configuration import with_model
+from megavlm.programs.plan_costs import add_cost_options, costs, machine_of
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")

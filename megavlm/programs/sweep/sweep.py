@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
-from megavlm.programs.launch.__main__ import main as launch
 from megavlm.programs.launch.checks import check_job
 from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.launch import main as launch
 from megavlm.programs.launch.profile import read_profile
 from megavlm.programs.sweep import array, jobs
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
@@ -99,7 +99,7 @@ def dry_run(
     if options.on in _EACH:
         words = [_words(options, more, grid, variant) for variant in waiting]
         for each in words:
-            print(shlex.join(["python", "-m", "megavlm.programs.launch", *each]))
+            print(shlex.join(["megavlm", "launch", *each]))
         return jobs.check_all(launch, words)
     return 0
 

@@ -26,7 +26,7 @@ from megavlm.programs.doctor.formatting import as_json, as_lines, as_text
 from megavlm.programs.doctor.needs import needs
 from megavlm.programs.doctor.problems import Problem, problems
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str]) -> int:

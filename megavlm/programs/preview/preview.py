@@ -15,7 +15,7 @@ from megavlm.config.cli import parse
 from megavlm.config.commands import Parser, reported
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ParallelConfig
-from megavlm.programs.launch.configuration import with_model
+from megavlm.programs.configuration import with_model
 
 
 @reported("preview")
