@@ -92,8 +92,8 @@ def built(folder: Path, *, layers: int, flags: Sequence[str] = ()) -> Any:
 
     chosen = backend.activate()
     from megavlm.config.cli import parse
-    from megavlm.parallel.world import world_of
     from megavlm.train.build import build
+    from megavlm.world import world_of
 
     world = world_of(os.environ).world_size
     argv = [

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tables import with_table
 
+from megavlm.arch.dims import Dims, with_dims
 from megavlm.arch.scenario import Sharding
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims, with_dims
 from megavlm.planner.auto import predict
 from megavlm.planner.collectives import group_of, ring, with_servers
 from megavlm.planner.hardware import PROFILES, Hardware, Link, profile

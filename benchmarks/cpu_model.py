@@ -117,8 +117,8 @@ def our_engine(options: Config, backend: Backend) -> Any:
     """Return an engine for the layout of this process."""
     import torch.distributed as dist
 
+    from megavlm.arch.dims import dims_of
     from megavlm.config.resolve import resolve
-    from megavlm.parallel.dims import dims_of
     from megavlm.parallel.groups import build_groups, start
     from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine

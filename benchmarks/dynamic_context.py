@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tables import with_table
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import is_transformer, saved_bytes
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, part_of
 from megavlm.arch.scenario import Offloaded, Recompute, Scenario, Sharding, scenario_of
@@ -31,7 +32,6 @@ from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConf
 from megavlm.config.tensor_split import language_split
 from megavlm.data.packing import assign, pack
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import layer_seconds
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.host_memory import host_memory

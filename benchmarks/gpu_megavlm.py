@@ -34,7 +34,7 @@ class Ours(Side):
         self.folder: tempfile.TemporaryDirectory[str] | None = None
 
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
-        from megavlm.parallel.dims import dims_of
+        from megavlm.arch.dims import dims_of
         from megavlm.parallel.groups import build_groups, destroy_groups, start
         from megavlm.planner.plan import make_plan
         from megavlm.precision.device import check_device, emulates_fp8

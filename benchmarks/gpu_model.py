@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers_models import OPTIMIZER, llava_config, qwen_config
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.flops import step_flops
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.kinds import layer_cost
@@ -31,7 +32,6 @@ from megavlm.data.types import Sample
 from megavlm.families import published_model
 from megavlm.families.llava import inputs as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
-from megavlm.parallel.dims import Dims
 from megavlm.planner.memory import Memory, rank_memory
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model

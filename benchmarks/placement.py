@@ -142,9 +142,9 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
 
 def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
     """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
+    from megavlm.arch.dims import dims_of
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
-    from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile as hardware_of
 

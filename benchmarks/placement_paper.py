@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megavlm.arch.dims import dims_of
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.schema import (
@@ -27,7 +28,6 @@ from megavlm.config.schema import (
     TrainConfig,
 )
 from megavlm.families import published_model
-from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
 

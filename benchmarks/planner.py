@@ -103,7 +103,7 @@ def config_of(flags: str) -> Any:
 
 
 def predicted(flags: str, profile_name: str) -> float:
-    from megavlm.parallel.dims import dims_of
+    from megavlm.arch.dims import dims_of
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile
 

@@ -18,11 +18,11 @@ from typing import Any
 import gpu_model
 from tables import with_table
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import is_transformer, model_parameters
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.workload import attends_in_windows
-from megavlm.parallel.dims import Dims
 from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses

@@ -13,6 +13,7 @@ from typing import Any
 
 import placement_paper
 
+from megavlm.arch.dims import Dims, dims_of, with_dims
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.resolve import resolve_model
@@ -26,7 +27,6 @@ from megavlm.config.schema import (
     VisionConfig,
 )
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims, dims_of, with_dims
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, profile
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tables import with_table
 
+from megavlm.arch.dims import dims_of
 from megavlm.arch.flops import step_flops
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
@@ -23,7 +24,6 @@ from megavlm.arch.workload import times, typical_workload
 from megavlm.config.load import from_yaml_file
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, for_precision, profile

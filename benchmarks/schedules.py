@@ -33,16 +33,16 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
 
+from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import Recompute, scenario_of
+from megavlm.arch.schedules import PipelineShape
+from megavlm.arch.timeline import Durations, Times, simulate
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims, ScheduleName
 from megavlm.planner.gantt import png
 from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.partition import Partition, best_partition
-from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Durations, Times, simulate
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 

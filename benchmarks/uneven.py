@@ -25,18 +25,18 @@ from schedules import MODEL, train_asleep
 from tables import with_table
 
 from megavlm.arch.data_window import as_workload
+from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Recompute, scenario_of
+from megavlm.arch.schedules import PipelineShape
+from megavlm.arch.timeline import Durations, simulate
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
 from megavlm.data.look import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims
 from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.partition import Partition, best_partition
-from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Durations, simulate
 from megavlm.planner.uneven import micro_batches
 from tests.support.pool import Pools
 from tests.support.training import SMALL

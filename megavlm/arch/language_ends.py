@@ -9,6 +9,8 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
 
+LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
+
 
 class Embedding(LayerKind):
     """Token embeddings, with image features merged in."""

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+ROUND = 2**24  # elements of matrices that a rank has at a time, unless one is larger
+
 
 @dataclass(frozen=True)
 class Band:

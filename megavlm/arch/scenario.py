@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
     LANGUAGE_LAYER,
     VISION_LAYER,
@@ -28,15 +29,15 @@ from megavlm.config.derived import (
 from megavlm.config.lora import clipped_parts
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
-from megavlm.parallel.dims import Dims
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
 Code = Literal["none", "bf16", "int8", "fp8"]
-# Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
+HOST_PIECE = 2**24  # numbers that `optim/stores.py` moves together
 # Rows of the busiest rank that shares experts ÷ the mean, where nothing else is known: a router trained with a balance
 # loss is taken to reach it.
 EXPERT_IMBALANCE = 1.2
+# Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 

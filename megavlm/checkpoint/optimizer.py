@@ -1,7 +1,7 @@
 """Save and load an optimizer's state as tensors that do not depend on how it is sharded, or on how many optimizers.
 
 If it is sharded over data-parallel ranks, each rank writes and reads its parts of master weights and moments as parts
-of global tensors under the parameters' names (`optim/shards.py`); nothing is gathered. A colocated encoder has an
+of global tensors under the parameters' names (`parallel/shards.py`); nothing is gathered. A colocated encoder has an
 optimizer of its own, while an encoder in pipeline stages shares one with the language model; the names are the same.
 State that every rank has whole (`--data-parallel-sharding none`) is saved as megatron-core does it.
 """
@@ -18,8 +18,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megavlm.optim.fully_sharded import ShardedOptimizer
 from megavlm.optim.held import held_layouts
-from megavlm.optim.shards import ParamShard
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import ParamShard, local_part
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.arch.dims import RowSplit
 from megavlm.data.batch import ContextPart, MicroBatch, TextBatch
-from megavlm.parallel.dims import RowSplit
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.planner.memory import LOSS_WORK
+from megavlm.arch.language_ends import LOSS_WORK
 
 # As `vocab_parallel_cross_entropy`.
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tensor, Tensor]]

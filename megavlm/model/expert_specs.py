@@ -11,11 +11,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megavlm.arch.dims import Dims
 from megavlm.config.schema import Config
 from megavlm.model.experts import GroupedExperts
 from megavlm.model.layer_modules import LayerModules
 from megavlm.model.router import Router
-from megavlm.parallel.dims import Dims
 
 
 def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) -> TransformerConfig:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megavlm.parallel.dims import RowSplit
+from megavlm.arch.dims import RowSplit
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from megavlm.backend.host_copies import HostCopies
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import local_part
 
 # A tensor with fewer elements stays on the device: its transfer would cost a latency and save next to nothing.
 _SMALLEST = 1024

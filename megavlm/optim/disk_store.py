@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megavlm.errors import ScratchLost, UserError
 from megavlm.optim.stores import HostStore, Piece
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import local_part
 
 _EACH = 4  # bytes of a number
 _BUFFERS = 3  # being read, updated and written

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megavlm.config.schema import OptimizerConfig
 from megavlm.optim.stores import Shard, StateStore
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import local_part
 
 AVERAGE = "ema"  # name of averages in the state, and in checkpoints
 

@@ -44,9 +44,8 @@ from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.coded_units import compress_units
-from megavlm.optim.shards import ShardLayout, rows_of, shard_layout
-from megavlm.parallel.dtensor import local_part
 from megavlm.parallel.groups import Groups, Levels
+from megavlm.parallel.shards import ShardLayout, local_part, rows_of, shard_layout
 
 _REDUCED_AT_ONCE = 2**25  # elements that one all-reduce of HSDP sums
 

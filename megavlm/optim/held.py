@@ -12,8 +12,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megavlm.optim.fully_sharded import FullyShardedChunk, ShardedOptimizer
-from megavlm.optim.shards import ShardLayout, shard_layout
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import ShardLayout, local_part, shard_layout
 
 
 def held_state(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:

@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.kinds import hidden_weight_of
+from megavlm.arch.matrices import ROUND
 from megavlm.config.schema import ModelConfig
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, Round, matrices_of, plan_rounds
-from megavlm.optim.shards import Place, ShardLayout
-from megavlm.parallel.dtensor import local_part
-from megavlm.planner.update_rules import ROUND
+from megavlm.parallel.shards import Place, ShardLayout, local_part
 
 
 class MatrixRule(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import local_part
 
 
 def round_in_one_launch(part: Any) -> None:

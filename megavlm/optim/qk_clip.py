@@ -11,8 +11,8 @@ of its heads needs no clipping, so that no head is scaled by more than its own l
 part that its heads share in the same way. (megatron-core 0.16.1 scales all heads of a group by its smallest γ.)
 
 Weights and biases are scaled after the optimizer's update and before the model gets the new weights; moments stay as
-they are. Each rank scales the elements that it updates, wherever they lie in the global tensor: `optim/shards.py`. The
-largest logits are found on whichever ranks they were computed (`HeadLogits`).
+they are. Each rank scales the elements that it updates, wherever they lie in the global tensor (`parallel/shards.py`).
+The largest logits are found on whichever ranks they were computed (`HeadLogits`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from megavlm.config.tensor_split import HeadSplit, language_split, vision_split
 from megavlm.model.largest_logits import LogitAttention
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.shards import Place, ShardLayout
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import Place, ShardLayout, local_part
 
 _PROJECTION = ".self_attention.linear_qkv."
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.arch.scenario import HOST_PIECE
 from megavlm.backend.host_copies import empty_on_host
-from megavlm.parallel.dtensor import local_part
-from megavlm.planner.memory import HOST_PIECE
+from megavlm.parallel.shards import local_part
 
 
 @dataclass(frozen=True)

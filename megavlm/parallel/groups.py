@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from megavlm.arch.dims import Coordinates, Dims, RowSplit
 from megavlm.backend import Backend
 from megavlm.errors import RanksMissing, UserError
-from megavlm.parallel.dims import Coordinates, Dims, RowSplit
 from megavlm.parallel.rendezvous import Meeting, join, refuse_shared_devices
 
 Found = TypeVar("Found")

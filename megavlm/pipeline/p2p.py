@@ -9,10 +9,10 @@ from typing import Any
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megavlm.arch.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
-from megavlm.planner.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
 
 Size = tuple[int, ...]
 

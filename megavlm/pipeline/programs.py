@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megavlm.planner.schedules import BACKWARD, FORWARD, Pass, PipelineShape
-from megavlm.planner.timeline import simulate, uniform
+from megavlm.arch.schedules import BACKWARD, FORWARD, Pass, PipelineShape
+from megavlm.arch.timeline import simulate, uniform
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.arch.dims import Dims, RowSplit
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config, ModelConfig
@@ -29,7 +30,6 @@ from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
 from megavlm.objective.cached import Representations
 from megavlm.objective.next_token import sum_loss
-from megavlm.parallel.dims import Dims, RowSplit
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.context_images import own_part

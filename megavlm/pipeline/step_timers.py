@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megavlm.parallel.dims import Dims
-from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, rank_schedules, shape_of
+from megavlm.arch.dims import Dims
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, rank_schedules, shape_of
 from megavlm.resilience.phases import COMPUTE, PIPELINE, Phases
 
 _COMPUTE = {
@@ -26,7 +26,7 @@ _COMPUTE = {
 class StepTimers:
     """megatron-core's timers: `timers("forward-compute").start()` begins a phase, `.stop()` ends it.
 
-    Timers do not say which chunk runs, but the order is fixed before the step begins (`planner/schedules.py`). Between
+    Timers do not say which chunk runs, but the order is fixed before the step begins (`arch/schedules.py`). Between
     two passes a pipeline stage waits for its neighbours; what is neither a forward nor a backward pass keeps
     megatron-core's name in a trace.
     """

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.planner.schedules import Pass
+from megavlm.arch.schedules import Pass
 
 
 class Transfers:

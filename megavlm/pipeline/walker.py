@@ -13,13 +13,13 @@ from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import bare_chunk
 from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.programs import Receive, maker, rank_program, receiver
 from megavlm.pipeline.transfers import Transfers
-from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
 
 ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
 

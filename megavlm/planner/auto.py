@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.messages import several
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profile
 from megavlm.planner.host_memory import line, node_memory_error

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from megavlm.arch.dims import Dims, ScheduleName, with_dims
 from megavlm.arch.scenario import Offloaded, Recompute, Sharding
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims, ScheduleName, with_dims
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 

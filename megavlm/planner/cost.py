@@ -24,11 +24,11 @@ from megavlm.arch.kinds import (
     saved_bytes,
 )
 from megavlm.arch.layers import OUTPUT, carried_before
-from megavlm.arch.scenario import Code, Recompute, Scenario
+from megavlm.arch.scenario import HOST_PIECE, Code, Recompute, Scenario
 from megavlm.planner.collectives import Group, all_reduce, all_to_all, gathers, group_of
 from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import HOST_PIECE, is_offloaded, parameters_here
+from megavlm.planner.memory import is_offloaded, parameters_here
 from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
 from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms, rank_flops
 from megavlm.planner.update_rules import state_numbers

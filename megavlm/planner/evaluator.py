@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megavlm.arch.data_window import DataWindow
+from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.flops import step_flops
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import kind_in
 from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
+from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.lora import frozen_parts
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
@@ -25,7 +26,6 @@ from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
 from megavlm.planner.memory import batch_bytes, batches_at_once
 from megavlm.planner.partition import NoPartition, Partition, best_partition
-from megavlm.planner.schedules import peak_in_flight, scenario_shape
 from megavlm.planner.step import (
     EncoderEstimate,
     StepEstimate,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 
-from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT
-from megavlm.planner.timeline import Event, Timeline
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT
+from megavlm.arch.timeline import Event, Timeline
 
 # The layers of a chunk, and the colours of its bars by what they do.
 PARTS = ("language", "vision", "vision and language")

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import saved_bytes
-from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.arch.scenario import HOST_PIECE, Recompute, Scenario
+from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import HOST_PIECE, is_offloaded, moments_here, parameters_here
-from megavlm.planner.schedules import peak_in_flight, scenario_shape
+from megavlm.planner.memory import is_offloaded, moments_here, parameters_here
 from megavlm.planner.update_rules import state_numbers
 
 GIB = 2**30

@@ -12,13 +12,13 @@ import numpy as np
 from megavlm.arch.kinds import hidden_bytes, waiting_bytes
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
+from megavlm.arch.schedules import PipelineShape
+from megavlm.arch.timeline import Durations
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import has_experts
 from megavlm.planner.cost import Seconds, carried_bytes, seconds_by_mode, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
-from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Durations
 from megavlm.planner.uneven import Each, MicroBatches, UnevenSeconds
 
 Array = np.ndarray

@@ -24,17 +24,14 @@ from megavlm.arch.kinds import (
     saved_bytes,
     waiting_bytes,
 )
-from megavlm.arch.language_ends import computes_logits_again, logits_bytes, vocabulary_shard
+from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.arch.schedules import held_at_peaks, scenario_shape
 from megavlm.arch.transformer import logits_at_once
-from megavlm.planner.schedules import held_at_peaks, scenario_shape
 from megavlm.planner.update_rules import kept_numbers, matrix_bytes
-
-HOST_PIECE = 2**24  # numbers that `optim/stores.py` moves together
-LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from megavlm.arch.dims import Dims
 from megavlm.config.derived import offloaded
 from megavlm.config.messages import several
 from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import device_of, memory_of, predict
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.memory import Memory

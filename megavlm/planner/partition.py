@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megavlm.arch.scenario import Recompute
+from megavlm.arch.schedules import Held, PipelineShape, held_at_peaks
+from megavlm.arch.timeline import Timeline, simulate
 from megavlm.planner.layer_profiles import Array, LayerProfiles, spans
-from megavlm.planner.schedules import Held, PipelineShape, held_at_peaks
-from megavlm.planner.timeline import Timeline, simulate
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megavlm.arch.kinds import (
     rank_parameters,
     saved_bytes,
 )
-from megavlm.arch.language_ends import computes_logits_again, logit_columns
+from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logit_columns
 from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -33,7 +33,6 @@ from megavlm.arch.layers import (
 )
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import LayerSizes
-from megavlm.planner.memory import LOSS_WORK
 
 Pair = tuple[float, float]  # forward, backward
 

@@ -9,6 +9,7 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.flops import layer_flops
 from megavlm.arch.kinds import layer_cost, model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
@@ -17,7 +18,6 @@ from megavlm.config.derived import starts_from
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import new_projector
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims
 
 _RARE = {
     "cp": 1,

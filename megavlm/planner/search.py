@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.data_window import DataWindow
+from megavlm.arch.schedules import scenario_shape
+from megavlm.arch.timeline import Timeline
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
 from megavlm.planner.partition import simulate_partition
-from megavlm.planner.schedules import scenario_shape
-from megavlm.planner.timeline import Timeline
 
 
 @dataclass(frozen=True)

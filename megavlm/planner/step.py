@@ -12,6 +12,8 @@ from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.arch.schedules import PipelineShape, scenario_shape
+from megavlm.arch.timeline import Timeline
 from megavlm.planner.cost import (
     gradient_seconds,
     held_parameters,
@@ -24,8 +26,6 @@ from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinn
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
 from megavlm.planner.partition import simulate_partition
-from megavlm.planner.schedules import PipelineShape, scenario_shape
-from megavlm.planner.timeline import Timeline
 from megavlm.planner.update_rules import matrix_seconds
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megavlm.arch.kinds import kind_in
-from megavlm.arch.matrices import HiddenWeight
+from megavlm.arch.matrices import ROUND, HiddenWeight
 from megavlm.arch.scenario import Scenario
 from megavlm.planner.collectives import all_to_all, group_of
 from megavlm.planner.hardware import Hardware
 
-ROUND = 2**24  # elements of matrices that a rank has at a time, unless one is larger
 _COPIES = 4  # of them: arrived, assembled, together, and in the update (measured, `tests/dist/test_memory.py`)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megavlm.arch.layers import keeps_fp8
 from megavlm.config.schema import Config
-from megavlm.optim.shards import ParamShard
+from megavlm.parallel.shards import ParamShard
 
 
 def building(name: str, layer_config: Any, config: Config) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from megavlm.arch.data_window import DataWindow
 from megavlm.arch.layers import part_of
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE
+from megavlm.arch.timeline import Timeline
 from megavlm.arch.workload import typical_workload
 from megavlm.config.cli import parse
 from megavlm.config.commands import Parser, reported
@@ -31,7 +32,6 @@ from megavlm.planner.machines import MACHINES
 from megavlm.planner.plan import make_plan
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
-from megavlm.planner.timeline import Timeline
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_costs import add_cost_options, costs, machine_of
 

@@ -21,13 +21,13 @@ from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.config.start_defaults import start_table
 from megavlm.errors import RankError, Stopped, UserError
-from megavlm.parallel.world import World, world_of
 from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.exit_file import note_cause, note_exit
 from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
+from megavlm.world import World, world_of
 
 _FEWEST_FILES, _MOST_FILES = 256, 65536
 
@@ -92,9 +92,9 @@ def enter_world() -> int:
 
 def dry_run(config: Config, *, world: int) -> None:
     """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
+    from megavlm.arch.dims import dims_of
     from megavlm.checkpoint.begun import as_begun
     from megavlm.checkpoint.folders import newest
-    from megavlm.parallel.dims import dims_of
     from megavlm.planner.auto import duration_line, memory_of, offload_line
     from megavlm.planner.memory import table as memory_table
     from megavlm.planner.out_of_memory import verdict

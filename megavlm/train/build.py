@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megavlm.arch.dims import dims_of
 from megavlm.arch.objectives import ties_output
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
@@ -29,7 +30,6 @@ from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
-from megavlm.parallel.dims import dims_of
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.planner.plan import Plan, make_plan

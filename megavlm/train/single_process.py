@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from megavlm.arch.dims import Dims
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import named_shards, real_shape
-from megavlm.parallel.dims import Dims
 from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.pipeline.schedule import pipeline_config

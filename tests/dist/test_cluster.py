@@ -82,7 +82,7 @@ def ranks(job: Job) -> dict[int, psutil.Process]:
 
 
 def test_tasks_of_srun_are_one_world_in_the_order_of_the_nodes(cluster: Cluster):
-    program = "import os; from megavlm.parallel.world import world_of as w; x = w(os.environ); "
+    program = "import os; from megavlm.world import world_of as w; x = w(os.environ); "
     program += "print(os.environ['SLURMD_NODENAME'], x.rank, x.world_size, x.local_rank, x.local_world_size, x.address)"
     python = cluster.env["MEGAVLM_PYTHON"]
     told = cluster.ask("srun --nodes=2 --ntasks-per-node=2 --overcommit", python, "-c", program)

@@ -133,9 +133,9 @@ def compared(case: Case) -> dict[str, float]:
 
     import torch.distributed as dist
 
+    from megavlm.arch.dims import Dims
     from megavlm.backend import activate
     from megavlm.model import cross_entropy
-    from megavlm.parallel.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups, start
 
     start(activate(), timeout_minutes=30)

@@ -24,9 +24,9 @@ def surveyed(name: str) -> Any:
     import torch.distributed as dist
 
     from megavlm.parallel.rendezvous import Meeting
-    from megavlm.parallel.world import World
     from megavlm.programs.doctor.parts import Parts
     from megavlm.programs.doctor.world import release, survey_world
+    from megavlm.world import World
 
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     met = Meeting(store, dist.get_rank(), dist.get_world_size())

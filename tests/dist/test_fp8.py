@@ -80,7 +80,7 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megavlm import backend
-    from megavlm.parallel.dims import Dims
+    from megavlm.arch.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
     from megavlm.precision.scaling import DelayedRecipe, current_operands, delayed_operands

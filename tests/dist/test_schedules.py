@@ -138,7 +138,7 @@ def test_zero_bubble_changes_no_number_of_transformer_engine(pools, tmp_path, op
 
 def train_with_megatron_core(argv: Sequence[str], run_dir: str) -> None:
     """Train with megatron-core's interleaved 1F1B in place of ours."""
-    from megavlm.parallel.dims import Dims
+    from megavlm.arch.dims import Dims
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dims, "walks", False)
@@ -224,7 +224,7 @@ ORDERS = [
 
 @pytest.mark.parametrize(("schedule", "pp", "vpp"), ORDERS)
 def test_ranks_walk_the_planners_order(pools, tmp_path, schedule, pp, vpp):
-    from megavlm.planner.schedules import PipelineShape, rank_schedules
+    from megavlm.arch.schedules import PipelineShape, rank_schedules
 
     argv = [
         *SMALL,

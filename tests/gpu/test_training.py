@@ -82,7 +82,7 @@ def test_fp8_loss_is_within_a_hundredth_of_bf16s(world: Any, transformer_engine:
 
 def test_peak_memory_is_as_predicted(world: Any) -> None:
     """A step of some gigabytes (on a CPU, of megabytes), against the planner's count."""
-    from megavlm.parallel.dims import dims_of
+    from megavlm.arch.dims import dims_of
     from megavlm.planner.auto import memory_of
     from tests.support.live_bytes import step_peak
 

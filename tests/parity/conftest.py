@@ -16,7 +16,7 @@ BACKEND = activate()  # before any test module imports megatron-core
 @pytest.fixture(scope="module")
 def single() -> Iterator[Any]:
     """The backend and the groups of a world of one."""
-    from megavlm.parallel.dims import Dims
+    from megavlm.arch.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups, start
     from tests.support.harness import Single
 

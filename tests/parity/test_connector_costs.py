@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megavlm.arch.connector import connector_of
+from megavlm.arch.dims import Dims
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.arch.kinds import layer_cost, local_parameters, saved_bytes
 from megavlm.arch.layers import PROJECTOR
@@ -19,7 +20,6 @@ from megavlm.arch.workload import image_workload
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config
 from megavlm.model.vision import VisionLayout
-from megavlm.parallel.dims import Dims
 from tests.support.extensions import POOLED, forget, install
 from tests.support.flags import MODELS, resolved
 from tests.support.harness import Single

@@ -58,12 +58,12 @@ def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
     from torch import distributed as dist
 
     from megavlm import backend
+    from megavlm.arch.dims import dims_of
     from megavlm.checkpoint.hf.load import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
-    from megavlm.parallel.dims import dims_of
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine

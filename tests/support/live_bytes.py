@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megavlm.optim.stores import HostStore
-from megavlm.parallel.dtensor import local_part
+from megavlm.parallel.shards import local_part
 
 
 class LiveBytes(TorchDispatchMode):

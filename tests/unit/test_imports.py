@@ -24,15 +24,13 @@ ROOT = Path(__file__).parents[2]
 # name stands for the module and, where no longer name matches, for everything in it. A package's own __init__ belongs
 # to the first row that names something in the package, because importing that runs the __init__ first.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("megavlm.errors", "megavlm.paths", "megavlm.files", "megavlm.json_files", "megavlm.program"),
+    ("megavlm.errors", "megavlm.paths", "megavlm.files", "megavlm.json_files", "megavlm.program", "megavlm.world"),
     ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
-    ("megavlm.parallel.dims", "megavlm.parallel.nodes", "megavlm.parallel.world"),
     ("megavlm.arch", "megavlm.data.packing"),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
-    ("megavlm.optim.shards",),
     ("megavlm.precision",),
     (
         "megavlm.data.types",
@@ -70,7 +68,6 @@ DEVICE_FREE = (
     "megavlm.model.packing",
     "megavlm.model.rotary",
     "megavlm.model.vision_ops",
-    "megavlm.optim.shards",
     "megavlm.optim.matrix_plan",
     "megavlm.optim.rules",
     "megavlm.data.image_assignment",
@@ -375,8 +372,8 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.data.rank_loader", "from megavlm.train import loop", "later in RANKS"),
         ("megavlm.data.rank_loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
         ("megavlm.data.rank_loader", "from ..train.loop import fit", "later in RANKS"),
-        ("megavlm.config.rules", "from megavlm.parallel.dims import Dims", "later in RANKS"),
-        ("megavlm.parallel.dims", "from megavlm.parallel import groups", "later in RANKS"),
+        ("megavlm.config.rules", "from megavlm.arch.dims import Dims", "later in RANKS"),
+        ("megavlm.arch.dims", "from megavlm.parallel import groups", "later in RANKS"),
         ("megavlm.data.costs", "from megavlm.model.context import MicroBatchContext", "later in RANKS"),
         ("megavlm.precision.scaling", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
@@ -421,7 +418,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.planner.plan", "from megavlm.arch.flops import layer_cost"),
-        ("megavlm.precision.fp8_weights", "from megavlm.optim.shards import ParamShard"),
+        ("megavlm.precision.fp8_weights", "from megavlm.parallel.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),
         (CPU_BACKEND, "import torch\ntorch.cuda.current_device = f"),

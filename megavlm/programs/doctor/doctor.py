@@ -53,8 +53,8 @@ def check_machine(options: argparse.Namespace) -> int:
 
 def check_world(options: argparse.Namespace) -> int:
     """Check all nodes; return this rank's exit status, which is 1 on rank 0 alone if a run could not work."""
-    from megavlm.parallel.world import world_of
     from megavlm.planner.hardware import profile, profile_of_device
+    from megavlm.world import world_of
 
     place = world_of(os.environ)
     hardware = None if options.profile is None else profile(options.profile)

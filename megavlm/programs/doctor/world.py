@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting
-from megavlm.parallel.world import World
 from megavlm.programs.doctor.device_rates import rates_of
 from megavlm.programs.doctor.links import Measured, measure
 from megavlm.programs.doctor.node import facts_of_node
 from megavlm.programs.doctor.parts import Parts
 from megavlm.programs.doctor.world_problems import Bandwidth, Clock, Survey
+from megavlm.world import World
 
 _PINGS = 20
 _PATIENCE = 5.0  # seconds

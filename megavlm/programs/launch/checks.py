@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megavlm.arch.dims import dims_of
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.parallel.dims import dims_of
 from megavlm.planner.hardware import profile
 from megavlm.planner.out_of_memory import complaint
 from megavlm.programs.configuration import configured

@@ -14,10 +14,10 @@ from typing import Any
 
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
-from megavlm.parallel.nodes import NODES
 from megavlm.programs.launch.checks import is_in, outlives_machines
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.node import JOB
+from megavlm.world import NODES
 
 PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megavlm.errors import UserError
-from megavlm.parallel.nodes import Node
 from megavlm.programs.launch.requeue import Decision
+from megavlm.world import Node
 
 _PROBE = 30.0  # seconds in which TCP finds that a machine is gone
 _REPORT = 60.0  # seconds between two lines of a machine that waits

@@ -2,7 +2,7 @@
 
     python -m megavlm.programs.launch.node --gpus-per-node 8 -- FLAGS
 
-FLAGS are those of pretrain_vlm.py. One torchrun runs here; `parallel/nodes.py` says which of how many machines this is.
+FLAGS are those of pretrain_vlm.py. One torchrun runs here; `world.py` says which of how many machines this is.
 An attempt begins when all machines are there, and ends for all when one of them is lost or its ranks end. After a
 crash, and after the loss of a machine, the job goes on from its newest checkpoint; machine 0 keeps the account
 (`attempt.py`).
@@ -27,7 +27,6 @@ from typing import Any
 import psutil
 
 from megavlm.errors import UserError
-from megavlm.parallel.nodes import Node, node_of
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch import agent
 from megavlm.programs.launch.attempt import Account
@@ -36,6 +35,7 @@ from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
 from megavlm.programs.launch.requeue import Decision, End, end_of
 from megavlm.resilience.status import STOPPED
+from megavlm.world import Node, node_of
 
 JOB = "MEGAVLM_JOB"  # names the job, the same for all its attempts and no other job
 _PATIENCE = 30.0  # seconds in which ranks that lost others end by themselves, with their own words

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from megavlm.config.cli import parse
-from megavlm.parallel.nodes import Node, node_of
 from megavlm.programs.launch import node
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.kubernetes_job import Options, complaints, objects
 from megavlm.programs.launch.launch import main
 from megavlm.resilience.status import STOPPED
+from megavlm.world import Node, node_of
 from tests.support.cloud import needs_cloud_tools, validated_by_kubernetes
 from tests.support.forked import ROOT
 

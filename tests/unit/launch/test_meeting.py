@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.parallel.nodes import Node
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
 from megavlm.programs.launch.requeue import Decision
+from megavlm.world import Node
 from tests.support.replicas import free_ports
 
 GO_ON = Decision(True, 1, "again")

@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.arch.dims import RowSplit
 from megavlm.data.context_parts import order_of
 from megavlm.model import context_attention
 from megavlm.model.attention import CoreAttention
@@ -25,7 +26,6 @@ from megavlm.model.context_attention import (
 from megavlm.model.gathered_attention import attend_to_earlier, causal_spans, in_order_of_rows
 from megavlm.model.packing import Packing, packed
 from megavlm.model.te import flattened
-from megavlm.parallel.dims import RowSplit
 from megavlm.parallel.groups import ContextGroups
 from tests.support.stand_ins import TEDotProductAttention
 

@@ -19,7 +19,7 @@ from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
 from megavlm.model.experts import GroupedExperts, Products, Rows  # noqa: E402
 from megavlm.model.fp8_experts import emulated  # noqa: E402
 from megavlm.model.weights import initialize  # noqa: E402
-from megavlm.optim.shards import shard_layout  # noqa: E402
+from megavlm.parallel.shards import shard_layout  # noqa: E402
 from megavlm.precision.scaling import current_operands, rounded  # noqa: E402
 from tests.support.flags import resolved  # noqa: E402
 

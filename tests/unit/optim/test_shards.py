@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
 from megavlm.config.tensor_split import Part, share_of, share_runs  # noqa: E402
 from megavlm.model.rank_parts import laid_out  # noqa: E402
-from megavlm.optim.shards import boxes, shard_layout  # noqa: E402
+from megavlm.parallel.shards import boxes, shard_layout  # noqa: E402
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

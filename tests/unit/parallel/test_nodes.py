@@ -7,8 +7,7 @@ import json
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.parallel.nodes import Node, node_of
-from megavlm.parallel.world import World, world_of
+from megavlm.world import Node, World, node_of, world_of
 
 
 def spec(pool: str, index: int, *sizes: int) -> str:
@@ -88,7 +87,7 @@ def test_a_process_that_is_one_of_many_machines_does_not_train_alone():
         {"MEGAVLM_NODES": "2", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a"},
     ):
         with pytest.raises(
-            UserError, match=r"one of 2 machines of a job: start each by python -m megavlm\.launch\.node"
+            UserError, match=r"one of 2 machines of a job: start each by python -m megavlm\.programs\.launch\.node"
         ):
             world_of(environment)
     assert world_of({"CLUSTER_SPEC": spec("workerpool0", 0, 1)}) == world_of({"JOB_COMPLETION_INDEX": "3"}) == World()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.parallel.world import World, world_of
 from megavlm.programs.train import _world_or_alone
+from megavlm.world import World, world_of
 
 TORCHRUN = {
     **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},

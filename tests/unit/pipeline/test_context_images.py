@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megavlm.arch.dims import RowSplit
 from megavlm.data.batch import ImageSizes, MicroBatch, TextBatch
-from megavlm.parallel.dims import RowSplit
 from megavlm.pipeline.context_images import own_part
 from tests.support.flags import resolved
 from tests.support.training import SMALL

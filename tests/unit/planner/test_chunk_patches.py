@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megavlm.parallel.dims import dims_of
+from megavlm.arch.dims import dims_of
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES
 from tests.support.flags import resolved

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.dims import Dims, dims_of, with_dims
 from megavlm.arch.kind import Exchange
 from megavlm.arch.kinds import kind_in, layer_cost, layer_sizes, local_parameters, rank_parameters
 from megavlm.arch.layers import layer_names, part_of
@@ -15,7 +16,6 @@ from megavlm.arch.workload import typical_workload
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, DataConfig, ExpertsConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims, dims_of, with_dims
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.cost import gradient_seconds, trained_parameters

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims
 from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import profile
 from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, memory_traffic

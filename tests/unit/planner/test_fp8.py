@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import local_parameters
 from megavlm.arch.scenario import scenario_of
-from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import features_of, layer_seconds
 from megavlm.planner.hardware import PROFILES, fp8_speed
 from megavlm.planner.layer_profiles import layer_profiles

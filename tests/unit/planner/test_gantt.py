@@ -8,9 +8,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from megavlm.arch.schedules import PipelineShape
+from megavlm.arch.timeline import Timeline, simulate, uniform
 from megavlm.planner.gantt import html, png
-from megavlm.planner.schedules import PipelineShape
-from megavlm.planner.timeline import Timeline, simulate, uniform
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import saved_bytes
-from megavlm.arch.scenario import Offloaded, Scenario, Sharding, scenario_of
+from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, scenario_of
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
-from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
-from megavlm.planner.host_memory import HOST_PIECE, host_memory, line, node_memory_error
+from megavlm.planner.host_memory import host_memory, line, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.search import search

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megavlm.arch.dims import Dims
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims
 from megavlm.planner.auto import memory_of
 from megavlm.planner.memory import Memory
 from megavlm.planner.out_of_memory import explain, line

@@ -8,13 +8,13 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import Recompute, scenario_of
+from megavlm.arch.schedules import Held, PipelineShape, held_at_peaks
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.parallel.dims import Dims, ScheduleName
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
 from megavlm.planner.partition import NoPartition, Partition, best_partition, simulate_partition
-from megavlm.planner.schedules import Held, PipelineShape, held_at_peaks
 
 
 def drawn(seed: int, layers: int) -> LayerProfiles:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.flops import layer_flops, step_flops
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
@@ -15,7 +16,6 @@ from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.plan import even_cuts, make_plan, table
 from tests.support.flags import resolved
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import scenario_of
+from megavlm.arch.timeline import Timeline
 from megavlm.config.load import from_dict, to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
-from megavlm.parallel.dims import Dims, dims_of
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
@@ -28,7 +29,6 @@ from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.search_report import report
 from megavlm.planner.step import EncoderEstimate, overlappable
-from megavlm.planner.timeline import Timeline
 from tests.support.small_run import SMALL
 
 

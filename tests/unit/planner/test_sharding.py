@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Scenario, Sharding, scenario_of
 from megavlm.optim.codes import Coded
-from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import coded_bytes, gradient_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES

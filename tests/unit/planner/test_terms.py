@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters, waiting_bytes
 from megavlm.arch.scenario import Scenario, scenario_of
+from megavlm.arch.schedules import shape_of
 from megavlm.config.cli import parse
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims
 from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles, relays
 from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
-from megavlm.planner.schedules import shape_of
 from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms, rank_flops
 
 H100 = profile("h100")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.planner.schedules import (
+from megavlm.arch.schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
@@ -17,7 +17,7 @@ from megavlm.planner.schedules import (
     peak_in_flight,
     rank_schedules,
 )
-from megavlm.planner.timeline import simulate, uniform
+from megavlm.arch.timeline import simulate, uniform
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13) if m >= p]
 

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from megavlm.arch.data_window import FIELDS, DataWindow, as_workload
+from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import scenario_of
+from megavlm.arch.schedules import PipelineShape
+from megavlm.arch.timeline import Durations, simulate
 from megavlm.arch.workload import typical_workload
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.parallel.dims import Dims
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.partition import Partition, best_partition, simulate_partition
-from megavlm.planner.schedules import PipelineShape
 from megavlm.planner.search import search
 from megavlm.planner.step import least_pipeline_time
-from megavlm.planner.timeline import Durations, simulate
 from megavlm.planner.uneven import MicroBatches, micro_batches
 from tests.support.small_run import SMALL
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import typical_workload
 from megavlm.config.cli import parse
@@ -14,7 +15,6 @@ from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
-from megavlm.parallel.dims import Dims
 from megavlm.planner.plan import make_plan
 from megavlm.train.source import vocab_size_of
 from tests.support.data_files import write_tokenizer

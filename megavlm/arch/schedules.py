@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import Scenario
-from megavlm.parallel.dims import Dims, ScheduleName
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 

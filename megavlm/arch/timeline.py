@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.planner.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, rank_schedules
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, rank_schedules
 
 Array = np.ndarray[Any, Any]
 _KINDS = (FORWARD, BACKWARD, WEIGHT)

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -174,3 +176,10 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
 
 def _moved(place: int, origin: int, target: int) -> int:
     return place - origin + target
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself, without gradient."""
+    with torch.no_grad():
+        part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return part
