@@ -118,9 +118,9 @@ def our_engine(options: Config, backend: Backend) -> Any:
     import torch.distributed as dist
 
     from megavlm.arch.dims import dims_of
+    from megavlm.arch.plan import make_plan
     from megavlm.config.resolve import resolve
     from megavlm.parallel.groups import build_groups, start
-    from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
 
     start(backend, timeout_minutes=5)

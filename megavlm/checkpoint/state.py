@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
+from megavlm.arch.plan import Plan
 from megavlm.checkpoint import reading
 from megavlm.checkpoint.optimizer import (
     load_loss_scale,
@@ -38,7 +39,6 @@ from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.model_weights import average
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.random_states import random_states, set_random_states
-from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import entries_to_load, entries_to_save
 from megavlm.precision.history import history_of, prepare, restore, sharded_histories
 

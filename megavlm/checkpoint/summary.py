@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megavlm.arch.plan import Plan
 from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.config.extensions import extensions_of, missing_extensions
 from megavlm.config.fields import options
@@ -21,7 +22,6 @@ from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError
 from megavlm.json_files import OBJECT, TEXT, check, read_json, whole
-from megavlm.planner.plan import Plan
 from megavlm.precision.history import history_of
 
 FORMAT = 1

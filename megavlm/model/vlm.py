@@ -36,6 +36,7 @@ from megavlm.arch.layers import (
     trains_weights,
 )
 from megavlm.arch.objectives import ties_output
+from megavlm.arch.plan import Plan
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
@@ -52,7 +53,6 @@ from megavlm.model.representation import Representation
 from megavlm.model.rotary import Rotation
 from megavlm.model.router import RoutedRows
 from megavlm.parallel.groups import Groups
-from megavlm.planner.plan import Plan
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megavlm.arch.dims import Dims
+from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.messages import several
@@ -17,7 +18,6 @@ from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profi
 from megavlm.planner.host_memory import line, node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
-from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
 from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encoder, encoder_layers, step_of
 

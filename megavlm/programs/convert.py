@@ -13,6 +13,7 @@ from pathlib import Path
 from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.dims import dims_of
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.config.cli import parse
 from megavlm.config.commands import Parser, reported
@@ -25,7 +26,6 @@ from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
-from megavlm.planner.plan import make_plan
 from megavlm.program import program, started_as
 from megavlm.storage.cache import local_path
 

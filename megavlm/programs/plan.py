@@ -11,6 +11,7 @@ from typing import Any
 from megavlm.arch.data_window import DataWindow
 from megavlm.arch.layers import part_of
 from megavlm.arch.objectives import objective_of
+from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.timeline import Timeline
 from megavlm.arch.workload import typical_workload
@@ -29,7 +30,6 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.gantt import PARTS, html, png
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.machines import MACHINES
-from megavlm.planner.plan import make_plan
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
 from megavlm.programs.configuration import with_model

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megavlm.arch.dims import dims_of
 from megavlm.arch.objectives import ties_output
+from megavlm.arch.plan import Plan, make_plan
 from megavlm.backend import Backend
 from megavlm.backend.clock import clock_of
 from megavlm.backend.memory import peak_memory
@@ -32,7 +33,6 @@ from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.parallel.user_buffers import start_user_buffers
-from megavlm.planner.plan import Plan, make_plan
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megavlm.arch.objectives import objective_of
+from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel
@@ -35,7 +36,6 @@ from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
-from megavlm.planner.plan import Plan
 from megavlm.precision.fp8_weights import plain_weights
 from megavlm.resilience.phases import Phases
 from megavlm.train.engine import Engine

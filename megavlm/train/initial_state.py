@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megavlm.arch.plan import Plan
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
@@ -19,7 +20,6 @@ from megavlm.config.schema import Config
 from megavlm.data.data_loader import DataLoader
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import from_rank_0
-from megavlm.planner.plan import Plan
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
 from megavlm.train.engine import Engine

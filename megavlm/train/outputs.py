@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megavlm.arch.plan import Plan, start_line, table
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
@@ -24,7 +25,6 @@ from megavlm.metrics.tensorboard import TensorBoardSink
 from megavlm.metrics.trackers import check_installed, trackers_of
 from megavlm.metrics.user_callbacks import load
 from megavlm.planner.auto import offload_memory_error
-from megavlm.planner.plan import Plan, start_line, table
 from megavlm.precision.device import device_at_hand
 from megavlm.resilience import events
 from megavlm.resilience.status import write_status

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
@@ -15,7 +16,6 @@ from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource, HeldOutPrompt
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
-from megavlm.planner.plan import Plan
 from megavlm.resilience.lock import RunLock
 from megavlm.train.engine import Engine
 from megavlm.train.hooks.callbacks import Callbacks

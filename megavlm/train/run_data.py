@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megavlm.arch.layers import PATCH_EMBED
+from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.config.needs import has_validation
 from megavlm.config.run_rules import with_train_iters
@@ -24,7 +25,6 @@ from megavlm.data.summary import data_table
 from megavlm.data.validation import ValidationSamples, validation_samples
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, from_rank_0, on_rank_0
-from megavlm.planner.plan import Plan
 
 
 @dataclass(frozen=True)

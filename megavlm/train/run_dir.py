@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megavlm
+from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.checkpoint.hf.channels import note_channels
 from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar, write_part_sidecars
@@ -29,7 +30,6 @@ from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
 from megavlm.parallel.groups import from_rank_0, on_rank_0
-from megavlm.planner.plan import Plan
 from megavlm.storage.hub import commit_of
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megavlm.arch.dims import Dims
+from megavlm.arch.plan import make_plan
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
@@ -14,7 +15,6 @@ from megavlm.model.weights import named_shards, real_shape
 from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.pipeline.schedule import pipeline_config
-from megavlm.planner.plan import make_plan
 
 ONE = Dims()
 

@@ -49,8 +49,8 @@ def config_of(flags: Sequence[str]) -> Any:
 def engine_of(config: Any, backend: Any) -> Any:
     """An engine with weights that depend on the seed and names alone."""
     from megavlm.arch.dims import dims_of
+    from megavlm.arch.plan import make_plan
     from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
 
     destroy_groups()

@@ -10,13 +10,13 @@ import pytest
 from torch import Tensor
 
 from megavlm.arch.layers import layer_names, part_of
+from megavlm.arch.plan import Plan
 from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
-from megavlm.planner.plan import Plan
 from tests.support import hf
 from tests.support.harness import Single, assert_same
 

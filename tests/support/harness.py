@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megavlm.arch.image_tokens import grid_of
+from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
@@ -20,7 +21,6 @@ from megavlm.data.images import patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config
-from megavlm.planner.plan import Plan
 from megavlm.train.engine import Engine
 from tests.support.gates import hold
 

@@ -19,6 +19,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
@@ -40,7 +41,6 @@ from megavlm.data.types import Sample
 from megavlm.families import family_of
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
-from megavlm.planner.plan import make_plan
 from megavlm.programs import convert
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine

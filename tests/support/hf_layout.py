@@ -59,13 +59,13 @@ def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
 
     from megavlm import backend
     from megavlm.arch.dims import dims_of
+    from megavlm.arch.plan import make_plan
     from megavlm.checkpoint.hf.load import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
     from megavlm.config.cli import parse
     from megavlm.config.resolve import resolve
     from megavlm.config.rules import check
     from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.planner.plan import make_plan
     from megavlm.train.build_engine import build_engine
     from tests.support import hf
 

@@ -73,6 +73,10 @@ DEVICE_FREE = (
     "megavlm.data.image_assignment",
     "megavlm.pipeline.feature_exchange",
 )
+# What computes a step follows plans, but makes no estimates.
+WITHOUT_PLANNER = tuple(
+    f"megavlm.{name}" for name in ("parallel", "precision", "data", "objective", "model", "optim", "pipeline")
+)
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
 GROUPS = "megavlm.parallel.groups"  # the only module that touches megatron-core's parallel_state
 BACKEND = "megavlm.backend"  # the only package that assigns into torch or megatron-core …
@@ -190,6 +194,8 @@ def forbidden_names(module: Module) -> Iterator[Finding]:
             yield line, f"touches parallel_state: only {GROUPS} does, others take Groups"
         if within(name, "torch", "megatron") and within(module.name, *TORCH_FREE):
             yield line, "uses torch, but is pure Python"
+        if within(name, "megavlm.planner") and within(module.name, *WITHOUT_PLANNER):
+            yield line, "uses the planner: types and constants that both need are in megavlm.arch"
         if within(name, "torch.distributed", "torch.cuda") and within(module.name, *DEVICE_FREE):
             yield line, "uses torch.distributed or torch.cuda, but is a pure calculation"
         if within(name, *RUNS_CODE):
@@ -301,7 +307,9 @@ def test_every_module_has_a_rank() -> None:
 def test_every_name_of_a_rule_is_a_module() -> None:
     """A rule about a module that was renamed or removed would never fire."""
     modules = {module.name for module in SHIPPED}
-    named = {name for row in RANKS for name in row}.union(TORCH_FREE, DEVICE_FREE, (GROUPS, BACKEND, CPU_BACKEND))
+    named = {name for row in RANKS for name in row}.union(
+        TORCH_FREE, DEVICE_FREE, WITHOUT_PLANNER, (GROUPS, BACKEND, CPU_BACKEND)
+    )
     folders = {"tools", "benchmarks"}  # without an __init__
     assert sorted(named - modules - folders) == []
     assert all(any(within(module, folder) for module in modules) for folder in folders)
@@ -377,8 +385,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.data.costs", "from megavlm.model.context import MicroBatchContext", "later in RANKS"),
         ("megavlm.precision.scaling", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
-        ("megavlm.planner.plan", "import torch", "pure Python"),
+        ("megavlm.arch.plan", "import torch", "pure Python"),
         ("megavlm.arch.flops", "from torch import nn", "pure Python"),
+        ("megavlm.optim.stores", "from megavlm.planner.memory import HOST_PIECE", "uses the planner"),
         ("megavlm.data.image_assignment", "import torch\ntorch.cuda.Event()", "pure calculation"),
         ("megavlm.data.image_assignment", "import torch.distributed as dist", "pure calculation"),
         ("megavlm.data.image_assignment", "from torch import cuda", "pure calculation"),
@@ -417,7 +426,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
     [
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
-        ("megavlm.planner.plan", "from megavlm.arch.flops import layer_cost"),
+        ("megavlm.arch.plan", "from megavlm.arch.flops import layer_cost"),
         ("megavlm.precision.fp8_weights", "from megavlm.parallel.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),

@@ -11,6 +11,7 @@ from megavlm.arch.dims import Dims, dims_of, with_dims
 from megavlm.arch.kind import Exchange
 from megavlm.arch.kinds import kind_in, layer_cost, layer_sizes, local_parameters, rank_parameters
 from megavlm.arch.layers import layer_names, part_of
+from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE, Scenario, scenario_of
 from megavlm.arch.workload import typical_workload
 from megavlm.config.rules import check
@@ -23,7 +24,6 @@ from megavlm.planner.experts import exchange_seconds, product_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
-from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search
 from megavlm.programs import plan
 from tests.support.small_run import SMALL

@@ -12,6 +12,7 @@ import yaml
 from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
+from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.timeline import Timeline
 from megavlm.config.load import from_dict, to_yaml
@@ -25,7 +26,6 @@ from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
-from megavlm.planner.plan import make_plan
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.search_report import report
 from megavlm.planner.step import EncoderEstimate, overlappable

@@ -8,6 +8,7 @@ import pytest
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.flops import step_flops
+from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
@@ -15,7 +16,6 @@ from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
-from megavlm.planner.plan import make_plan
 from megavlm.train.source import vocab_size_of
 from tests.support.data_files import write_tokenizer
 
