@@ -107,6 +107,7 @@ lint: $(STAMP) ## Check style and types.
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy $(CHECKED)
 	$(VENV)/bin/mypy benchmarks
+	$(VENV)/bin/mypy --explicit-package-bases tests/support
 
 format: $(STAMP) ## Rewrite the code in the house style.
 	$(VENV)/bin/ruff check --fix .

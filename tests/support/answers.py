@@ -31,8 +31,9 @@ def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop:
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = build(config, backend.activate())
+    source: Any = run.source  # of samples that are computed
     spec = CollateSpec.of(run.config, run.source)
-    prompts = [_prompt(run.source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
+    prompts = [_prompt(source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]
     with run.engine.evaluation():
         if with_cache:
             found = generate(run.engine, spec, prompts, micro_batch_size=2, max_new_tokens=NEW_TOKENS, stop=stop)

@@ -76,13 +76,13 @@ def _gates() -> dict[str, Gate]:
         "packed_gradients": Gate("Packing", "gradient of any parameter", 1e-3),
     }
     for name, layout in ALL_LAYOUTS.items():
-        of = {"experts": name in EXPERT_LAYOUTS}
+        experts = name in EXPERT_LAYOUTS
         # Their ranks have parts of rows, or shards of gradients: five steps tell.
         if name not in ("cp2", "cp2-ep2", "zero3"):
-            found[f"{name}_logits"] = Gate(layout.title, "logits", 1e-4, **of)
+            found[f"{name}_logits"] = Gate(layout.title, "logits", 1e-4, experts=experts)
         if name != "zero3":
-            found[f"{name}_gradients"] = Gate(layout.title, "any rank's part of any gradient", 1e-3, **of)
-        found[f"{name}_losses"] = Gate(layout.title, "loss of five training steps", 1e-4, **of)
+            found[f"{name}_gradients"] = Gate(layout.title, "any rank's part of any gradient", 1e-3, experts=experts)
+        found[f"{name}_losses"] = Gate(layout.title, "loss of five training steps", 1e-4, experts=experts)
     return {
         **found,
         "resume": Gate("Resume, same layout", "iterations that are not bit for bit the same", 0),

@@ -108,7 +108,7 @@ def pixel_values(images: list[NDArray[np.uint8]]) -> Tensor:
 
 def image_batch(images: list[NDArray[np.uint8]], *, patch_size: int) -> MicroBatch:
     """A micro-batch for a chunk that only holds vision layers."""
-    sizes = ImageSizes(tuple(grid_of(*image.shape[:2], patch_size) for image in images))
+    sizes = ImageSizes(tuple(grid_of(image.shape[0], image.shape[1], patch_size) for image in images))
     return MicroBatch.of_images(ImageBatch(sizes, torch.cat([patchify(image, patch_size) for image in images])))
 
 

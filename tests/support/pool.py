@@ -72,7 +72,7 @@ class Pool:
                 raise AssertionError(
                     f"ranks {silent} of {self.world} gave no result and did nothing for {timeout} s\n{stacks}"
                 )
-            rank = self._ends.index(ready[0])
+            rank = next(rank for rank, end in enumerate(self._ends) if end is ready[0])
             try:
                 succeeded, value = self._ends[rank].recv()
             except (EOFError, ConnectionResetError) as error:
@@ -142,8 +142,8 @@ def begin(chosen: Any, met: Any) -> None:
     if os.environ.get("MEGAVLM_TEST_P2P_SYNC") == "0":
         config_of = build_engine.pipeline_config
 
-        def without_waiting(*args: Any) -> Any:
-            config = config_of(*args)
+        def without_waiting(config: Any, dims: Any) -> Any:
+            config = config_of(config, dims)
             config.batch_p2p_sync = False
             return config
 

@@ -37,7 +37,7 @@ def model_of(patch: int, *, merge: int = 1, most: int | None = None, frames: int
     return ModelConfig(vision=VisionConfig(patch_size=patch, temporal_patch_size=frames), projector=projector)
 
 
-def bare(kind: type, **attributes: Any) -> Any:
+def bare(kind: Any, **attributes: Any) -> Any:
     """A reference processor without tokenizer and video processor: its expansion of an image needs neither."""
     processor = kind.__new__(kind)
     for name, value in attributes.items():

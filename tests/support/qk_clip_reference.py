@@ -24,7 +24,7 @@ def watched_logits(run: Any) -> Logits:
 
         def look(module: Any, arguments: Any, name: str = name) -> None:
             found = seen.setdefault(name, [])
-            for query, key in _sequences(name, batches[-1], *arguments[:2], run.config.model):
+            for query, key in _sequences(name, batches[-1], arguments[0], arguments[1], run.config.model):
                 for head in range(query.shape[1]):
                     logits = query[:, head] @ key[:, head * key.shape[1] // query.shape[1]].T
                     if name.startswith("language"):

@@ -27,7 +27,7 @@ class Quantized(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor) -> Quantized:
-        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)  # type: ignore
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
 
     def __init__(self, data: Tensor, scale: Tensor) -> None:
         self._data, self._scale = data, scale
@@ -35,7 +35,9 @@ class Quantized(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0]._data, args[0]._scale)
         plain = tree_map(lambda x: x.dequantize() if isinstance(x, cls) else x, (args, kwargs or {}))
@@ -99,8 +101,10 @@ def transformer_engine() -> Iterator[None]:
         yield
         kept[0] = False
 
-    def in_fp8(linear: type) -> type:
-        class Linear(linear):  # type: ignore[misc, valid-type]
+    def in_fp8(linear: Any) -> type:
+        class Linear(linear):
+            weight: Any
+
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 if kept[0]:

@@ -85,13 +85,15 @@ def _begins(word: str) -> bool:
 def _followed(message: str, argv: Sequence[str]) -> list[list[str]]:
     if unknown := re.match(rf"unknown option ({FLAG}): (.*)", message):
         names = _names(unknown[2])
-        elsewhere = not names and "--help-all" not in unknown[2]  # why nothing has to be given here
-        return [_without(argv, unknown[1])] if elsewhere else [_renamed(argv, unknown[1], words) for words in names]
+        if not names and "--help-all" not in unknown[2]:  # why nothing has to be given here
+            return [_without(argv, unknown[1])]
+        return [_renamed(argv, unknown[1], words) for words in names]
     if unknown := re.match(r"unknown \w+ (\S+): (?:choose one of|did you mean) ([\w, -]+)", message):
         return [[each if word == unknown[1] else word for word in argv] for each in _listed(unknown[2])]
     if switch := re.match(rf"({FLAG}) takes no value.*: (?:write (.*)|here it is .*)", message):
-        names = _listed(switch[2]) if switch[2] else []
-        return [[*_without(argv, switch[1]), name] for name in names] or [_renamed(argv, switch[1], _names(message)[0])]
+        instead = _listed(switch[2]) if switch[2] else []
+        kept = _without(argv, switch[1])
+        return [[*kept, name] for name in instead] or [_renamed(argv, switch[1], _names(message)[0])]
     if wrong := re.match(rf"({FLAG})(?:/{FLAG})* expects (.*?)(, got .*|, but no value follows it)", message):
         return [[*_without(argv, wrong[1]), wrong[1], *each] for each in _expected(wrong[2], wrong[3])]
     if bound := re.match(rf"({FLAG}) ({NUMBER}) must be ((?:[\w ,.*−]|{NUMBER})+)$", message):
@@ -268,8 +270,10 @@ def _clause(clause: str, message: str, argv: Sequence[str]) -> Iterator[list[str
         begin, _ = _place(argv, flag)
         old = re.search(rf"{flag} ({NUMBER})", message)
         for number in re.findall(NUMBER, numbers[1]):
-            several = begin < len(argv) and old is not None
-            yield _instead(argv, flag, old[1], number) if several else [*_without(argv, flag), flag, number]
+            if begin < len(argv) and old is not None:
+                yield _instead(argv, flag, old[1], number)
+            else:
+                yield [*_without(argv, flag), flag, number]
     elif "name your data sets with --datasets" in clause:
         yield [*argv, "--datasets", "d"]
     elif zero := re.fullmatch(rf"set (it|{FLAG})(?: and ({FLAG}))? to (?:at most )?({NUMBER})", clause):

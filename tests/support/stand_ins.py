@@ -124,7 +124,8 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Linear(_Pickles):
     def __init__(self, *args: Any, config: Any, bias: bool, skip_bias_add: bool, **kwargs: Any) -> None:
         without = replace(config, gradient_accumulation_fusion=False)
-        super().__init__(*args, config=without, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
+        layer: Any = super()  # of the class that this one is mixed into
+        layer.__init__(*args, config=without, bias=bias, skip_bias_add=skip_bias_add, **kwargs)
         self.te_return_bias = skip_bias_add and bias  # else the product adds it
         self.save_original_input = False
         self.is_first_microbatch = True
@@ -135,7 +136,8 @@ class _Linear(_Pickles):
         self.gemm_bias_unfused_add = isinstance(self, RowParallelLinear) and self.apply_bias
 
     def forward(self, x: Tensor) -> Any:
-        output = super().forward(x)
+        layer: Any = super()
+        output = layer.forward(x)
         self.is_first_microbatch = False
         return output
 
@@ -145,7 +147,8 @@ class _Linear(_Pickles):
             weight = _AddsToMainGrad.apply(weight, first)
         elif torch.is_grad_enabled():
             return _SplitsBackward.apply(input, weight, kwargs["bias"], self.wgrad_store, kwargs)
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        layer: Any = super()
+        return layer._forward_impl(input, weight, *args, **kwargs)
 
 
 class TEColumnParallelLinear(_Linear, ColumnParallelLinear):
@@ -287,7 +290,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def te_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp_group: Any, is_cg_capturable: bool = False) -> Tensor:
     assert is_cg_capturable, "compares the gradients with one on the host"
-    return _CrossEntropy.apply(logits, labels, tp_group)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits, labels, tp_group)
 
 
 EXTENSION = SimpleNamespace(

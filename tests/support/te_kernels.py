@@ -74,7 +74,8 @@ class _FusedRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         calls["rope backward"] += 1
-        return _turned_back(grad, *ctx.saved_tensors, ctx.interleaved), None, None
+        (freqs,) = ctx.saved_tensors
+        return _turned_back(grad, freqs, ctx.interleaved), None, None
 
 
 class _FusedQkvRope(torch.autograd.Function):
@@ -128,7 +129,7 @@ def _partners(t: Tensor, interleaved: bool) -> Tensor:
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
-    return _FusedRope.apply(t, freqs, interleaved)  # type: ignore[no-any-return]
+    return _FusedRope.apply(t, freqs, interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -224,7 +225,7 @@ class GroupedLinear(torch.nn.Module):
             if is_first_microbatch is None or is_first_microbatch:
                 self._fp8_workspaces[f"weight{number}"] = weight.detach().clone()
         rounded = [self._fp8_workspaces[f"weight{number}"] for number in range(self.num_gemms)]
-        return _GroupedProducts.apply(inp.contiguous(), m_splits, rounded, *weights)  # type: ignore[no-any-return]
+        return _GroupedProducts.apply(inp.contiguous(), m_splits, rounded, *weights)
 
 
 def _module(name: str, **contents: Any) -> ModuleType:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -99,7 +100,7 @@ class Launched:
 
     def send(self, number: signal.Signals, *processes: psutil.Process | subprocess.Popen[bytes]) -> None:
         for process in processes:
-            with_suppressed(lambda process=process: os.kill(process.pid, number))
+            with_suppressed(partial(os.kill, process.pid, number))
 
     def status(self) -> int:
         """Wait for the end; returns the exit status."""

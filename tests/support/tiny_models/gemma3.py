@@ -6,7 +6,9 @@ from typing import Any
 
 import transformers
 
-IMAGES = ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
+from tests.support.tiny_models.sizes import Samples
+
+IMAGES: tuple[Samples, ...] = ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
 IMAGE_TOKEN = 60
 
 VISION: dict[str, Any] = {

@@ -6,6 +6,8 @@ from typing import Any
 
 import transformers
 
+from tests.support.tiny_models.sizes import Samples
+
 TEXT: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -30,7 +32,7 @@ VISION: dict[str, Any] = {
 }
 
 
-IMAGES = ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
+IMAGES: tuple[Samples, ...] = ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
 
 
 def vicuna() -> transformers.LlavaConfig:

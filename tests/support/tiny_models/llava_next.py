@@ -7,10 +7,16 @@ import transformers
 from tests.support import hf
 from tests.support.tiny_models.llava import TEXT
 from tests.support.tiny_models.llava_onevision import VISION
+from tests.support.tiny_models.sizes import Samples
 
 # (height, width) of one image a sample: up to two tiles wide or high, with padding above and below, left and right, or
 # none.
-IMAGES = ([[(6, 24)], [(12, 12)]], [[(24, 7)], []], [[], []], [[(12, 24)], [(9, 20)]])
+IMAGES: tuple[Samples, ...] = (
+    [[(6, 24)], [(12, 12)]],
+    [[(24, 7)], []],
+    [[], []],
+    [[(12, 24)], [(9, 20)]],
+)
 
 
 def llava_next(*, tied: bool = False) -> transformers.PreTrainedModel:

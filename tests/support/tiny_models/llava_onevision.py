@@ -8,10 +8,16 @@ import transformers
 
 from tests.support import hf
 from tests.support.tiny_models.llava import TEXT
+from tests.support.tiny_models.sizes import Samples
 
 # (height, width) of each sample's images. Tiles are 3 × 3 features, an image has at most about 2 tiles' worth: 36 × 36
 # is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one tile; images that are not alone are their base tiles.
-IMAGES = ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]])
+IMAGES: tuple[Samples, ...] = (
+    [[(20, 33)], [(12, 12), (9, 30)]],
+    [[(40, 14)], []],
+    [[], []],
+    [[(36, 36)], [(12, 12)]],
+)
 
 
 # (frames, height, width) of videos, beside images and alone. Transformers takes videos of one length at a time.

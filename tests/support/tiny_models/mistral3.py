@@ -6,8 +6,9 @@ import transformers
 
 from tests.support.tiny_models.llava import TEXT
 from tests.support.tiny_models.pixtral import VISION
+from tests.support.tiny_models.sizes import Samples
 
-IMAGES = ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
+IMAGES: tuple[Samples, ...] = ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
 
 
 # Of five pairs of channels two keep their frequencies, one has a quarter, two lie between; scores grow by 13 %.

@@ -7,8 +7,9 @@ from typing import Any
 import transformers
 
 from tests.support.tiny_models.llava import TEXT
+from tests.support.tiny_models.sizes import Samples
 
-IMAGES = ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
+IMAGES: tuple[Samples, ...] = ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
 
 # Heads of 12 channels: three pairs of frequencies for rows and three for columns.
 VISION: dict[str, Any] = {

@@ -131,4 +131,4 @@ def qwen3_moe(*, tied: bool = False, kind: type = AsPublished, **text: Any) -> t
         tie_word_embeddings=tied,
         **TOKENS,
     )
-    return kind(config)  # type: ignore[no-any-return]
+    return kind(config)

@@ -7,9 +7,15 @@ from typing import Any
 import transformers
 
 from tests.support.tiny_models.llava import TEXT
+from tests.support.tiny_models.sizes import Samples
 
 # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
-IMAGES = ([[(24, 24), (24, 24)], []], [[(32, 32)], [(32, 32)]], [[(16, 16)] * 3, [(16, 16)]], [[], []])
+IMAGES: tuple[Samples, ...] = (
+    [[(24, 24), (24, 24)], []],
+    [[(32, 32)], [(32, 32)]],
+    [[(16, 16)] * 3, [(16, 16)]],
+    [[], []],
+)
 
 
 VISION: dict[str, Any] = {
