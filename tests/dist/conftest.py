@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,21 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture(scope="session")
-def one_process(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Curve of a model on one process, computed once."""
-    curves = {}
+def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    """Return the metrics of a run on one process, which is computed once."""
+    curves: dict[Any, list[dict[str, Any]]] = {}
 
-    def curve(model: str, steps: Sequence[str] = THREE):
-        if (model, *steps) not in curves:
+    def curve(argv: Sequence[str], run: Callable[..., Any] = train) -> list[dict[str, Any]]:
+        if (run, *argv) not in curves:
             run_dir = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split(), *steps], run_dir)
-            curves[model, *steps] = metrics(run_dir)
-        return curves[model, *steps]
+            pools(1).run(run, [*argv, "--no-save"], run_dir)
+            curves[run, *argv] = metrics(run_dir)
+        return curves[run, *argv]
 
     return curve
+
+
+@pytest.fixture(scope="session")
+def one_process(alone):
+    """Return the metrics of one of the models on one process."""
+    return lambda model, steps=THREE: alone([*SMALL, *MODELS[model].split(), *steps])

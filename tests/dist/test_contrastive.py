@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +102,10 @@ def argv_of(loss: str, model: str) -> list[str]:
     return [*PAIRS, *MODELS[model].split(), *LOSSES[loss].split()]
 
 
-@pytest.fixture(scope="module")
-def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Curve of a loss and a model on one process, computed once."""
-    curves: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-
-    def curve(loss: str, model: str, steps: Sequence[str] = THREE) -> list[dict[str, Any]]:
-        if (loss, model, *steps) not in curves:
-            run_dir = str(tmp_path_factory.mktemp("alone"))
-            pools(1).run(train, [*argv_of(loss, model), "--no-save", *steps], run_dir)
-            curves[loss, model, *steps] = metrics(run_dir)
-        return curves[loss, model, *steps]
-
-    return curve
-
-
 def check_case(pools: Pools, alone: Any, tmp_path: Path, loss: str, model: str, layout: str, steps=THREE) -> None:
     world, flags = LAYOUTS[layout]
     pools(world).run(train, [*argv_of(loss, model), "--no-save", *flags.split(), *steps], str(tmp_path))
-    ours, theirs = metrics(tmp_path), alone(loss, model, steps)
+    ours, theirs = metrics(tmp_path), alone([*argv_of(loss, model), *steps])
     assert_same_curve(ours, theirs)
     for name in ("balance_loss", "router_z_loss", "expert_load_max", "expert_load_entropy"):
         assert [record.get(name) for record in ours] == [
@@ -287,7 +271,7 @@ def test_a_run_resumes_on_another_layout(pools: Pools, alone: Any, tmp_path: Pat
     argv = argv_of(loss, model)
     pools(2).run(train, [*argv, *HALF, "--tp", "2"], str(tmp_path / "half"))
     pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path / "half"))
-    assert_same_curve(metrics(tmp_path / "half"), alone(loss, model, ["--train-iters", "4"]))
+    assert_same_curve(metrics(tmp_path / "half"), alone([*argv, "--train-iters", "4"]))
 
 
 @pytest.mark.slow

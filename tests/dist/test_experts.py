@@ -79,18 +79,9 @@ EXPERTS = ("balance_loss", "router_z_loss", "expert_load_max", "expert_load_entr
 
 
 @pytest.fixture(scope="module")
-def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Curve of a mixture on one process, computed once."""
-    curves: dict[Any, list[dict[str, Any]]] = {}
-
-    def curve(model: str, steps: Sequence[str] = THREE) -> list[dict[str, Any]]:
-        if (model, *steps) not in curves:
-            folder = tmp_path_factory.mktemp("one")
-            pools(1).run(train, [*SMALL, "--no-save", *MODELS[model].split(), *steps], str(folder))
-            curves[model, *steps] = metrics(folder)
-        return curves[model, *steps]
-
-    return curve
+def one(alone: Any) -> Callable[..., list[dict[str, Any]]]:
+    """Return the metrics of a mixture on one process."""
+    return lambda model, steps=THREE: alone([*SMALL, *MODELS[model].split(), *steps])
 
 
 def assert_same_balance(actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +44,6 @@ UNEVEN = (
     "--set model.language.num_attention_heads=3 model.language.num_query_groups=3 model.language.ffn_hidden_size=50"
 )
 KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4"}
-
-Curve = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """Return the curve of a run on one process, computed once."""
-    curves: dict[Any, list[dict[str, Any]]] = {}
-
-    def curve(run: Callable[..., None], argv: Sequence[str]) -> list[dict[str, Any]]:
-        if (run, *argv) not in curves:
-            folder = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(run, argv, folder)
-            curves[run, *argv] = metrics(folder)
-        return curves[run, *argv]
-
-    return curve
 
 
 @pytest.mark.parametrize(
@@ -115,21 +98,21 @@ SLOW = [
 ]
 
 
-def check_layout(pools: Pools, one: Curve, folder: Path, world: int, model: str, flags: str, steps: Sequence[str]):
+def check_layout(pools: Pools, alone: Any, folder: Path, world: int, model: str, flags: str, steps: Sequence[str]):
     argv = [*SMALL, "--no-save", "--data-parallel-sharding", "none", *KNOWN[model].split(), *MUON.split(), *steps]
     pools(world).run(train_in_float64, [*argv, *flags.split()], str(folder))
-    assert_same_curve(metrics(folder), one(train_in_float64, argv), tolerance=1e-11)
+    assert_same_curve(metrics(folder), alone(argv, train_in_float64), tolerance=1e-11)
 
 
 @pytest.mark.parametrize(("world", "model", "flags"), FAST)
-def test_layouts_give_the_numbers_of_one_process(pools, one, tmp_path, world, model, flags):
-    check_layout(pools, one, tmp_path, world, model, flags, THREE)
+def test_layouts_give_the_numbers_of_one_process(pools, alone, tmp_path, world, model, flags):
+    check_layout(pools, alone, tmp_path, world, model, flags, THREE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "model", "flags"), SLOW)
-def test_every_layout_gives_the_numbers_of_one_process(pools, one, tmp_path, world, model, flags):
-    check_layout(pools, one, tmp_path, world, model, flags, EIGHT)
+def test_every_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, world, model, flags):
+    check_layout(pools, alone, tmp_path, world, model, flags, EIGHT)
 
 
 ZERO_2, ZERO_3 = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
@@ -158,10 +141,10 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("world", "model", "optimizer", "flags"), SHARDED)
-def test_sharding_gives_the_numbers_of_one_process(pools, one, tmp_path, world, model, optimizer, flags):
+def test_sharding_gives_the_numbers_of_one_process(pools, alone, tmp_path, world, model, optimizer, flags):
     argv = [*SMALL, *THREE, "--no-save", *KNOWN[model].split(), *optimizer.split()]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), one(train, argv))
+    assert_same_curve(metrics(tmp_path), alone(argv))
 
 
 @pytest.mark.parametrize(
@@ -196,12 +179,12 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
     ],
 )
 def test_a_checkpoint_resumes_on_another_layout(
-    pools: Pools, one: Curve, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
+    pools: Pools, alone: Any, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
 ):
     argv = [*SMALL, *KNOWN["padded-heads"].split(), *optimizer.split()]
     for (world, flags), length in ((before, HALF), (after, [])):
         pools(world).run(train, [*argv, *length, *flags.split()], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), one(train, [*argv, "--no-save"]))
+    assert_same_curve(metrics(tmp_path), alone(argv))
 
 
 def test_another_optimizer_is_refused_on_resume(pools: Pools, tmp_path: Path):

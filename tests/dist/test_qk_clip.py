@@ -5,7 +5,6 @@ The thresholds are far below any that a user would set, so that about half of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +41,6 @@ def assert_same_clipping(ours: Records, theirs: Records, *, tolerance: float) ->
     for a, b in zip(ours, theirs, strict=True):
         assert a["max_attention_logit"] == pytest.approx(b["max_attention_logit"], rel=tolerance)
         assert a["qk_clipped_heads"] == b["qk_clipped_heads"] > 0
-
-
-@pytest.fixture(scope="module")
-def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Records]:
-    """Return the records of a run on one process, computed once."""
-    curves: dict[Any, Records] = {}
-
-    def curve(run: Callable[..., None], *argv: str) -> Records:
-        if (run, argv) not in curves:
-            folder = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(run, list(argv), folder)
-            curves[run, argv] = metrics(folder)
-        return curves[run, argv]
-
-    return curve
 
 
 @pytest.mark.parametrize(
@@ -99,10 +83,10 @@ SLOW = [
 @pytest.mark.parametrize(
     ("world", "model", "flags"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_layouts_clip_the_heads_of_one_process(pools, one, tmp_path, world, model, flags):
+def test_layouts_clip_the_heads_of_one_process(pools, alone, tmp_path, world, model, flags):
     argv = [*RUN, *WHOLE.split(), *KNOWN[model].split(), *MUON.split()]
     pools(world).run(train_in_float64, [*argv, *flags.split()], str(tmp_path))
-    assert_same_clipping(metrics(tmp_path), one(train_in_float64, *argv), tolerance=1e-11)
+    assert_same_clipping(metrics(tmp_path), alone(argv, train_in_float64), tolerance=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +106,10 @@ def test_layouts_clip_the_heads_of_one_process(pools, one, tmp_path, world, mode
         ),
     ],
 )
-def test_sharding_clips_the_heads_of_one_process(pools, one, tmp_path, world, model, optimizer, flags):
+def test_sharding_clips_the_heads_of_one_process(pools, alone, tmp_path, world, model, optimizer, flags):
     argv = [*RUN, *KNOWN[model].split(), *optimizer.split()]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
-    assert_same_clipping(metrics(tmp_path), one(train, *argv), tolerance=1e-5)
+    assert_same_clipping(metrics(tmp_path), alone(argv), tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +130,8 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
     assert all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
 
 
-def test_a_checkpoint_resumes_on_another_layout(pools: Pools, one: Callable[..., Records], tmp_path: Path):
+def test_a_checkpoint_resumes_on_another_layout(pools: Pools, alone: Any, tmp_path: Path):
     argv = [*SMALL, *GROUPED.split(), *SLOWER.split()]
     for world, flags, length in ((4, "--tp 2 --pp 2", HALF), (2, ZERO_3, [])):
         pools(world).run(train, [*argv, *length, *flags.split()], str(tmp_path))
-    assert_same_clipping(metrics(tmp_path), one(train, *argv, "--no-save"), tolerance=1e-5)
+    assert_same_clipping(metrics(tmp_path), alone(argv), tolerance=1e-5)

@@ -127,18 +127,9 @@ def train_with_padding(argv: list[str], run_dir: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Return the curve of a model on one process without padding; each is computed once."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-
-    def of(*argv: str) -> list[dict[str, Any]]:
-        if argv not in found:
-            run_dir = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(train_without_alignment, [*SMALL, *argv, "--no-save"], run_dir)
-            found[argv] = metrics(run_dir)
-        return found[argv]
-
-    return of
+def curve(alone: Any):
+    """Return the metrics of a model on one process without padding."""
+    return lambda *argv: alone([*SMALL, *argv], train_without_alignment)
 
 
 def check_case(pools: Pools, curve: Any, tmp_path: Path, world: int, model: str, flags: str, steps: list[str]) -> None:
