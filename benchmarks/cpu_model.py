@@ -23,10 +23,10 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image
 from megavlm.data.types import Sample
+from megavlm.inputs.batch import MicroBatch
+from megavlm.inputs.patches import Image
 
 VOCABULARY, IMAGE_TOKEN, PAD_TOKEN = 32_000, 31_999, 0
 IMAGE_TOKENS, TEXT_TOKENS = 256, 256

@@ -21,10 +21,10 @@ import data_images
 import numpy as np
 from record import append, circumstances
 
+from megavlm.arch.packing import assign, imbalance, pack
 from megavlm.config.schema import DataConfig
 from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.costs import CostModel
-from megavlm.data.packing import assign, imbalance, pack
 from megavlm.data.rank_loader import costs_of
 from megavlm.data.types import EncodedRecord, EncodedSample
 from megavlm.data.windows import Windows

@@ -32,8 +32,8 @@ from sklearn.datasets import load_sample_images
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.decode import decode
-from megavlm.data.processors import Processor
 from megavlm.families import processor_from
+from megavlm.inputs.processor import Processor
 
 SIZES = ((480, 640), (768, 1024), (1080, 1920))  # height, width
 # module, class, options; side of a patch; how many patches a side become one feature

@@ -4,7 +4,7 @@
 
 Mixtures of sample lengths with long tails are trained in both ways, in the planner's seconds of the language model.
 Both ways choose the best of all layouts of one pipeline stage (TP, recomputation, ZeRO-1 or 2, offloaded activations).
-Packed rows are those of `megavlm/data/packing.py`, as long as the longest sample may be, evened out over replicas by
+Packed rows are those of `megavlm/arch/packing.py`, as long as the longest sample may be, evened out over replicas by
 cost. Dynamic groups give each sample the fewest ranks that hold it, more where it would outlast the step, and pack
 short samples for single ranks; groups are aligned, a power of two, and the widest begin. Nothing is measured.
 --write puts the table into docs/design/decisions.md.
@@ -27,10 +27,10 @@ from tables import with_table
 from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import is_transformer, saved_bytes
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, part_of
+from megavlm.arch.packing import assign, pack
 from megavlm.arch.scenario import Offloaded, Recompute, Scenario, Sharding, scenario_of
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.config.tensor_split import language_split
-from megavlm.data.packing import assign, pack
 from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds
 from megavlm.planner.hardware import Hardware, profile

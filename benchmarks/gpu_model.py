@@ -25,13 +25,13 @@ from megavlm.config.cli import parse
 from megavlm.config.load import to_yaml
 from megavlm.config.rules import check
 from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image
 from megavlm.data.types import Sample
 from megavlm.families import published_model
 from megavlm.families.llava import inputs as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
+from megavlm.inputs.batch import MicroBatch
+from megavlm.inputs.patches import Image
 from megavlm.planner.memory import Memory, rank_memory
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model

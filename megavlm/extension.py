@@ -10,8 +10,8 @@ from megavlm.arch.workload import Workload
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Valid, option
 from megavlm.config.registry import Entry, Extension, ObjectiveEntry
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
-from megavlm.data.processors.vision_inputs import Channels, VisionInput
 from megavlm.errors import UserError
+from megavlm.inputs.vision_inputs import Channels, VisionInput
 
 __all__ = [
     "AT_LEAST_0",

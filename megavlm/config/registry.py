@@ -71,7 +71,7 @@ class Extension:
 
     Args:
         connectors: kinds of projector (`megavlm.extension.Connector`), for --projector-kind.
-        inputs: what a model sees of an image file (`megavlm.data.processors.vision_inputs.VisionInput`), for
+        inputs: what a model sees of an image file (`megavlm.inputs.vision_inputs.VisionInput`), for
             --vision-input. Its function is sent to processes that decode images, so it has a name in a module.
         objectives: losses of embeddings over the global batch (`ObjectiveEntry`), for --objective.
         sources: sources of samples, for --data.

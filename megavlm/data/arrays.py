@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.decode import TIFF, Source, as_bad_sample, content_of, open_image, open_pixels
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import open_regular
 
 Array = NDArray[np.float32]  # [height, width, channels]

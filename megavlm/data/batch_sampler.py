@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from megavlm.data.packing import pack
+from megavlm.arch.packing import pack
 from megavlm.data.skips import SkipSummary
 from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment, Segments, Skipped
 from megavlm.data.windows import Windows

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
 from megavlm.errors import UserError
+from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
 _ALIGNMENT = 8  # bytes: the alignment of a tensor of any type
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.decode import content_of
-from megavlm.data.processors.sampling import Clip, rate_of
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.sampling import Clip, rate_of
 from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 

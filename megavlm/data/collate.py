@@ -13,12 +13,12 @@ from torch import Tensor
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.data.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
-from megavlm.data.images import spanning
 from megavlm.data.members import POSITIVE, QUERY
 from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
+from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
+from megavlm.inputs.patches import spanning
 
 # A run of features: (rows, columns) of a grid of patches, and the moments at which it is seen.
 Run = tuple[tuple[int, int], tuple[int, ...]]

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from megavlm.data.batch import ImageSizes, Mask, MicroBatch
 from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.files import FilesSource
 from megavlm.data.reads import Reads
 from megavlm.data.source import ComputedSource
-from megavlm.data.types import BadSample, EncodedRecord, Sample, SampleId, Segments, Skipped
+from megavlm.data.types import EncodedRecord, Sample, SampleId, Segments, Skipped
 from megavlm.data.workers import TellingSource, Told, WorkerPool
+from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.data.batch import ContextPart, MicroBatch, TextBatch
+from megavlm.inputs.batch import ContextPart, MicroBatch, TextBatch
 
 
 @lru_cache(maxsize=16)

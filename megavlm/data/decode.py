@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.store import StoreError
 from megavlm.storage.stored_file import StoredFile
 

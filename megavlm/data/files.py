@@ -19,18 +19,13 @@ from megavlm.data.members import QUERY, Member
 from megavlm.data.order import Order, weights_of
 from megavlm.data.pairs import encode_pairs, text_tokens
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
-from megavlm.data.processors import Layout, Processor
-from megavlm.data.processors.layout import Film
-from megavlm.data.processors.sampling import Budget
 from megavlm.data.reads import Reads
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.types import (
-    BadSample,
     Conversation,
     EncodedRecord,
     EncodedSample,
     HeldOut,
-    Reason,
     Sample,
     SampleId,
     Segment,
@@ -41,6 +36,10 @@ from megavlm.data.types import (
 )
 from megavlm.data.visuals import Visuals, stored
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Film, Layout
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.sampling import Budget
 
 # The number of records that the order of a blend assumes for a stream, whose length is unknown.
 _ENDLESS = 2**62

@@ -14,7 +14,7 @@ from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import encoder_names
 from megavlm.arch.workload import image_workload
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.data.batch import ImageSizes, Mask
+from megavlm.inputs.batch import ImageSizes, Mask
 
 
 @dataclass(frozen=True)

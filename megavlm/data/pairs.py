@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.chat import ChatFormat, Piece
 from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
-from megavlm.data.processors.layout import Prompt
-from megavlm.data.types import BadSample, Conversation, Reason, Turn
+from megavlm.data.types import Conversation, Turn
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Prompt
 
 _ROLES = {"query": QUERY, "positive": POSITIVE, "negative": NEGATIVE}
 

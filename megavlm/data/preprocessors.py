@@ -12,10 +12,6 @@ from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from megavlm.config.schema import Config, DataConfig, ModelConfig
-from megavlm.data.processors import Processor
-from megavlm.data.processors.processor import Whole
-from megavlm.data.processors.vision_inputs import NAME as CHANNELS
-from megavlm.data.processors.vision_inputs import RGB, read_channels, vision_input_of
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from megavlm.data.tokenizers.text import TextTokenizer
@@ -23,6 +19,9 @@ from megavlm.data.tokenizers.training import IMAGE
 from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
 from megavlm.families.shared.qwen_vl import NativeResolution
+from megavlm.inputs.processor import Processor, Whole
+from megavlm.inputs.vision_inputs import NAME as CHANNELS
+from megavlm.inputs.vision_inputs import RGB, read_channels, vision_input_of
 from megavlm.json_files import read_json
 from megavlm.program import program
 from megavlm.storage.cache import local_path

@@ -21,19 +21,10 @@ from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.skips import SkipSummary
 from megavlm.data.source import ComputedSource, HeldOutPrompt
-from megavlm.data.types import (
-    BadSample,
-    Conversation,
-    EncodedSample,
-    HeldOut,
-    Reason,
-    Sample,
-    Segment,
-    Turn,
-    Visual,
-)
+from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, Turn, Visual
 from megavlm.data.visuals import first_frame
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 _LOOKED_AT = 100  # most samples that are looked at in vain
 _SIDE = 448  # pixels of the longer side of a picture

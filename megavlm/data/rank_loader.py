@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.data.batch import MicroBatch
+from megavlm.arch.packing import imbalance, of_micro_batches, of_ranks
 from megavlm.data.batch_sampler import BatchSampler
 from megavlm.data.collator import Collator
-from megavlm.data.packing import imbalance, of_micro_batches, of_ranks
 from megavlm.data.reads import Reads
 from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
+from megavlm.inputs.batch import MicroBatch
 
 _LOOK = 0.1  # seconds between two looks at data that are not ready
 _CLOSE = 10.0  # seconds that a thread has to end

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megavlm.data.types import Reason, Skipped
+from megavlm.data.types import Skipped
 from megavlm.errors import one_line
+from megavlm.inputs.bad_sample import Reason
 from megavlm.program import program
 
 _LOOK = "see which with {preview} and the same flags; docs/data.md has what a record needs"

@@ -15,7 +15,8 @@ from typing import NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.types import BadSample, HeldOut, Sample, SampleId, Segment, Skipped
+from megavlm.data.types import HeldOut, Sample, SampleId, Segment, Skipped
+from megavlm.inputs.bad_sample import BadSample
 
 _WORD = (1 << 64) - 1
 

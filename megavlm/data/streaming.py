@@ -13,17 +13,9 @@ from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
 from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_stream
-from megavlm.data.types import (
-    BadSample,
-    Conversation,
-    EncodedRecord,
-    GlobalBatch,
-    LoaderState,
-    SampleId,
-    Skipped,
-    StreamSample,
-)
+from megavlm.data.types import Conversation, EncodedRecord, GlobalBatch, LoaderState, SampleId, Skipped, StreamSample
 from megavlm.data.windows import Windows
+from megavlm.inputs.bad_sample import BadSample
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream

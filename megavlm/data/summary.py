@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megavlm.arch.packing import pack
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
-from megavlm.data.packing import pack
 from megavlm.data.records import is_stream, name_of
 from megavlm.data.skips import SkipSummary
 from megavlm.data.types import EncodedRecord

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,55 +17,17 @@ from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.data.members import Member
-from megavlm.errors import one_line
+from megavlm.inputs.bad_sample import Reason
 from megavlm.storage.file_range import FileRange
 from megavlm.storage.stored_file import StoredFile
 
-if TYPE_CHECKING:  # families read their errors from here, and run without torch
+if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
-    from megavlm.data.processors.layout import Film
+    from megavlm.inputs.batch import MicroBatch
+    from megavlm.inputs.layout import Film
 
 # --- Samples that cannot be used
-
-
-class Reason(StrEnum):
-    """Why a sample is skipped; the value is the name in metrics."""
-
-    # the record
-    NOT_A_RECORD = "not_a_record"  # invalid JSON, or unexpected fields
-    EMPTY = "empty_conversation"  # no token to train on
-    ROLE = "unknown_role"  # a speaker other than user, assistant and system
-    UNSUPPORTED = "unsupported"  # an image on the network, a video where the model reads none
-    IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
-    TOO_LONG = "too_long"  # no turn fits --seq-length
-    TOO_SLOW = "too_slow"  # data workers hung at it
-    # its images
-    MISSING = "missing_file"
-    OUTSIDE = "path_outside_root"
-    NOT_AN_IMAGE = "not_an_image"
-    TRUNCATED = "truncated"
-    CORRUPT = "corrupt"
-    TOO_LARGE = "too_many_pixels"
-    TOO_NARROW = "aspect_ratio"
-    # its videos; the reasons of images above hold for frames, too
-    NOT_A_VIDEO = "not_a_video"
-    NO_FRAMES = "no_frames"  # sound alone, or nothing
-    ENDLESS = "too_many_frames"
-
-
-class BadSample(ValueError):
-    """Raised for a sample that cannot be used, with the reason."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {one_line(detail)}")
-        self.reason = reason
-        self.detail = one_line(detail)
-
-    def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
-        """Pickle the reason and the detail, since worker processes send this exception to the main process."""
-        return type(self), (self.reason, self.detail)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from torch import Tensor
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import decode, size_of
-from megavlm.data.images import LoadedImage
-from megavlm.data.processors import Layout, Processor
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sampling import Budget, Clip
-from megavlm.data.processors.video import VideoProcessor
-from megavlm.data.processors.vision_inputs import RGB
-from megavlm.data.types import BadSample, ImageRef, Reason, StoredImage, VideoRef, Visual
+from megavlm.data.types import ImageRef, StoredImage, VideoRef, Visual
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout
+from megavlm.inputs.patches import LoadedImage
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sampling import Budget, Clip
+from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.vision_inputs import RGB
 
 
 @dataclass(frozen=True)

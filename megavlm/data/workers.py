@@ -27,8 +27,9 @@ import torch
 import torch.multiprocessing  # tensors travel in shared memory
 
 from megavlm.data.files import FilesSource
-from megavlm.data.types import BadSample, EncodedRecord, Reason, Sample, SampleId, Segment
+from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.resilience.ended import how_it_ended
 from megavlm.resilience.signals import SIGNALS
 

@@ -10,7 +10,6 @@ import numpy as np
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.images import Image
 from megavlm.data.members import POSITIVE, QUERY, identity_of
 from megavlm.data.source import ComputedSource
 from megavlm.data.synthetic_pairs import joined
@@ -19,6 +18,7 @@ from megavlm.data.types import HeldOut, Sample
 from megavlm.demo.canvases import MAX_DIGITS, Canvases, Scene
 from megavlm.demo.digits import tokenizer_of
 from megavlm.errors import UserError
+from megavlm.inputs.patches import Image
 
 _KIND = "which digits"  # its answer is all that a canvas shows
 

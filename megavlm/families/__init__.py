@@ -16,14 +16,14 @@ from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.registry import Entry, registered
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import VideoReader, class_of, video_class_of
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
 from megavlm.families.shared.connectors import connector_families
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import VideoReader, class_of, video_class_of
+from megavlm.inputs.video import VideoProcessor
 
 
 def _declared() -> tuple[Family, ...]:

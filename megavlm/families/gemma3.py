@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
-from megavlm.data.processors.layout import Layout, Prompt
-from megavlm.data.processors.processor import Processor, Whole
-from megavlm.data.processors.reader import HALF_PIXELS, Json, ProcessorReader, sides
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -18,11 +15,14 @@ from megavlm.families.shared.language import language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, Transpose
 from megavlm.families.shared.vision import siglip, siglip_table
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor, Whole
+from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader, sides
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 IMAGE, START, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 

@@ -10,13 +10,6 @@ import numpy as np
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Prompt
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
-from megavlm.data.processors.sampling import Budget, Clip, shown_at
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
@@ -32,6 +25,13 @@ from megavlm.families.shared.qwen_vl import (
 )
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
+from megavlm.inputs import sizes
+from megavlm.inputs.layout import Prompt
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
+from megavlm.inputs.sampling import Budget, Clip, shown_at
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
 VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"

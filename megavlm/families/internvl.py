@@ -12,14 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Layout, Prompt
-from megavlm.data.processors.processor import Processor, cut
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sampling import Budget, Clip, in_the_middle
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.frames import Frames, frame_fields
@@ -28,11 +20,19 @@ from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import intern, intern_table
+from megavlm.inputs import sizes
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor, cut
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides
+from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sampling import Budget, Clip, in_the_middle
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "<IMG_CONTEXT>"
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
 from megavlm.families.shared.chat import VICUNA
 from megavlm.families.shared.family import Composition, Family, NamePrefixes
 from megavlm.families.shared.inputs import pixel_values
@@ -15,11 +13,13 @@ from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_table
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 # Family of a vision tower by itself → its model_type inside a LLaVA.
 _TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}

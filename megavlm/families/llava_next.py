@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.anyres import Tiling
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors.layout import Layout
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
-from megavlm.data.processors.resize import Pixels
 from megavlm.errors import UserError
 from megavlm.families import llava, llava_onevision
 from megavlm.families.shared.chat import VICUNA
@@ -18,11 +14,15 @@ from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rename, Table
+from megavlm.inputs.layout import Layout
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
+from megavlm.inputs.resize import Pixels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 RESOLUTIONS = (
     (336, 672),

@@ -13,15 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megavlm.arch.anyres import TileGroup, Tiling, half
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Layout, Prompt, Tile
-from megavlm.data.processors.processor import Processor, cut, pad_evenly, pad_to_square, squared
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides, square
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sampling import Budget, Clip
-from megavlm.data.processors.sizes import Size, best_resolution
-from megavlm.data.processors.video import VideoProcessor
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -31,11 +22,20 @@ from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
 from megavlm.families.shared.vision import siglip, siglip_table
+from megavlm.inputs import sizes
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout, Prompt, Tile
+from megavlm.inputs.processor import Processor, cut, pad_evenly, pad_to_square, squared
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides, square
+from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sampling import Budget, Clip
+from megavlm.inputs.sizes import Size, best_resolution
+from megavlm.inputs.video import VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 # (height, width) where a folder names none.
 DEFAULT_RESOLUTIONS = tuple(product(range(384, 2305, 384), repeat=2))

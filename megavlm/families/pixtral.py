@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import VISION_LAYER, vision_layers_run
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors.layout import Layout, Prompt
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sizes import Size
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import MISTRAL
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -21,11 +15,17 @@ from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, Rename, Table, linear
 from megavlm.families.shared.vision import kernel, qkv
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
+from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sizes import Size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "[IMG]"
 

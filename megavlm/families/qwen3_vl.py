@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.data.processors.reader import HALF_PIXELS, Json, VideoReader
-from megavlm.data.processors.sampling import Budget
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
@@ -33,11 +30,14 @@ from megavlm.families.shared.qwen_vl import (
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
+from megavlm.inputs.sampling import Budget
+from megavlm.inputs.video import VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,

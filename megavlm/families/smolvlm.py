@@ -16,15 +16,6 @@ import numpy as np
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.expected import VIDEO_SAMPLING
-from megavlm.data.processors.layout import Layout, Prompt
-from megavlm.data.processors.processor import Processor, cut
-from megavlm.data.processors.reader import HALF_PIXELS, Json, ProcessorReader, VideoReader, has_only
-from megavlm.data.processors.resize import Pixels, resize_as_torchvision
-from megavlm.data.processors.sampling import Budget, Clip, shown_at
-from megavlm.data.processors.sizes import LARGEST_SIDE, Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -34,12 +25,21 @@ from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import idefics3, siglip_table
+from megavlm.inputs import sizes
+from megavlm.inputs.expected import VIDEO_SAMPLING
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor, cut
+from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader, VideoReader, has_only
+from megavlm.inputs.resize import Pixels, resize_as_torchvision
+from megavlm.inputs.sampling import Budget, Clip, shown_at
+from megavlm.inputs.sizes import LARGEST_SIDE, Size
+from megavlm.inputs.video import VideoProcessor
 from megavlm.json_files import check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"

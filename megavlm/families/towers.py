@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.data.processors.reader import CLIP_PIXELS, HALF_PIXELS, SQUARE_224, ProcessorReader, build_whole
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
 from megavlm.families.shared.vision import clip, clip_table, intern, intern_table, siglip, siglip_table
+from megavlm.inputs.reader import CLIP_PIXELS, HALF_PIXELS, SQUARE_224, ProcessorReader, build_whole
 
 
 def _tower(

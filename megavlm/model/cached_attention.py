@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.arch.masks import QUERIES
-from megavlm.data.kv_cache import Continuation
+from megavlm.inputs.batch import Continuation
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,8 @@ from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.context_parts import order_of
-from megavlm.data.kv_cache import Continuation
+from megavlm.inputs.batch import Continuation, MicroBatch
 from megavlm.model.cached_attention import CachedAttention
 from megavlm.model.deepstack import add_features
 from megavlm.model.gathered_attention import causal_spans

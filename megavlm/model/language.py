@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megavlm.config.derived import rotary_channels
 from megavlm.config.schema import LanguageConfig
-from megavlm.data.batch import TextBatch
+from megavlm.inputs.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy
 from megavlm.model.linear_cross_entropy import LossOptions, linear_cross_entropy
 from megavlm.model.weight_gradients import WeightGradients

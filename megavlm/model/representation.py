@@ -11,7 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megavlm.data.batch import TextBatch
+from megavlm.inputs.batch import TextBatch
 from megavlm.parallel.groups import Groups
 
 

@@ -40,7 +40,7 @@ from megavlm.arch.plan import Plan
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.deepstack import pack, unpack
 from megavlm.model.layer_kinds import IMPLEMENTATIONS, LayerBuilder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 
 
 def sum_loss(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

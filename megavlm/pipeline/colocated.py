@@ -20,9 +20,9 @@ from megavlm.arch.dims import RowSplit
 from megavlm.backend.streams import InlineStream, SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
-from megavlm.data.batch import ImageBatch, LocalFeatures, MicroBatch
 from megavlm.data.context_parts import in_parts
 from megavlm.data.image_assignment import ImageAssignment
+from megavlm.inputs.batch import ImageBatch, LocalFeatures, MicroBatch
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
 from megavlm.pipeline.feature_exchange import FeatureExchange, Route, feature_exchange_of, senders

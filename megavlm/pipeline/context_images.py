@@ -14,9 +14,9 @@ import torch
 
 from megavlm.arch.dims import RowSplit
 from megavlm.config.schema import ModelConfig
-from megavlm.data.batch import DealtImages, MicroBatch
 from megavlm.data.context_parts import in_memory_of, in_parts, part_of
 from megavlm.data.image_assignment import ImageAssignment
+from megavlm.inputs.batch import DealtImages, MicroBatch
 from megavlm.pipeline.feature_exchange import Rows, feature_exchange_of
 
 

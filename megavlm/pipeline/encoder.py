@@ -27,7 +27,7 @@ from megavlm.arch.layers import encoder_names, part_of, trained_layers
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
-from megavlm.data.batch import ImageBatch, MicroBatch, join_sizes
+from megavlm.inputs.batch import ImageBatch, MicroBatch, join_sizes
 from megavlm.model.deepstack import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megavlm.arch.objectives import learned_scalars
 from megavlm.config.schema import ModelConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.members import RECORD
+from megavlm.inputs.batch import MicroBatch
 from megavlm.objective.cached import Loss, Representations
 from megavlm.objective.table import whole_batch
 from megavlm.parallel.groups import Groups

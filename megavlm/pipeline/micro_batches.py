@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.backend.host_copies import HostCopies
-from megavlm.data.batch import ImageBatch, MicroBatch
+from megavlm.inputs.batch import ImageBatch, MicroBatch
 
 
 class DevicePrefetcher:

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megavlm.arch.schedules import BACKWARD, FORWARD, rank_schedules, shape_of
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 

@@ -24,7 +24,7 @@ from megavlm.arch.dims import Dims, RowSplit
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config

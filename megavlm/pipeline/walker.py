@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import bare_chunk
 from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
 from megavlm.parallel.groups import Groups

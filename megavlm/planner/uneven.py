@@ -17,9 +17,9 @@ import numpy as np
 
 from megavlm.arch.data_window import FIELDS, Array, DataWindow, as_workload
 from megavlm.arch.layers import EMBEDDING, OUTPUT
+from megavlm.arch.packing import of_micro_batches, of_ranks
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.workload import Workload
-from megavlm.data.packing import of_micro_batches, of_ranks
 from megavlm.planner.cost import seconds_by_mode
 from megavlm.planner.hardware import Hardware
 

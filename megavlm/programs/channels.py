@@ -22,12 +22,13 @@ from megavlm.config.fields import Kind
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
-from megavlm.data.processors.vision_inputs import ARRAY, NAME, VisionInput, channels_json, measured, vision_input_of
 from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
 from megavlm.data.records.streams import cache_of
-from megavlm.data.types import BadSample, ImageRef
+from megavlm.data.types import ImageRef
 from megavlm.errors import UserError
 from megavlm.files import write_out
+from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.vision_inputs import ARRAY, NAME, VisionInput, channels_json, measured, vision_input_of
 from megavlm.program import program
 
 

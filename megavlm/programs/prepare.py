@@ -21,12 +21,12 @@ from megavlm.config.messages import several
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, size_of
-from megavlm.data.processors.vision_inputs import RGB, vision_input_of
 from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.shapes import SHAPES
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
 from megavlm.files import check_folder
+from megavlm.inputs.vision_inputs import RGB, vision_input_of
 from megavlm.program import program
 
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.batch import MicroBatch
 from megavlm.data.types import SampleId, StepData, StreamSample
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.slow_links import forget_errors
 from megavlm.train.run import Run

@@ -10,7 +10,7 @@ from typing import Any
 
 from megavlm.backend.profiler_range import profiler_range
 from megavlm.checkpoint.state import Trained
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.optim.build import loss_scale
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.learning_rate import LearningRate

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.kv_cache import Continuation, KeyValueCache
 from megavlm.data.types import Sample
+from megavlm.inputs.batch import Continuation, ImageBatch, ImageSizes, KeyValueCache, MicroBatch, TextBatch
 from megavlm.parallel.groups import broadcast_from_last_stage
 from megavlm.train.engine import Engine
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.router import routers_of
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk

@@ -17,10 +17,10 @@ from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.reference import transformers_model
 from megavlm.checkpoint.summary import check_model, read_summary
 from megavlm.config.schema import Config
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.train.single_process import full_model, single_process_groups

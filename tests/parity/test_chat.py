@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megavlm.data.chat import ChatFormat, EncodedConversation, split
-from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Prompt
 from tests.support import chat_templates as templates
 from tests.support.tokenizers import EXTRA, GEMMA, GLM, LLAMA3, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 

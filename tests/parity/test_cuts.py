@@ -13,7 +13,7 @@ from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.plan import Plan
 from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
-from megavlm.data.batch import MicroBatch
+from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config

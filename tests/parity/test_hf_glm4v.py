@@ -14,10 +14,10 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
-from megavlm.data.types import BadSample
 from megavlm.errors import UserError
 from megavlm.families import FAMILIES, family_of, processor_from, published_model
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs.bad_sample import BadSample
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.processors import model_of, picture

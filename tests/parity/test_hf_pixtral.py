@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families import family_of, processor_from
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs.bad_sample import BadSample, Reason
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.processors import bare, model_of, picture, pixtral_processor

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors.reader import VideoReader
-from megavlm.data.processors.sampling import Clip
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, VIDEO_READERS, family_of, processor_from
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs.reader import VideoReader
+from megavlm.inputs.sampling import Clip
 from megavlm.json_files import read_json
 from megavlm.programs.inference.assistant import check_generation
 from tests.support import tokenizers

@@ -33,9 +33,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors import Processor
-from megavlm.data.types import BadSample, Reason
 from megavlm.families import processor_from
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.processor import Processor
 from tests.support.processors import bare, model_of, picture
 
 Pixels = NDArray[np.uint8]

@@ -16,13 +16,13 @@ import torch
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.config.schema import DataConfig, DatasetConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.processors.sampling import Clip
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.data.types import Sample, Segment
 from megavlm.families.shared.inputs import unpatchify
+from megavlm.inputs.batch import MicroBatch
+from megavlm.inputs.sampling import Clip
+from megavlm.inputs.video import VideoProcessor
 from tests.support import hf
 from tests.support.clips import clip
 from tests.support.gates import hold

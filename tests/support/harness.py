@@ -16,8 +16,8 @@ from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.data.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
-from megavlm.data.images import patchify
+from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
+from megavlm.inputs.patches import patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config

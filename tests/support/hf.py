@@ -33,12 +33,12 @@ from megavlm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image, LoadedImage, patchify, spanning
-from megavlm.data.processors.layout import Film
 from megavlm.data.types import Sample
 from megavlm.families import family_of
+from megavlm.inputs.batch import MicroBatch
+from megavlm.inputs.layout import Film
+from megavlm.inputs.patches import Image, LoadedImage, patchify, spanning
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.programs import convert

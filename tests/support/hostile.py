@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megavlm.data.types import BadSample
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 
 LONGEST = 2_000  # characters of a message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megavlm.data.batch import ImageBatch, ImageSizes, LocalFeatures, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageBatch, ImageSizes, LocalFeatures, MicroBatch, TextBatch
 
 PATCHES, PIXELS, TOKENS = 64, 48, 32
 

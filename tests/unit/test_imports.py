@@ -27,20 +27,12 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.errors", "megavlm.paths", "megavlm.files", "megavlm.json_files", "megavlm.program", "megavlm.world"),
     ("megavlm.resilience", "megavlm.storage"),
     ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
-    ("megavlm.arch", "megavlm.data.packing"),
+    ("megavlm.arch",),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
     ("megavlm.precision",),
-    (
-        "megavlm.data.types",
-        "megavlm.data.images",
-        "megavlm.data.batch",
-        "megavlm.data.kv_cache",
-        "megavlm.data.members",
-        "megavlm.data.processors",
-        "megavlm.extension",
-    ),
+    ("megavlm.inputs", "megavlm.extension"),
     ("megavlm.families",),
     ("megavlm.data",),
     ("megavlm.demo",),
@@ -63,7 +55,6 @@ TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1
 # They may compute with torch, but neither communicate nor touch a GPU.
 DEVICE_FREE = (
     "megavlm.data.batch_sampler",
-    "megavlm.data.packing",
     "megavlm.data.collate",
     "megavlm.model.packing",
     "megavlm.model.rotary",

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.schema import Config
-from megavlm.data.images import Image
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
+from megavlm.inputs.patches import Image
 
 PAD, IMAGE, QUESTION, NUMBERS = 0, 1, 2, 3  # tokens; number n is NUMBERS + n
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megavlm.config.schema import Config
 from megavlm.data.preprocessors import processor_for
-from megavlm.data.processors.vision_inputs import NAME, RGB, Channels, channels_json
 from megavlm.families import family_of
 from megavlm.families.shared.settings import Settings
 from megavlm.files import replace_file
+from megavlm.inputs.vision_inputs import NAME, RGB, Channels, channels_json
 from megavlm.json_files import read_json
 
 _KEYS = ("num_channels", "in_channels", "in_chans")  # of a config.json's vision_config

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
-from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Prompt
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from megavlm.data.chat.expand import expand
 from megavlm.data.chat.probe import image_style, openings_of, source_of
 from megavlm.data.chat.spans import Kind, Skeleton, TurnSpans, by_prefixes, skeleton
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
-from megavlm.data.processors.layout import Prompt
 from megavlm.data.tokenizers.text import TextTokenizer
-from megavlm.data.types import BadSample, Conversation, Reason, Turn, VideoRef, Visual
+from megavlm.data.types import Conversation, Turn, VideoRef, Visual
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Prompt
 
 TrainOn = Literal["assistant", "last", "all"]
 _LETTERS = 2**22  # most of a conversation: to split a million into tokens takes seconds and 300 MB

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ import numpy as np
 from megavlm.data.records.arrow_index import ArrowIndex, index_of
 from megavlm.data.records.container import Choose
 from megavlm.data.records.parquet import record_of
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import OBJECT, check, listed, read_json
 from megavlm.paths import Escapes, inside, open_regular
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megavlm.config.messages import shown
 from megavlm.data.records.spans import SpanFile, line_spans
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LARGEST = 2**26  # bytes of a row; a stray quotation mark may make one of the rest of the file

@@ -13,8 +13,8 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.container import Container, renamed
 from megavlm.data.records.shapes import SHAPES, columns_of, shape_of
 from megavlm.data.records.turns import VISUALS
-from megavlm.data.types import BadSample
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.paths import open_regular
 
 _LOOKED_AT = 100  # most records that are read to find a good one

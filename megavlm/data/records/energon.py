@@ -41,8 +41,9 @@ from megavlm.data.records.plain import from_plain, to_plain
 from megavlm.data.records.prepared import check_prepared
 from megavlm.data.records.split import is_held_out, key_of_parts
 from megavlm.data.records.tars import LARGEST_SAMPLE, Member, PlainMember
-from megavlm.data.types import BadSample, Conversation, Reason
+from megavlm.data.types import Conversation
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 _BAD = "__bad__"
 _RUN_OF_SAMPLES = 64  # consecutive samples of a tar that are read together: fewer mix better, more read faster

@@ -19,7 +19,8 @@ from megavlm.data.members import identity_of
 from megavlm.data.records.pictures import FindFile
 from megavlm.data.records.turns import text_turn
 from megavlm.data.records.videos import FindVideo, no_videos
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Role, Turn, Visual
+from megavlm.data.types import Conversation, ImageRef, Role, Turn, Visual
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 OF_PAIRS = ("positive", "positives", "negative", "negatives", "id", "ids")  # fields beside the query
 _FIELDS: dict[str, Role] = {

@@ -12,7 +12,7 @@ import numpy as np
 
 from megavlm.data.records import parquet_decoder
 from megavlm.data.records.container import Choose
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 _CACHE = 2**28  # bytes of decoded row groups that are kept per file; the newest is kept whatever its size
 _LARGEST_ROW = 2**28  # bytes

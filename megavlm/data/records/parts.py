@@ -16,7 +16,8 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.data.records.shapes import record_of, shape_of
 from megavlm.data.records.videos import natural
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
+from megavlm.data.types import Conversation, ImageRef, VideoRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.file_range import FileRange
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")

@@ -11,7 +11,8 @@ from urllib.parse import unquote
 
 from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
-from megavlm.data.types import BadSample, ImageRef, Reason
+from megavlm.data.types import ImageRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import Escapes, plain
 from megavlm.storage.stored_file import StoredFile
 

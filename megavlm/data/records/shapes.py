@@ -29,7 +29,8 @@ from megavlm.data.records.turns import (
     unzipped,
 )
 from megavlm.data.records.videos import FindVideo, no_videos
-from megavlm.data.types import BadSample, Conversation, Reason
+from megavlm.data.types import Conversation
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 Record = Mapping[str, Any]
 

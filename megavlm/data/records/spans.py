@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.config.messages import shown
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import open_regular
 
 BOM = b"\xef\xbb\xbf"

@@ -15,8 +15,9 @@ from megavlm.data.records import tars
 from megavlm.data.records.opening import name_of
 from megavlm.data.records.parts import Part, conversation_of_parts
 from megavlm.data.records.split import key_of_parts
-from megavlm.data.types import BadSample, Conversation, Reason
+from megavlm.data.types import Conversation
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.file_range import FileRange
 from megavlm.storage.urls import is_url
 

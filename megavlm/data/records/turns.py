@@ -18,7 +18,8 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.data.records.pictures import PLACES, FindFile, image_of
 from megavlm.data.records.videos import VIDEO_PLACES, FindVideo, no_videos, video_of
-from megavlm.data.types import BadSample, Conversation, Reason, Role, Turn, Visual
+from megavlm.data.types import Conversation, Role, Turn, Visual
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 TAG, VIDEO_TAG = "<image>", "<video>"
 _KINDS = {TAG: "images", VIDEO_TAG: "videos"}

@@ -12,7 +12,8 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.data.decode import resolve_inside
 from megavlm.data.records.pictures import FindFile, file_below, image_of
-from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
+from megavlm.data.types import ImageRef, VideoRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.file_range import FileRange
 
 FindVideo = Callable[[str], VideoRef]

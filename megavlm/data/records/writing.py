@@ -27,9 +27,10 @@ from megavlm.data.records.container import Records
 from megavlm.data.records.parts import ARRAYS
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.skips import SkipSummary
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Skipped, Turn, VideoRef
+from megavlm.data.types import Conversation, ImageRef, Skipped, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
 from megavlm.paths import open_regular
 from megavlm.storage.file_range import FileRange

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.data.tokenizers.text import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import LARGEST, read_json
 from megavlm.paths import inside
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.anyres import Tiling
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors.reader import ProcessorReader, VideoReader
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import ExpertFiles
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
+from megavlm.inputs.reader import ProcessorReader, VideoReader
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 ALL_PARTS = ("vision", "projector", "language")
 Inputs = Callable[["MicroBatch", ModelConfig], dict[str, "Tensor"]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.data.processors.reader import Json, sides
-from megavlm.data.processors.resize import Pixels, resize_as_torchvision
-from megavlm.data.processors.sampling import Budget, Clip, taken
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
+from megavlm.inputs.reader import Json, sides
+from megavlm.inputs.resize import Pixels, resize_as_torchvision
+from megavlm.inputs.sampling import Budget, Clip, taken
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
 
 
 @dataclass(frozen=True, kw_only=True)

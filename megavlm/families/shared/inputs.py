@@ -9,7 +9,7 @@ from megavlm.config.schema import VisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 
 def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:

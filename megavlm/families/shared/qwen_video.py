@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Prompt
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value
-from megavlm.data.processors.sampling import Budget, Clip, from_first_to_last, from_the_first, taken
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs import sizes
+from megavlm.inputs.layout import Prompt
+from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value
+from megavlm.inputs.sampling import Budget, Clip, from_first_to_last, from_the_first, taken
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
 
 TEXT = "<|video_pad|>"
 _ABOVE_LEAST = 1.05  # a budget shrinks frames to this multiple of their least area, and no further

@@ -9,12 +9,6 @@ from typing import TYPE_CHECKING, Any
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Layout, Prompt
-from megavlm.data.processors.processor import Processor
-from megavlm.data.processors.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
-from megavlm.data.processors.resize import Pixels
-from megavlm.data.processors.sizes import Size
 from megavlm.errors import UserError
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
@@ -22,11 +16,17 @@ from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
 from megavlm.families.shared.vision import ACTIVATIONS
+from megavlm.inputs import sizes
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
+from megavlm.inputs.resize import Pixels
+from megavlm.inputs.sizes import Size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.batch import MicroBatch
+    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "<|image_pad|>"
 UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}

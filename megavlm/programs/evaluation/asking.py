@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megavlm.data.skips import REMEDIES, SkipSummary
 from megavlm.data.summary import rounded
-from megavlm.data.types import BadSample, Reason, Sample, Skipped
+from megavlm.data.types import Sample, Skipped
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.programs.evaluation.answers import Answer, AnswerFolder
 from megavlm.programs.evaluation.task import Task
 from megavlm.programs.inference.assistant import Assistant, Sampling

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from megavlm.data.decode import MAX_PIXELS
-from megavlm.data.types import BadSample, Visual
+from megavlm.data.types import Visual
 from megavlm.data.visuals import first_frame
 from megavlm.html import document, facts, picture, section, table
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import Scored, scores_of
 from megavlm.programs.evaluation.task import Task

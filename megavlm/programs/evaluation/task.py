@@ -17,8 +17,9 @@ from megavlm.data.records.opening import open_rows
 from megavlm.data.records.pictures import FindFile, image_of
 from megavlm.data.records.turns import from_cell
 from megavlm.data.records.videos import FindVideo, video_of
-from megavlm.data.types import BadSample, Conversation, Turn, Visual
+from megavlm.data.types import Conversation, Turn, Visual
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.evaluation.choices import LETTERS, chosen_letter, question_with_choices
 from megavlm.programs.evaluation.metrics import ANNOTATORS, METRICS
 

@@ -23,9 +23,10 @@ from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.types import BadSample, Reason, Sample
+from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import check, listed, number, read_json, whole
 from megavlm.programs.inference.own_model import OwnAnswers, config_of_parts
 from megavlm.programs.inference.streaming import Streamer

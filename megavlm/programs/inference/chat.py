@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from megavlm.config.commands import Parser, reported
 from megavlm.config.extensions import without_extensions
-from megavlm.data.types import BadSample
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.inference.exports import model_folder
 from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.programs.inference.talk import Talk

@@ -28,9 +28,10 @@ from megavlm.data.records.opening import open_rows
 from megavlm.data.records.pictures import FindFile
 from megavlm.data.records.turns import text_turn
 from megavlm.data.records.videos import FindVideo
-from megavlm.data.types import BadSample, Reason, Role, Sample
+from megavlm.data.types import Role, Sample
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.programs.inference.assistant import DTYPES
 from megavlm.programs.inference.embedder import Embedder
 from megavlm.programs.inference.exports import model_folder

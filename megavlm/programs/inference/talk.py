@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megavlm.data.decode import size_of
-from megavlm.data.processors.layout import Film
 from megavlm.data.records.videos import video_below
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn, Visual
+from megavlm.data.types import Conversation, ImageRef, Turn, Visual
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Film
 from megavlm.programs.inference.assistant import Assistant, Sampling
 
 

@@ -8,18 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megavlm.arch.packing import pack
 from megavlm.config.needs import data_kind
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
-from megavlm.data.packing import pack
-from megavlm.data.processors import Processor
 from megavlm.data.records import is_stream, prepare_stream
 from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource, encode_all, files_source
-from megavlm.data.types import BadSample, EncodedRecord, Picture, Sample, Segment, Skipped
+from megavlm.data.types import EncodedRecord, Picture, Sample, Segment, Skipped
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.processor import Processor
 from megavlm.programs.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, stretches_of
 
 

@@ -21,8 +21,8 @@ from megavlm.data.decode import decode, size_of
 from megavlm.data.records import open_records, open_stream, prepare_stream
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.writing import write_shards
-from megavlm.data.types import BadSample
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from tests.fuzz.child import Reader
 from tests.support.tar_shards import sample, write_tar
 

@@ -29,8 +29,8 @@ from megavlm.config.option import AT_LEAST_1, option
 from megavlm.config.registry import Entry, Extension, registry
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
-from megavlm.data.processors.vision_inputs import VisionInput, vision_input_of
 from megavlm.errors import UserError
+from megavlm.inputs.vision_inputs import VisionInput, vision_input_of
 from tests.support.extensions import EXAMPLES, PACKAGES, forget, install
 
 POOLED = "--extension pooled_attention --projector-kind pooled".split()

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
-from megavlm.data.types import BadSample, ImageRef, Reason
+from megavlm.data.types import ImageRef
 from megavlm.data.visuals import first_frame
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 tifffile = pytest.importorskip("tifffile", reason="pip install 'megavlm[arrays]'")
 MOST = 2**20

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.batch_sampler import PackedBatchSampler
-from megavlm.data.types import EncodedRecord, LoaderState, Reason, Skipped
+from megavlm.data.types import EncodedRecord, LoaderState, Skipped
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import Reason
 from tests.support.encoded import LENGTH, encoded
 
 WINDOW = 20

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.data.batch import ImageSizes, MicroBatch
 from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
 from megavlm.data.types import Imbalance, Skipped, StepData
+from megavlm.inputs.batch import ImageSizes, MicroBatch
 from tests.support.micro_batch import micro_batch
 
 

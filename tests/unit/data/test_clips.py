@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.data import clips
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from tests.support.clips import CORNER, HEIGHT, WIDTH, clip, number_of
 
 ANY = 10**6

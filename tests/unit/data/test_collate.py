@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.images import Image, patchify
 from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
+from megavlm.inputs.batch import MicroBatch
+from megavlm.inputs.patches import Image, patchify
 from megavlm.objective.texts import Texts
 from tests.support.flags import resolved
 

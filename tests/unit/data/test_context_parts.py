@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.arch.dims import RowSplit
-from megavlm.data.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
 from megavlm.data.context_parts import order_of, part_of
+from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
 
 IMAGE = 7
 

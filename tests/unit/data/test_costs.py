@@ -38,7 +38,3 @@ def test_costs_are_the_flops_of_the_model() -> None:
     assert measured.patches == 88
     assert measured.language == pytest.approx(language)
     assert measured.vision == pytest.approx(sum(costs.values()) - language)
-
-
-def test_text_costs_no_vision() -> None:
-    assert CostModel.of(MODEL).cost(length=70, grids=(), images=0).vision == 0

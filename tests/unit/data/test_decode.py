@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from megavlm.data.arrays import array_size, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 RNG = np.random.default_rng(0)
 RED, WHITE = (255, 0, 0), (255, 255, 255)

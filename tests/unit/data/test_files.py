@@ -30,9 +30,10 @@ from megavlm.data.files import FilesSource
 from megavlm.data.loaders import build_batch_sampler
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.summary import data_table
-from megavlm.data.types import Reason, Segment
+from megavlm.data.types import Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import Reason
 from tests.support.data_files import record, sources_of, write_all, write_tokenizer
 from tests.support.training import SMALL
 

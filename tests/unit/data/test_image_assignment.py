@@ -12,13 +12,13 @@ import torch
 from megavlm.arch.anyres import TileGroup
 from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.batch import ImageBatch, ImageSizes
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator
 from megavlm.data.image_assignment import ImageAssignment, assign_longest_first, encoder_flops
-from megavlm.data.images import Image
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Segment
+from megavlm.inputs.batch import ImageBatch, ImageSizes
+from megavlm.inputs.patches import Image
 from megavlm.pipeline.encoder import split_into_passes
 
 MODEL = resolve_model(

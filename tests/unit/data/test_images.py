@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.images import patchify
+from megavlm.inputs.patches import patchify
 
 
 @settings(max_examples=30, deadline=None)

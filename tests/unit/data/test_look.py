@@ -12,7 +12,6 @@ from megavlm.arch.data_window import FIELDS, DataWindow
 from megavlm.config.load import to_yaml
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
@@ -21,6 +20,7 @@ from megavlm.data.look import STEPS, data_window
 from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
+from megavlm.inputs.batch import MicroBatch
 from megavlm.planner.uneven import micro_batches
 from megavlm.programs import plan
 from tests.support.data_files import record, write_llava, write_tokenizer

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import Config, DataConfig, TrainConfig
-from megavlm.data.batch import MicroBatch
 from megavlm.data.batch_sampler import SequentialBatchSampler
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator
 from megavlm.data.rank_loader import RankLoader, stats
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
+from megavlm.inputs.batch import MicroBatch
 
 GLOBAL_BATCH = 24
 CONFIG = Config(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megavlm.data.skips import REMEDIES, SkipSummary
-from megavlm.data.types import Reason, Skipped
+from megavlm.data.types import Skipped
+from megavlm.inputs.bad_sample import Reason
 
 
 def skipped(reason: Reason, number: int, *, partly: bool = False) -> Skipped:

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.cli import parse
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Reason, Skipped
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Skipped
 from megavlm.data.validation import ValidationBatchSampler, ValidationSamples, spread
 from megavlm.data.windows import Windows
+from megavlm.inputs.bad_sample import Reason
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.stops import Stops
 from megavlm.train.hooks.validation import Validation, fields

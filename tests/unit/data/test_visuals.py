@@ -13,12 +13,13 @@ pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate_images
-from megavlm.data.images import LoadedImage
-from megavlm.data.processors import Processor
-from megavlm.data.processors.sampling import Budget
-from megavlm.data.types import BadSample, ImageRef, Reason, Sample, VideoRef
+from megavlm.data.types import ImageRef, Sample, VideoRef
 from megavlm.data.visuals import Visuals, stored
 from megavlm.families import processor_from
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.patches import LoadedImage
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.sampling import Budget
 from tests.support.clips import HEIGHT, WIDTH, clip, pixels
 
 MODEL = ModelConfig(

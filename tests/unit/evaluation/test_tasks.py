@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megavlm.data.types import BadSample, ImageRef, Reason, VideoRef
+from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.programs.evaluation.answers import Answer, AnswerFolder
 from megavlm.programs.evaluation.asking import progress, refuse_unasked, remaining
 from megavlm.programs.evaluation.page import failures_page

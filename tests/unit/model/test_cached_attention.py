@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.data.kv_cache import Continuation, KeyValueCache
+from megavlm.inputs.batch import Continuation, KeyValueCache
 from megavlm.model.cached_attention import CachedAttention
 
 B, S, ROOM, N, G, D = 2, 11, 20, 4, 2, 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavlm.arch.dims import RowSplit
-from megavlm.data.batch import ImageSizes, MicroBatch, TextBatch
+from megavlm.inputs.batch import ImageSizes, MicroBatch, TextBatch
 from megavlm.pipeline.context_images import own_part
 from tests.support.flags import resolved
 from tests.support.training import SMALL

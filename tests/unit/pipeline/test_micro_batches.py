@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from megavlm.data.batch import MicroBatch
 from megavlm.data.rank_loader import HostStaging
+from megavlm.inputs.batch import MicroBatch
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from megavlm.config.cli import parse
-from megavlm.data.images import patchify
-from megavlm.data.types import Reason, Skipped
+from megavlm.data.types import Skipped
+from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.patches import patchify
 from megavlm.programs.prepare import main as prepare
 from megavlm.programs.preview.charts import bins_of, histogram
 from megavlm.programs.preview.collect import look, unpatchified

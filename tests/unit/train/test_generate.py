@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megavlm.config.cli import parse
-from megavlm.data.batch import MicroBatch
 from megavlm.data.collate import CollateSpec
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
+from megavlm.inputs.batch import MicroBatch
 from megavlm.train import generate
 
 

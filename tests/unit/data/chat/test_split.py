@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.chat import EncodedConversation, EncodedTurn, split
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 IMAGE = -1
 

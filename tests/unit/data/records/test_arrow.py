@@ -14,8 +14,9 @@ import pytest
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records
 from megavlm.data.records.arrow import ArrowFile
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 TURNS = pa.list_(pa.struct({"from": pa.string(), "value": pa.string()}))

@@ -21,7 +21,7 @@ from megavlm.data.records.arrays import NotAnArray, array_spans
 from megavlm.data.records.container import Container, Joined
 from megavlm.data.records.parquet import ParquetFile
 from megavlm.data.records.spans import BOM, RecordSpans, SpanFile, line_spans
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 
 def all_of(container: Container) -> list[Any]:

@@ -19,8 +19,9 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_stream, name_of, open_records, spans
 from megavlm.data.records.container import Records
 from megavlm.data.records.shapes import SHAPES, shape_of
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 
 def llava(number: int, image: Any = "a.jpg") -> dict[str, Any]:

@@ -13,8 +13,9 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.shapes import record_of
-from megavlm.data.types import BadSample, ImageRef, Segment, VideoRef
+from megavlm.data.types import ImageRef, Segment, VideoRef
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from tests.support.data_files import write_llava, write_pairs, write_tokenizer
 from tests.support.flags import resolved
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.records.parts import conversation_of_parts
-from megavlm.data.types import BadSample, ImageRef, Reason, Turn, VideoRef
+from megavlm.data.types import ImageRef, Turn, VideoRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.file_range import FileRange
 
 A, B = ImageRef(b"first"), ImageRef(b"second")

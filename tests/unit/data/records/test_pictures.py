@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megavlm.data.records.pictures import file_below, image_of
-from megavlm.data.types import BadSample, ImageRef, Reason
+from megavlm.data.types import ImageRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 ENCODED = base64.b64encode(PNG).decode()

@@ -15,8 +15,8 @@ from megavlm.data.decode import decode, size_of
 from megavlm.data.records import open_records
 from megavlm.data.records.identity import _of_dataset
 from megavlm.data.records.pictures import stored_below
-from megavlm.data.types import BadSample, Reason
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
 from megavlm.storage.stored_file import StoredFile

@@ -15,8 +15,9 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import is_held_out, open_stream, open_tars, prepare_stream
 from megavlm.data.records.split import key_of_parts
 from megavlm.data.records.streams import for_energon
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
+from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.file_range import FileRange
 from tests.support.tar_shards import sample, write_shards, write_tar
 

@@ -16,8 +16,9 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records
 from megavlm.data.records.pictures import file_below
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, Turn
+from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 
 def find(name: str) -> ImageRef:

@@ -11,7 +11,8 @@ import pytest
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.shapes import record_of
 from megavlm.data.records.videos import video_below, video_of
-from megavlm.data.types import BadSample, Conversation, ImageRef, Reason, VideoRef
+from megavlm.data.types import Conversation, ImageRef, VideoRef
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 A, B, PICTURE = VideoRef(b"a.mp4"), VideoRef(b"b.mp4"), ImageRef(b"a.jpg")
 

@@ -17,8 +17,8 @@ from PIL import Image
 from megavlm.config.registry import Entry, Extension, registry
 from megavlm.config.schema import Config, DataConfig, ModelConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for
-from megavlm.data.processors.vision_inputs import Channels, VisionInput, channels_json, measured, read_channels
 from megavlm.errors import UserError
+from megavlm.inputs.vision_inputs import Channels, VisionInput, channels_json, measured, read_channels
 from megavlm.programs import channels
 
 SUM: VisionInput | None = None  # set by `made`

@@ -14,7 +14,7 @@ from megavlm.arch.image_tokens import grid_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megavlm.data.processors.layout import Film
+    from megavlm.inputs.layout import Film
 
 
 _TOGETHER = 256  # patches that are normalised at once: what they need stays in a core's cache

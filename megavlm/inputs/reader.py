@@ -14,12 +14,12 @@ from typing import Any
 from PIL.Image import Resampling
 
 from megavlm.config.schema import ModelConfig
-from megavlm.data.processors.expected import OPTIONS
-from megavlm.data.processors.processor import MOST_PIXELS, Processor, Whole
-from megavlm.data.processors.sampling import Budget
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.errors import UserError
+from megavlm.inputs.expected import OPTIONS
+from megavlm.inputs.processor import MOST_PIXELS, Processor, Whole
+from megavlm.inputs.sampling import Budget
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
 from megavlm.json_files import check
 
 Json = Mapping[str, Any]

@@ -15,11 +15,11 @@ from PIL.Image import Resampling
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.images import cells_of, normalised
-from megavlm.data.processors.layout import Film, Layout, Prompt, Tile
-from megavlm.data.processors.resize import Pixels, resize_as_torchvision
-from megavlm.data.processors.sampling import Budget, Clip
-from megavlm.data.processors.sizes import Size
+from megavlm.inputs.layout import Film, Layout, Prompt, Tile
+from megavlm.inputs.patches import cells_of, normalised
+from megavlm.inputs.resize import Pixels, resize_as_torchvision
+from megavlm.inputs.sampling import Budget, Clip
+from megavlm.inputs.sizes import Size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.Image import Resampling
 
-from megavlm.data.processors.resize import Pixels, resize
+from megavlm.inputs.resize import Pixels, resize
 
 sides = st.integers(1, 90)
 

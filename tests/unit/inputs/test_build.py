@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors import Layout, Processor, Prompt
 from megavlm.errors import UserError
 from megavlm.families import family_of, processor_from
 from megavlm.families.shared.settings import Settings
+from megavlm.inputs.layout import Layout, Prompt
+from megavlm.inputs.processor import Processor
 
 CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": 224, "crop_size": 224}
 MODEL = ModelConfig(vision=VisionConfig(patch_size=14))

@@ -1,7 +1,8 @@
 """`MicroBatch`: its text, the sizes of its images, and the patches of those images that this rank encodes.
 
 Legend: B sequences, S positions per sequence, N images, P patches, D values of a patch (channels × patch side²),
-F image features, each of which takes the place of one image token.
+F image features, each of which takes the place of one image token. Of cached keys and values: L positions that there
+is room for, G key/value heads, E head width.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.kv_cache import Continuation
 
 Mask = NDArray[np.bool_]
 _ROUTE = ("patch_rows", "sent", "received")  # tensors of `DealtImages`
@@ -162,6 +162,41 @@ class ContextPart:
     tokens: Tensor  # [B, S] int64: those of whole rows
     image_sizes: ImageSizes  # of all images of the text
     images: DealtImages | None = None  # None if a colocated encoder has encoded them
+
+
+class KeyValueCache:
+    """What this rank's language layers keep of B rows: keys and values, [B, L, G, E] for each layer."""
+
+    def __init__(self, length: int) -> None:
+        """Give every row room for `length` positions; memory is taken when a layer first adds something."""
+        self.length = length
+        self._kept: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: object, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep keys and values [B, S, G, E] of a layer at `places` [B, S] of each row; return all, [B, L, G, E]."""
+        if layer not in self._kept:
+            shape = (key.shape[0], self.length, *key.shape[2:])
+            self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
+        rows = torch.arange(key.shape[0], device=key.device)[:, None]
+        for kept, new in zip(self._kept[layer], (key, value), strict=True):
+            kept[rows, places] = new
+        return self._kept[layer]
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """How the rows of a pass go on from those before: S positions of row b follow its first `starts[b]` ones.
+
+    Behind a row's last real position of the pass, at `last[b]` < S, comes padding, which the next pass overwrites.
+    """
+
+    cache: KeyValueCache
+    starts: Tensor  # [B] int64, on the device
+    last: Tensor  # [B] int64, on the device
+
+    def advanced(self) -> Continuation:
+        """Return the continuation for one more token of each row."""
+        return replace(self, starts=self.starts + self.last + 1, last=torch.zeros_like(self.last))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from functools import cache
 
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 Size = tuple[int, int]  # (height, width) or (rows, columns)
 

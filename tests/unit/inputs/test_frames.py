@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.data.processors.sampling import Clip
-from megavlm.data.processors.video import VideoProcessor
 from megavlm.families import processor_from
 from megavlm.families.smolvlm import in_words
+from megavlm.inputs.sampling import Clip
+from megavlm.inputs.video import VideoProcessor
 
 MODEL = ModelConfig(
     vision=VisionConfig(patch_size=14, temporal_patch_size=2),

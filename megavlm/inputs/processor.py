@@ -16,14 +16,14 @@ from PIL.Image import Resampling
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.images import patchify
-from megavlm.data.processors import sizes
-from megavlm.data.processors.layout import Layout, Prompt, Tile
-from megavlm.data.processors.resize import Pixels, resize
-from megavlm.data.processors.sizes import Size
-from megavlm.data.processors.video import VideoProcessor
-from megavlm.data.processors.vision_inputs import RGB, VisionInput
-from megavlm.data.types import BadSample, Reason
+from megavlm.inputs import sizes
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Layout, Prompt, Tile
+from megavlm.inputs.patches import patchify
+from megavlm.inputs.resize import Pixels, resize
+from megavlm.inputs.sizes import Size
+from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.vision_inputs import RGB, VisionInput
 
 if TYPE_CHECKING:  # families are read where torch is not needed, as by the planner
     from torch import Tensor
