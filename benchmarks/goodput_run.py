@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megavlm.resilience.account import Account, records_of
+from megavlm.programs.preview.account import Account, records_of
+from megavlm.programs.preview.history import history_of
 from megavlm.resilience.events import events
-from megavlm.resilience.history import history_of
 from megavlm.resilience.young_daly import best_interval
 from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import Launched, last_iteration

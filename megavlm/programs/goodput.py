@@ -14,11 +14,11 @@ from pathlib import Path
 from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.files import write_out
+from megavlm.programs.preview.account import Account, Scaling, point_of, records_of, scaling_of
 from megavlm.programs.preview.goodput import LIMIT, page
+from megavlm.programs.preview.history import CAUSES, TRAINING, history_of
 from megavlm.programs.preview.run_charts import duration
-from megavlm.resilience.account import Account, Scaling, point_of, records_of, scaling_of
 from megavlm.resilience.events import events
-from megavlm.resilience.history import CAUSES, TRAINING, history_of
 
 
 @reported("goodput")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megavlm.config.commands import Parser, reported
 from megavlm.errors import UserError
-from megavlm.resilience.account import records_of
+from megavlm.programs.preview.account import records_of
+from megavlm.programs.preview.history import history_of
+from megavlm.programs.preview.why import findings
 from megavlm.resilience.events import events
-from megavlm.resilience.history import history_of
-from megavlm.resilience.why import findings
 
 
 @reported("why")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.programs.preview.history import VALIDATION, history_of
 from megavlm.resilience.events import events
-from megavlm.resilience.history import VALIDATION, history_of
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train
 

@@ -13,11 +13,10 @@ from unittest.mock import patch
 
 import pytest
 
+from megavlm.programs.preview.account import records_of, recoveries_of
+from megavlm.programs.preview.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of
 from megavlm.programs.why import main
-from megavlm.resilience.account import records_of
 from megavlm.resilience.events import events
-from megavlm.resilience.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of
-from megavlm.resilience.recovery import recoveries_of
 from tests.support.faults import Fault, train_with
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY

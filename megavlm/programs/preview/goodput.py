@@ -9,11 +9,10 @@ from typing import Any
 
 from megavlm.config.messages import several
 from megavlm.html import document, facts, section, table
+from megavlm.programs.preview import history
+from megavlm.programs.preview.account import KILLED, Account, Scaling
+from megavlm.programs.preview.history import CAUSES
 from megavlm.programs.preview.run_charts import Mark, Part, duration, scaling_chart, share_bar, time_line
-from megavlm.resilience import history
-from megavlm.resilience.account import Account, Scaling
-from megavlm.resilience.history import CAUSES
-from megavlm.resilience.recovery import KILLED
 
 _COLOURS = {
     history.TRAINING: "var(--trained-line)",

@@ -18,11 +18,11 @@ from megavlm.json_files import read_json
 from megavlm.metrics.expert_loads import FILE
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
+from megavlm.programs.preview.account import devices_of, records_of
 from megavlm.programs.preview.expert_loads import mean_loads
+from megavlm.programs.preview.history import History, history_of
 from megavlm.programs.preview.lines import Point
-from megavlm.resilience.account import devices_of, records_of
 from megavlm.resilience.events import events, json_lines
-from megavlm.resilience.history import History, history_of
 
 _LARGEST = 1e15  # larger values of a file are taken for damage
 _WARM_UP = 2  # first steps, which are slower and count for no rate

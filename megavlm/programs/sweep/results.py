@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from megavlm.programs.preview.account import records_of
 from megavlm.programs.sweep.grid import Grid, Variant
 from megavlm.programs.sweep.state import State, run_dir_of, state_of
-from megavlm.resilience.account import records_of
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megavlm.programs.goodput import main
+from megavlm.programs.preview.history import CAUSES
 from megavlm.programs.preview.run_charts import duration, ticks_of
-from megavlm.resilience.history import CAUSES
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 EVIL = "</style><script>alert(1)</script>\" ' & <img src=x onerror=alert(1)>"

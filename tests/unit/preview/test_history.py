@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.resilience.events import KINDS
-from megavlm.resilience.history import (
+from megavlm.programs.preview.account import recoveries_of
+from megavlm.programs.preview.history import (
     CAUSES,
     DATA,
     DOWNTIME,
@@ -29,10 +29,10 @@ from megavlm.resilience.history import (
     START,
     TRAINING,
     VALIDATION,
+    Ledger,
     history_of,
 )  # fmt: skip
-from megavlm.resilience.ledger import Ledger
-from megavlm.resilience.recovery import recoveries_of
+from megavlm.resilience.events import KINDS
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 ROOT = Path(__file__).parents[3]

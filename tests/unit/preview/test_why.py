@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megavlm.resilience.history import history_of
-from megavlm.resilience.why import findings
+from megavlm.programs.preview.history import history_of
+from megavlm.programs.preview.why import findings
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 

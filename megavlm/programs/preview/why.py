@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.program import program
-from megavlm.resilience import history, phases
-from megavlm.resilience.history import History
+from megavlm.programs.preview import history
+from megavlm.programs.preview.history import History
+from megavlm.resilience import phases
 
 _LEAST = 0.02  # smaller shares of the time are not reported
 
