@@ -1,4 +1,4 @@
-"""Predict what guides to distributed training claim of sharding strategies: a table of docs/planner.md.
+"""Predict what guides to distributed training claim of sharding strategies: a table of docs/reports/predictions.md.
 
     .venv/bin/python benchmarks/claims.py [--write]
 
@@ -26,7 +26,7 @@ from megavlm.planner.collectives import group_of, ring, with_servers
 from megavlm.planner.hardware import PROFILES, Hardware, Link, profile
 from megavlm.planner.step import StepEstimate
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "planner.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 GIB, GB = 2**30, 1e9
 SEEN = 0.8  # of a network's rate that NCCL reaches, as in the profiles
 REDUCER = Link(32e9 / 8 * SEEN, 20e-6)  # n1-highcpu-16, 32 Gbit/s
@@ -169,7 +169,7 @@ def documented(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="Write the table to docs/planner.md, too.")
+    parser.add_argument("--write", action="store_true", help="Write the table to docs/reports/predictions.md, too.")
     print(table())
     if parser.parse_args().write:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

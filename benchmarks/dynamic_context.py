@@ -313,22 +313,24 @@ def compare(mixture: Mixture, model: ModelConfig, hardware: Hardware, gpus: int,
     return Outcome(best[1], best[0], best[2], most[1].label, most[0], static)
 
 
-def lines(models: Sequence[str], gpu: str, sizes: Sequence[int], tokens: int) -> list[str]:
-    """Return the table of all mixtures, models and numbers of GPUs."""
-    found = [
-        "| mixture | model | GPUs | packed rows | tokens/s/GPU | uneven | dynamic | tokens/s/GPU | gain | alike |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def table(models: Sequence[str], gpu: str, sizes: Sequence[int], tokens: int) -> str:
+    """Return a table of mixtures by models and numbers of GPUs, and print each comparison with its layouts."""
+    cells: dict[str, dict[str, str]] = {}
     for mixture, name, gpus in product(MIXTURES, models, sizes):
         each = compare(mixture, published_model(name), profile(gpu), gpus, tokens)
         if each is not None:
-            found.append(
-                f"| {mixture.name} | {name} | {gpus} {gpu.upper()} | {each.fixed} | {each.fixed_rate:,.0f} "
-                f"| {each.imbalance:.2f} | {each.dynamic} | {each.dynamic_rate:,.0f} | {each.gain:.2f} "
-                f"| {each.dynamic_rate / each.static_rate:.2f} |"
+            column, alike = f"{name}, {gpus} {gpu.upper()}", each.dynamic_rate / each.static_rate
+            cells.setdefault(mixture.name, {})[column] = f"{each.gain:.2f} ({alike:.2f})"
+            print(
+                f"{mixture.name}, {column}: packed rows {each.fixed}, {each.fixed_rate:,.0f} tokens/s/GPU, uneven "
+                f"{each.imbalance:.2f}; dynamic {each.dynamic}, {each.dynamic_rate:,.0f} tokens/s/GPU; gain "
+                f"{each.gain:.2f}, alike {alike:.2f}",
+                flush=True,
             )
-            print(found[-1], flush=True)
-    return found
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    lines = [f"| mixture | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {name} | {' | '.join(row.get(column, '–') for column in columns)} |" for name, row in cells.items()]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -339,9 +341,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2**22, help="tokens of a step")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCUMENT.name}")
     options = parser.parse_args()
-    table = "\n".join(lines(options.model, options.gpu, options.gpus, options.tokens))
+    found = table(options.model, options.gpu, options.gpus, options.tokens)
+    print(found)
     if options.write:
-        DOCUMENT.write_text(with_table(DOCUMENT.read_text(), "simulated", table))
+        DOCUMENT.write_text(with_table(DOCUMENT.read_text(), "simulated", found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Plan long sequences: the fastest predicted layouts of Qwen2.5-VL at 32k to 1M tokens, and how long rows may become.
 
-    python benchmarks/long_context.py [7b 72b] [--write]      # --write: into docs/layouts.md, too
+    python benchmarks/long_context.py [7b 72b] [--write]      # --write: into docs/reports/predictions.md, too
 
 Each sample is a row of its own: images of 1,008² (1,296 features each) among text, 4 million tokens a step, as
 `megavlm plan` plans it. "Up to" is the length at which the same layout would no longer fit, if what grows with the
@@ -23,7 +23,7 @@ from megavlm.planner.host_memory import HostMemory
 from megavlm.planner.search import search
 from megavlm.programs import plan
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "layouts.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 GPUS = {"7b": {2**15: 8, 2**17: 16, 2**20: 64}, "72b": {2**15: 64, 2**17: 64, 2**20: 256}}
 IMAGES = {2**15: 16, 2**17: 64, 2**20: 512}
 TOKENS = 2**22  # of a step

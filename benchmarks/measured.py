@@ -1,4 +1,4 @@
-"""Write the table of docs/reports/measured.md from the records, or run the commands of its rows again.
+"""Write the tables of docs/reports/measured.md from the records, or run the commands of its rows again.
 
     python benchmarks/measured.py                             # print the table
     python benchmarks/measured.py --write                     # renew it in docs/reports/measured.md
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -53,13 +54,14 @@ def line(row: Row, found: Sequence[tuple[dict[str, Any], float]], machines: Sequ
         return row.form.format(value).replace("%", " %")
 
     runs = "one run" if len(values) == 1 else f"{len(values)} runs"
-    spread = "–" if len(values) == 1 else f"{shown(min(values))} to {shown(max(values))}"
+    low, high = (re.sub(r"[^\d.]+$", "", shown(bound(values))) for bound in (min, max))
+    spread = "–" if len(values) == 1 else f"{low} to {high}"
     loads = [record["load_average_before"] for record, _ in found]
-    load = f"{min(loads):.1f}" if len(loads) == 1 else f"{min(loads):.1f} to {max(loads):.1f}"
+    load = f"{min(loads):.1f}" if len(loads) == 1 else f"{min(loads):.1f}–{max(loads):.1f}"
     busy = ", **busy**" if row.by_the_clock and max(loads) >= BUSY else ""
     used = "".join(sorted({_letter(machines.index(machine(record))) for record, _ in found}))
     cells = [row.what, shown(statistics.median(values)), spread, runs, found[-1][0]["date"][:10]]
-    return f"| {' | '.join([*cells, f'{used}, load {load}{busy}', f'`{row.command}`'])} |"
+    return f"| {' | '.join([*cells, f'{used} {load}{busy}'])} |"
 
 
 def machine(record: dict[str, Any]) -> str:
@@ -70,12 +72,15 @@ def machine(record: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Return the table and the list of machines in Markdown."""
+    """Return a table for each command, and the list of machines, in Markdown."""
     found = [(row, samples(row, records(row.record))) for row in ROWS]
     machines = list(dict.fromkeys(machine(record) for _, pairs in found for record, _ in pairs))
-    head = ["| what | median | spread | runs | last | machine | command |", "|---" * 7 + "|"]
+    lines = []
+    for command in dict.fromkeys(row.command for row, _ in found):
+        lines += [f"`{command}`:", "", "| what | median | spread | runs | last | machine, load |", "|---" * 6 + "|"]
+        lines += [*(line(row, pairs, machines) for row, pairs in found if row.command == command), ""]
     listed = [f"- {_letter(number)}: {name}" for number, name in enumerate(machines)]
-    return "\n".join([*head, *(line(row, pairs, machines) for row, pairs in found), "", "Machines:", "", *listed])
+    return "\n".join([*lines, "Machines:", "", *listed])
 
 
 def documented(text: str) -> str:

@@ -64,31 +64,30 @@ PLANNER_SINCE = "2026-11-21T11:54"  # calls of a layer are counted
 
 def _placements() -> list[Row]:
     """Return rows by the clock and by processor time of the busier process."""
-    against_glued = "faster than with the encoder and half of the language model on the first stage, PP2"
-    asked = [
-        (f"encoder colocated: times {against_glued}", PIPELINE, "colocated"),
-        (f"pipeline cut evenly by FLOPs: times {against_glued}", PIPELINE, "stages, cut evenly"),
+    requested = [
+        ("encoder colocated, PP2: times faster than glued", PIPELINE, "colocated"),
+        ("cut evenly by FLOPs, PP2: times faster than glued", PIPELINE, "stages, cut evenly"),
         *(
             (
-                f"encoder colocated: times faster than tensor-parallel, TP2, images of {side} pixels",
+                f"encoder colocated, TP2, images of {side} pixels: times faster than tensor-parallel",
                 question,
                 "colocated",
             )
             for count, side in ((8, 112), (2, 224), (1, 336))
             for question in [f"TP2, {count} images of {side} × {side} pixels per sample"]
         ),
-        ("frozen encoder that encodes ahead: times faster, PP2, two micro-batches", FROZEN, "encoded ahead"),
+        ("frozen encoder that encodes ahead, PP2, two micro-batches: times faster", FROZEN, "encoded ahead"),
     ]
     return [
-        Row(f"{what}; {how}", "placement", PLACEMENT, at("results", question, side, key), by_the_clock=clock)
-        for what, question, side in asked
-        for how, key, clock in (("by the clock", "gain_clock", True), ("by processor time", "gain_busiest", False))
+        Row(f"{what}, {how}", "placement", PLACEMENT, at("results", question, side, key), by_the_clock=clock)
+        for what, question, side in requested
+        for how, key, clock in (("by the clock", "gain_clock", True), ("processor time", "gain_busiest", False))
     ]
 
 
 FILES = "megavlm bf16 of JPEG files"
 # The time was over before that side.
-NOT_MEASURED = ("one GPU, Qwen2.5-VL-7B, 2 images, megavlm bf16: times as fast as Transformers, wholly in bf16",)
+NOT_MEASURED = ("Qwen2.5-VL-7B, 2 images, bf16: times as fast as Transformers wholly in bf16",)
 
 
 def _gpu() -> list[Row]:
@@ -101,22 +100,22 @@ def _gpu() -> list[Row]:
         ("LLaVA-1.5-7B", "megavlm fp8"),
         ("Qwen2.5-VL-7B, 2 images", "megavlm bf16"),
     ):
-        theirs = ", on tensors" * (side == FILES)
-        asked: list[tuple[str, Callable[[dict[str, Any], float], float | None], str]] = [
+        theirs = " on tensors" * (side == FILES)
+        figures: list[tuple[str, Callable[[dict[str, Any], float], float | None], str]] = [
             ("step", step_time, "{:.3f} s"),
-            (f"times as fast as Transformers{theirs}, autocast", against("transformers autocast"), "{:.2f} ×"),
-            (f"times as fast as Transformers{theirs}, wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
+            (f"times as fast as Transformers{theirs} with autocast", against("transformers autocast"), "{:.2f} ×"),
+            (f"times as fast as Transformers{theirs} wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
         ]
         if side != FILES:
-            asked += [
+            figures += [
                 ("whole step", step_rate, "{:.0f} TFLOP/s"),
-                ("whole step, share of the peak (MFU)", step_share(side.split()[1]), "{:.1%}"),
+                ("whole step, MFU", step_share(side.split()[1]), "{:.1%}"),
                 ("language part", language_rate(side), "{:.0f} TFLOP/s"),
                 ("predicted peak memory over the measured", memory_predicted(side), "{:.3f}"),
             ]
         found = [
-            Row(f"one GPU, {shape}, {side}: {what}", "gpu_vlm", command, gpu(shape, side, figure), form, True, since)
-            for what, figure, form in asked
+            Row(f"{shape}, {side[8:]}: {what}", "gpu_vlm", command, gpu(shape, side, figure), form, True, since)
+            for what, figure, form in figures
         ]
         rows += [row for row in found if row.what not in NOT_MEASURED]
     return rows
@@ -131,7 +130,7 @@ ROWS = (
         at("against_transformers", "throughput_ratio"),
         by_the_clock=True,
     ),
-    Row("the same by processor time", "cpu_step", CPU_STEP, at("against_transformers", "cpu_time_ratio")),
+    Row("the same, processor time", "cpu_step", CPU_STEP, at("against_transformers", "cpu_time_ratio")),
     *_placements(),
     Row(
         "vision cache: share of the encoder's processor time saved",
@@ -141,7 +140,7 @@ ROWS = (
         "{:.0%}",
     ),
     Row(
-        "logits of 8,192 tokens × 152,064: share of their bytes that computing the loss in chunks saves",
+        "logits of 8,192 tokens × 152,064: share of bytes that a loss in chunks saves",
         "loss_memory",
         LOSS,
         at("bytes", "8192 tokens × 152064, TP1", "saved"),
@@ -162,7 +161,7 @@ ROWS = (
     ),
     Row("the same where half of the tokens are trained", "loss_memory", LOSS, loss_time("50%")),
     Row(
-        "planner: median error of step times, 16 configurations of two processes",
+        "median error of step times, 16 configurations of two processes",
         "planner",
         PLANNER,
         lambda record: statistics.median(errors(record)),
@@ -171,7 +170,7 @@ ROWS = (
         since=PLANNER_SINCE,
     ),
     Row(
-        "planner: largest error of the same",
+        "largest error of the same",
         "planner",
         PLANNER,
         lambda record: max(errors(record)),
@@ -180,7 +179,7 @@ ROWS = (
         since=PLANNER_SINCE,
     ),
     Row(
-        "planner: search over 1,024 GPUs (Qwen2.5-VL-72B), processor time",
+        "search over 1,024 GPUs (Qwen2.5-VL-72B), processor time",
         "search",
         "python benchmarks/search.py",
         of_1024,
@@ -188,7 +187,7 @@ ROWS = (
         since="2026-11-22",  # a GPU's passes and launches are counted
     ),
     Row(
-        "Hugging Face import of 4 GiB: speed over reading alone",
+        "import of 4 GiB: speed over reading alone",
         "convert",
         CONVERT,
         at("import", "ratio_to_reading"),
@@ -196,7 +195,7 @@ ROWS = (
         since=CONVERT_SINCE,
     ),
     Row(
-        "Hugging Face export of 4 GiB: speed over reading alone",
+        "export of 4 GiB: speed over reading alone",
         "convert",
         CONVERT,
         at("export", "ratio_to_reading"),
@@ -211,7 +210,7 @@ ROWS = (
         by_the_clock=True,
     ),
     Row(
-        "Hugging Face export of 4 GiB: peak of resident memory",
+        "export of 4 GiB: peak of resident memory",
         "convert",
         CONVERT,
         at("export", "peak_mib"),
@@ -220,7 +219,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"save beside training, {count}: wait beyond the copy into host memory, of a save that training waits for",
+            f"asynchronous save, {count}: wait beyond the copy to the host, of a synchronous save",
             "checkpoint",
             CHECKPOINT,
             with_processes(processes, "stall_beyond_copy_of_sync"),
@@ -232,7 +231,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"verifying while loading from the page cache, {count}: processor time beyond that of a load",
+            f"verifying while loading (page cache), {count}: processor time beyond that of a load",
             "checkpoint",
             CHECKPOINT,
             with_processes(processes, "verification_of_load_cpu"),
@@ -243,40 +242,40 @@ ROWS = (
     ),
     *(
         Row(
-            f"one process, while a checkpoint is copied to an S3 server beside it: {what}",
+            f"beside a copy to an S3 server: {what}",
             "uploads",
             UPLOADS,
             at(key),
             by_the_clock=True,
         )
         for what, key in (
-            ("wait for a save, over that while nothing is copied", "stall_of_alone"),
-            ("time of a training step, over that while nothing is copied", "step_of_alone"),
+            ("wait for a save, over that without", "stall_of_alone"),
+            ("time of a step, over that without", "step_of_alone"),
         )
     ),
     Row(
-        "ten faults in 20 minutes, two processes: time in steps that stay, over that of a run without faults",
+        "ten faults in 20 minutes, two processes: time in steps that stay, over a run without",
         "goodput",
         "python benchmarks/goodput.py run",
         at("run", "ratio"),
         by_the_clock=True,
     ),
     Row(
-        "the same: iterations per second that stay, over those of a run without faults (its throughput)",
+        "the same: throughput of iterations that stay, over a run without",
         "goodput",
         "python benchmarks/goodput.py run",
         kept_throughput,
         by_the_clock=True,
     ),
     Row(
-        "JPEG to patches, one core: speed over Transformers' processors (median of six families, three sizes)",
+        "JPEG to patches, one core: speed over Transformers' (median of six families, three sizes)",
         "data_images",
         IMAGES,
         images("ours"),
     ),
-    Row("the same with resizing by torch (not exact)", "data_images", IMAGES, images("fast")),
+    Row("the same, resized by torch (not exact)", "data_images", IMAGES, images("fast")),
     Row(
-        "clip to patches of Qwen2.5-VL, one core: frames/s over Transformers', both with PyAV (median of three sizes)",
+        "clip to patches of Qwen2.5-VL, one core: frames/s over Transformers' (median of three sizes)",
         "video",
         VIDEO,
         clips("clip"),
@@ -284,7 +283,7 @@ ROWS = (
     Row("the same from decoded frames on", "video", VIDEO, clips("pixels")),
     *(
         Row(
-            f"`--cp {cp}`, {tokens:,} tokens: {what} of the busier rank, over one process's",
+            f"`--cp {cp}`, {tokens:,} tokens: {what} of the busier rank over one process's",
             "context",
             "python benchmarks/context.py",
             context(tokens, cp, key),
@@ -295,26 +294,26 @@ ROWS = (
     ),
     *(
         Row(
-            f"2 of 8 experts, evenly loaded, 4,096 tokens, {what}",
+            f"2 of 8 experts, even load, 4,096 tokens, {what}",
             "experts",
             "python benchmarks/experts.py",
             experts(*case),
         )
         for what, case in (
             (
-                "one process: processor time of a step, over that of a dense model of the same active FLOPs",
+                "one process: processor time over a dense model's of as many active FLOPs",
                 ("mixture", "dense", "seconds"),
             ),
             (
-                "`--ep 2`: processor time of the busier rank, over that of a dense model on two replicas",
+                "`--ep 2`: processor time of the busier rank over a dense model's on two replicas",
                 ("mixture, EP 2", "dense, DP 2", "seconds"),
             ),
-            ("`--ep 2`: memory of the busier rank, over one process's", ("mixture, EP 2", "mixture", "bytes")),
+            ("`--ep 2`: memory of the busier rank over one process's", ("mixture, EP 2", "mixture", "bytes")),
         )
     ),
     *(
         Row(
-            f"packing, 8,192 positions, {what}: share of positions that hold tokens",
+            f"packing to 8,192, {what}: share of positions with tokens",
             "data",
             DATA,
             at("packing", key, "useful"),
@@ -329,7 +328,7 @@ ROWS = (
     ),
     *(
         Row(
-            f"{part} load of 32 ranks {when} balancing: largest over mean",
+            f"{part} load of 32 ranks {when} balancing, largest over mean",
             "data",
             DATA,
             at("imbalance", when, part),
@@ -338,10 +337,12 @@ ROWS = (
         for part in ("vision", "language")
         for when in ("before", "after")
     ),
-    Row("demo: answers right, which digits, held out", "demo", "python benchmarks/demo.py", at("right"), "{:.1%}"),
-    Row("demo: the same with the images shuffled", "demo", "python benchmarks/demo.py", at("right_shuffled"), "{:.1%}"),
     Row(
-        "demo: time after installation",
+        'held-out answers to "which digits?" that are right', "demo", "python benchmarks/demo.py", at("right"), "{:.1%}"
+    ),
+    Row("the same with the images shuffled", "demo", "python benchmarks/demo.py", at("right_shuffled"), "{:.1%}"),
+    Row(
+        "time after installation",
         "demo",
         "python benchmarks/demo.py",
         at("seconds"),
@@ -349,7 +350,7 @@ ROWS = (
         by_the_clock=True,
     ),
     Row(
-        "demo: share of the time that waits for data",
+        "share of the time that waits for data",
         "demo",
         "python benchmarks/demo.py",
         at("waiting_for_data"),

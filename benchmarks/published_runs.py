@@ -1,4 +1,4 @@
-"""Predict runs that others published: the rows of docs/planner.md and docs/layouts.md.
+"""Predict runs that others published: the rows of docs/reports/predictions.md.
 
     .venv/bin/python benchmarks/published_runs.py
 

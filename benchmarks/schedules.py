@@ -46,7 +46,7 @@ from megavlm.planner.partition import Partition, best_partition
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
-PAGE = Path(__file__).parents[1] / "docs" / "layouts.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 RECORDS = Path(__file__).parent / "records" / "schedules.jsonl"
 MODEL, MEAN = "qwen2_5_vl_7b", 0.25  # seconds that a forward pass sleeps in the mean
 SCHEDULES: dict[ScheduleName, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # with their VPP
@@ -57,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two stages, two micro-batches; no record")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw four stages' timelines, measure nothing")
-    parser.add_argument("--write", action="store_true", help="write the records' table into docs/layouts.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the records' table into docs/reports/predictions.md"
+    )
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -90,23 +92,24 @@ def main() -> None:
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of all records: of each case the fastest step, as other work only adds to it."""
+    """Return the page with the tables of all records: of each case the fastest step, as other work only adds to it."""
     records = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
-    rows = [
-        "| stages, micro-batches | schedule | idle, simulated | measured | step against 1F1B's, simulated | measured |",
-        "|---|---|---|---|---|---|",
-    ]
+    idle = [f"| idle time | {' | '.join(SCHEDULES)} |", "|---" * (1 + len(SCHEDULES)) + "|"]
+    others = [name for name in SCHEDULES if name != "1f1b"]
+    steps = [f"| step against 1F1B's | {' | '.join(others)} |", "|---" * (1 + len(others)) + "|"]
     for case in (name for name in records[0] if name.startswith("PP")):
         found = {
             name: min((record[case][name] for record in records), key=lambda each: each["measured_s"])
             for name in SCHEDULES
         }
-        for name, each in found.items():
-            gains = [f"{each[side] / found['1f1b'][side] - 1:+.1%}" for side in ("simulated_s", "measured_s")]
-            idle = [f"{each[side]:.1%}" for side in ("simulated", "measured")]
-            rows.append("| " + " | ".join([case, name, *idle, *gains]) + " |")
+        shown = [f"{each['measured']:.1%} ({each['simulated']:.1%})" for each in found.values()]
+        idle.append(f"| {case} | {' | '.join(shown)} |")
+        base = found["1f1b"]
+        gains = [[found[name][side] / base[side] - 1 for side in ("measured_s", "simulated_s")] for name in others]
+        steps.append(f"| {case} | {' | '.join(f'{ours:+.1%} ({planned:+.1%})' for ours, planned in gains)} |")
     before, _, rest = page.partition("<!-- table -->\n")
-    return f"{before}<!-- table -->\n" + "\n".join(rows) + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
+    tables = "\n".join([*idle, "", *steps])
+    return f"{before}<!-- table -->\n{tables}\n<!-- end -->" + rest.partition("<!-- end -->")[2]
 
 
 def draw(path: Path) -> None:

@@ -5,7 +5,7 @@
 Sequences of Qwen2.5-VL-7B hold 0 to 6 images. Cuts are chosen for the mean micro-batch, and for a window of four steps,
 as the planner does with a run's data. As in `benchmarks/schedules.py` the program's own runtime trains a small model
 whose passes sleep as long as the planner says, each micro-batch for itself. A run appends to
-`benchmarks/records/uneven.jsonl`; --write puts the records' table into docs/layouts.md.
+`benchmarks/records/uneven.jsonl`; --write puts the records' table into docs/reports/predictions.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megavlm.planner.uneven import micro_batches
 from tests.support.pool import Pools
 from tests.support.training import SMALL
 
-PAGE = Path(__file__).parents[1] / "docs" / "layouts.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 RECORDS = Path(__file__).parent / "records" / "uneven.jsonl"
 SHAPES = [PipelineShape("1f1b", 2, 1, 8), PipelineShape("1f1b", 4, 1, 8), PipelineShape("zb-h1", 4, 1, 8)]
 SHARES = {0: 0.3, 1: 0.3, 2: 0.2, 4: 0.1, 6: 0.1}  # of sequences with so many images of 1,008 × 1,008 pixels
@@ -52,7 +52,9 @@ MEAN = 0.8  # seconds that a forward pass sleeps in the mean: short ones last as
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the records' table into docs/layouts.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the records' table into docs/reports/predictions.md"
+    )
     if parser.parse_args().write:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return

@@ -1,11 +1,12 @@
-"""Say on how many GPUs ten models can be trained on images and clips, and how fast: tables of the planner's answers.
+"""Say on how many GPUs ten models can be trained on images and clips, and how fast: the planner's answers.
 
-    python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/reports/what-fits.md, too
+    python benchmarks/what_fits.py [MODEL …] [--write]     # --write: into docs/reports/what-fits.{md,csv}, too
     python benchmarks/what_fits.py --missing --write       # what is not kept yet; go on after an interruption
 
 For each model, GPU, amount of images or length of a clip, and way to train, the smallest power of two of GPUs (up to
 64) on which a layout fits, and its predicted tokens per second and GPU. Nothing here is measured.
-`records/what_fits.json` keeps the answers, so that a part can be renewed.
+`records/what_fits.json` keeps the answers, so that a part can be renewed. The page shows one sequence length, the CSV
+file all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megavlm.planner.hardware import profile
 from megavlm.planner.search import search
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "what-fits.md"
+ROWS = DOCUMENT.with_suffix(".csv")
 ANSWERS = Path(__file__).parent / "records" / "what_fits.json"
 GPUS = {"a100": "A100-80", "h100": "H100", "h200": "H200", "b200": "B200"}
 MOST = 64
@@ -50,6 +52,7 @@ CLIPS = {64: 16384, 256: 40960}
 CLIP_MODELS = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen3_vl_8b", "qwen2_5_vl_32b", "qwen2_5_vl_72b")
 CLIP_SIDE = 448
 WAYS = ("full", "LoRA", "frozen tower")
+SHOWN_LENGTH, SHOWN_WAYS = 8192, ("full", "LoRA")  # on the page
 # Sequences of a step, so many for each GPU: enough that a pipeline's bubble does not decide.
 _BATCH = 16
 # A narrow space: one sample a micro-batch, no interleaving, no offload. What does not fit here may fit with --offload.
@@ -94,7 +97,7 @@ class Answer:
 
     @property
     def cell(self) -> str:
-        return f"{self.gpus} · {self.rate:,.0f}" if self.gpus else f"> {MOST}"
+        return f"{self.gpus}: {self.rate:,.0f}" if self.gpus else f"> {MOST}"
 
 
 def cases(models: list[str]) -> Iterator[Case]:
@@ -144,40 +147,29 @@ def known() -> dict[str, Answer]:
 
 
 def table(answers: dict[str, Answer]) -> str:
-    """Return the tables of docs/reports/what-fits.md: for each sequence length with images, and for each clip."""
-    lines: list[str] = []
-    for seq_length, budget in BUDGETS.items():
-        lines += _head(f"{seq_length:,} tokens, about {budget:,} of them of images", "images")
-        for model, side in MODELS.items():
-            count = Case(model, "", seq_length, "").pictures
-            lines += _rows(answers, Case(model, "", seq_length, ""), f"{count} of {side}²")
-        lines.append("")
-    for frames, seq_length in CLIPS.items():
-        lines += _head(f"{seq_length:,} tokens, with a clip of {frames} frames of {CLIP_SIDE}²", "tokens of the clip")
-        for model in CLIP_MODELS:
-            case = Case(model, "", seq_length, "", frames)
-            lines += _rows(answers, case, f"{case.pictures * tokens_of(model, CLIP_SIDE):,}")
-        lines.append("")
+    """Return the table of docs/reports/what-fits.md: sequences of one length with images."""
+    lines = [f"| model | images | | {' | '.join(GPUS.values())} |", "|---|---|---|" + "---|" * len(GPUS)]
+    for model, side in MODELS.items():
+        for way in SHOWN_WAYS:
+            case = Case(model, "", SHOWN_LENGTH, way)
+            cells = [answers[replace(case, gpu=gpu).key].cell for gpu in GPUS]
+            shown = f"`{model}` | {case.pictures} of {side}²" if way == SHOWN_WAYS[0] else " | "
+            lines.append(f"| {shown} | {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _head(title: str, column: str) -> list[str]:
-    gpus = " | ".join(GPUS.values())
-    return [f"### {title}", "", f"| model | {column} | | {gpus} |", "|---|---|---|" + "---|" * len(GPUS)]
-
-
-def _rows(answers: dict[str, Answer], case: Case, pictures: str) -> list[str]:
-    """Return a model's rows, one for each way to train it, by a case without GPU and way."""
-    rows = []
-    for way in WAYS:
-        cells = [answers[replace(case, gpu=gpu, way=way).key].cell for gpu in GPUS]
-        shown = f"`{case.model}` | {pictures}" if way == WAYS[0] else " | "
-        rows.append(f"| {shown} | {way} | {' | '.join(cells)} |")
-    return rows
+def rows(answers: dict[str, Answer]) -> str:
+    """Return all answers as CSV; GPUs are 0 where no number up to MOST is enough."""
+    lines = ["model,tokens,frames of a clip,pictures,side,trained,GPU,GPUs,tokens/s of each,layout"]
+    for case in cases(list(MODELS)):
+        found = answers[case.key]
+        what = [case.model, case.seq_length, case.frames, case.pictures, case.side, case.way, GPUS[case.gpu]]
+        lines.append(",".join(map(str, [*what, found.gpus, f"{found.rate:.0f}", found.layout])))
+    return "\n".join(lines) + "\n"
 
 
 def documented(text: str) -> str:
-    """Return the document with the tables of the answers that are kept."""
+    """Return the document with the table of the answers that are kept."""
     return with_table(text, "benchmarks/what_fits.py", table(known()))
 
 
@@ -194,13 +186,14 @@ def main() -> None:
             ANSWERS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     if given.write:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        ROWS.write_text(rows(known()), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="Models to plan for; default: all.")
     parser.add_argument("--missing", action="store_true", help="Plan only what has no answer yet.")
-    parser.add_argument("--write", action="store_true", help="Keep the answers, and renew docs/reports/what-fits.md.")
+    parser.add_argument("--write", action="store_true", help="Keep the answers, and renew the page and the CSV file.")
     return parser
 
 

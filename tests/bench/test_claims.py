@@ -1,4 +1,4 @@
-"""docs/planner.md shows what the planner predicts today of others' claims."""
+"""docs/reports/predictions.md shows what the planner predicts today of others' claims."""
 
 from __future__ import annotations
 

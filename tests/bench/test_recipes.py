@@ -116,7 +116,9 @@ SAMPLED = (
 
 def test_what_fits_is_as_documented() -> None:
     text = what_fits.DOCUMENT.read_text(encoding="utf-8")
-    assert what_fits.documented(text) == text, "renew it: python benchmarks/what_fits.py --write"
+    renew = "renew it: python benchmarks/what_fits.py --write"
+    assert what_fits.documented(text) == text, renew
+    assert what_fits.rows(what_fits.known()) == what_fits.ROWS.read_text(encoding="utf-8"), renew
     assert len(what_fits.known()) == len(list(what_fits.cases(list(what_fits.MODELS)))) == 480
 
 

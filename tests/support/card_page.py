@@ -1,63 +1,70 @@
-"""docs/reports/cards.md from the cards: all families by all gates, what others publish, and a table for each family."""
+"""docs/reports/cards.md from the cards: a table of families for each subject, and the gates of another project."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from benchmarks.tables import with_table
-from tests.support.gates import GATES, larger
+from tests.support.gates import ALL_LAYOUTS, EXPERT_LAYOUTS, GATES, LAYOUTS, larger
 
 Card = Mapping[str, Any]
 
+# A table for each subject: the title, and the title of a column for each gate.
+SUBJECTS: dict[str, dict[str, str]] = {
+    "One process": {
+        **{"import_export": "files", "logits": "logits", "cosine": "1 − cosine", "gradients": "gradients"},
+        **{
+            "losses": "losses",
+            "record": "a record",
+            "packed_logits": "packed",
+            "packed_gradients": "packed, gradients",
+        },
+    },
+    **{
+        title: {f"{name}_{figure}": ALL_LAYOUTS[name].title for name in layouts if f"{name}_{figure}" in GATES}
+        for title, figure, layouts in (
+            ("Logits at layouts", "logits", LAYOUTS),
+            ("Gradients at layouts", "gradients", LAYOUTS),
+            ("Five losses at layouts", "losses", LAYOUTS),
+            ("Logits with experts split", "logits", EXPERT_LAYOUTS),
+            ("Gradients with experts split", "gradients", EXPERT_LAYOUTS),
+            ("Five losses with experts split", "losses", EXPERT_LAYOUTS),
+        )
+    },
+    "Answers, resume and LoRA": {
+        **{"answers": "answers", "generation": "export's answers", "resume": "resume", "reshard": "other layout"},
+        **{"lora_gradients": "LoRA, gradients", "lora_losses": "losses", "lora_merged": "merged"},
+    },
+    "Video": {
+        **{"video_logits": "logits", "video_gradients": "gradients", "video_losses": "losses"},
+        "video_record": "from a clip",
+    },
+}
+PARTS = {"logits": "features or logits", "gradients": "gradients", "composed": "composed, TP2·PP2"}
 # Megatron-Bridge's gate, what it asks for, and the gates here that ask for the same.
 COMPARED = (
-    (
-        "conversion to Megatron and back, on CPU and GPU",
-        "equal keys, shapes, types and values where nothing is rounded",
-        ("import_export",),
-    ),
-    (
-        "forward pass",
-        "the next token of one prompt is the same, cosine of its logits at least 0.99",
-        ("logits", "cosine", "record"),
-    ),
+    ("conversion there and back", "equal keys, shapes, types and values", ("import_export",)),
+    ("forward pass", "the same next token, cosine at least 0.99", ("logits", "cosine", "record")),
     ("inference", "greedy text twice the same", ("answers",)),
-    (
-        "pretraining; fine-tuning",
-        "finite losses and no skipped step in 10 to 100 steps",
-        ("losses", "tp2-pp2-vpp2_losses", "zero3_losses"),
-    ),
-    ("export of the fine-tuned model", "Transformers loads it; greedy text twice the same", ("generation",)),
-    (
-        "long context",
-        "steps with packing and context parallelism together",
-        ("packed_logits", "packed_gradients"),
-    ),
+    ("pretraining; fine-tuning", "10 to 100 finite losses", ("losses", "tp2-pp2-vpp2_losses", "zero3_losses")),
+    ("export of the fine-tuned model", "greedy text twice the same", ("generation",)),
+    ("long context", "steps with packing and context parallelism", ("packed_logits", "packed_gradients")),
     ("PEFT", "as fine-tuning", ("lora_gradients", "lora_losses", "lora_merged")),
-    ("resume", "loss of the first and the last step within 1 %, same layout", ("resume", "reshard")),
-    ("–", "gradients", ("gradients", "tp2-pp2-vpp2_gradients", "colocated_gradients")),
-    ("–", "video", ("video_logits", "video_gradients", "video_record")),
+    ("resume", "losses within 1 %, same layout", ("resume", "reshard")),
+    ("–", "–", ("gradients", "tp2-pp2-vpp2_gradients", "colocated_gradients")),
+    ("–", "–", ("video_logits", "video_gradients", "video_record")),
 )
 
 
 def page(cards: Sequence[Card], text: str) -> str:
     """Return the document with the tables of these cards."""
-    text = with_table(text, "cards: summary", summary(cards))
-    text = with_table(text, "cards: compared", compared(cards))
-    return with_table(text, "cards: families", "\n\n".join(map(section, cards)))
-
-
-def summary(cards: Sequence[Card]) -> str:
-    """Return what was measured when, and a table of gates by families: whole models, then parts."""
-    whole = [card for card in cards if "import_export" in card["gates"]]
-    parts = [card for card in cards if "import_export" not in card["gates"]]
-    return "\n\n".join([measured_at(cards), grid(whole), grid(parts)])
+    text = with_table(text, "cards: families", "\n\n".join([measured_at(cards), *failures(cards), *tables(cards)]))
+    return with_table(text, "cards: compared", compared(cards))
 
 
 def measured_at(cards: Iterable[Card]) -> str:
-    """Return a sentence that says how many gates there are figures of, and of which commits."""
+    """Return a sentence that says how many gates have figures, and of which commits."""
     entries = [entry for card in cards for entry in card["gates"].values()]
     counts = {result: sum(entry["result"] == result for entry in entries) for result in ("passed", "FAILED")}
     dates: dict[str, str] = {case["commit"]: case["date"] for entry in entries for case in entry.get("cases", ())}
@@ -69,23 +76,40 @@ def measured_at(cards: Iterable[Card]) -> str:
     )
 
 
-def grid(cards: Sequence[Card]) -> str:
-    """Return a table with a row for each group of gates and a column for each family."""
-    known = [name for name in GATES if any(name in card["gates"] for card in cards)]
-    rows = []
-    for group, names in groupby(known, key=lambda name: GATES[name].group):
-        gates = list(names)
-        title = group if len(gates) == 1 else f"{group}: {' · '.join(name.split('_')[-1] for name in gates)}"
-        tolerances = " · ".join(number(GATES[name].tolerance) for name in gates)
-        cells = [" · ".join(cell(card["gates"][name]) for name in gates if name in card["gates"]) for card in cards]
-        rows.append(_row([title, tolerances, *cells]))
-    return "\n".join([*_head(["gate", "at most", *(card["family"] for card in cards)]), *rows])
+def failures(cards: Iterable[Card]) -> list[str]:
+    """Return a line for each test that failed: its family, its gate and the first line of its error."""
+    return [
+        f"**Failed**: {card['family']}, {entry['group']}: {_plain(case['error'])} (`{case['command']}`)"
+        for card in cards
+        for entry in card["gates"].values()
+        for case in entry.get("cases", ())
+        if "error" in case
+    ]
+
+
+def tables(cards: Sequence[Card]) -> list[str]:
+    """Return a table of the whole models for each subject, and one of towers and language models."""
+    whole = [card for card in cards if "import_export" in card["gates"]]
+    parts = [card for card in cards if "import_export" not in card["gates"]]
+    found = [table(title, columns, whole) for title, columns in SUBJECTS.items()]
+    return [*filter(None, found), table("Towers and language models", PARTS, parts)]
+
+
+def table(title: str, columns: Mapping[str, str], cards: Sequence[Card]) -> str:
+    """Return a table with a column for each gate and a row for each family that has a figure of one of them."""
+    head = [title, *columns.values()]
+    rows = [_row(["at most", *(number(GATES[gate].tolerance) for gate in columns)])]
+    for card in cards:
+        cells = [cell(card["gates"].get(gate, {})) for gate in columns]
+        if set(cells) != {"–"}:
+            rows.append(_row([card["family"], *cells]))
+    return "\n".join([*_head(head), *rows]) if len(rows) > 1 else ""
 
 
 def cell(entry: Mapping[str, Any]) -> str:
-    """Return the figure of a gate, or why there is none."""
+    """Return the figure of a gate, or a dash where there is none."""
     if "cases" not in entry:
-        return "needs a GPU" if entry["result"].startswith("needs") else "–"
+        return "–"
     shown = "?" if entry["figure"] is None else number(entry["figure"])
     return f"**{shown}, failed**" if entry["result"] == "FAILED" else shown
 
@@ -101,48 +125,25 @@ def number(value: float) -> str:
 def compared(cards: Sequence[Card]) -> str:
     """Return the table of Megatron-Bridge's gates and ours, with the worst figure of all families."""
     rows = []
-    for theirs, asked, names in COMPARED:
-        tolerances = "; ".join(f"{GATES[name].group}: {GATES[name].figure}, {_at_most(name)}" for name in names)
-        rows.append(_row([theirs, asked, tolerances, "; ".join(worst(cards, name) for name in names)]))
-    return "\n".join([*_head(["Megatron-Bridge's gate", "asks for", "here", "worst figure here"]), *rows])
-
-
-def _at_most(name: str) -> str:
-    return "none" if not GATES[name].tolerance else f"at most {number(GATES[name].tolerance)}"
+    for theirs, required, names in COMPARED:
+        ours = "; ".join(f"{GATES[name].group}: {GATES[name].figure}, {worst(cards, name)}" for name in names)
+        rows.append(_row([theirs, required, ours]))
+    return "\n".join([*_head(["Megatron-Bridge's gate", "requires", "here, and the worst figure"]), *rows])
 
 
 def worst(cards: Iterable[Card], name: str) -> str:
-    """Return the largest figure of a gate, and of how many families there is one."""
+    """Return the largest figure of a gate, and how many families have one."""
     found: float | None = None
     entries = [entry for card in cards if "cases" in (entry := card["gates"].get(name, {}))]
     for entry in entries:
         found = found if entry["figure"] is None else larger(found, entry["figure"])
     failed = sum(entry["result"] == "FAILED" for entry in entries)
-    told = f", {failed} failed" if failed else ""
-    return "not measured" if found is None else f"{number(found)} ({len(entries)} families{told})"
-
-
-def section(card: Card) -> str:
-    """Return the table of one family."""
-    rows = []
-    for entry in card["gates"].values():
-        cases = entry.get("cases", ())
-        commits = ", ".join(dict.fromkeys(f"`{case['commit']}`, {case['date']}" for case in cases))
-        most = max(cases, key=lambda case: ("error" in case, case.get("figure") or 0), default=None)
-        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        command = f"`{most['command']}`{more}" if most else ""
-        said = entry["result"] + (f": {_plain(most['error'])}" if most and "error" in most else "")
-        figure = cell(entry) if cases else "–"
-        rows.append(
-            _row([f"{entry['group']}: {entry['measured']}", number(entry["tolerance"]), figure, said, commits, command])
-        )
-    head = _head(["gate", "at most", "figure", "result", "commit", "command"])
-    kinds = ", ".join(f"`{kind}`" for kind in card["model_types"])
-    return "\n".join([f"### {card['family']}", "", f"`model_type` {kinds}.", "", *head, *rows])
+    more = f", {failed} failed" if failed else ""
+    return "not measured" if found is None else f"{number(found)} ({len(entries)} families{more})"
 
 
 def _plain(text: str) -> str:
-    """Return text that cannot end a cell."""
+    """Return text that cannot end a code span or a cell."""
     return text.replace("|", "/").replace("`", "'")
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/planner.md is what the simulation says today, but for small corrections of the models."""
+"""The table of predicted placements is what the simulation says today, but for small corrections of the models."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.placement_paper import table
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "planner.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reports" / "predictions.md"
 GAIN = re.compile(r"\d\.\d\d")
 
 
