@@ -14,12 +14,8 @@ Card = Mapping[str, Any]
 SUBJECTS: dict[str, dict[str, str]] = {
     "One process": {
         **{"import_export": "files", "logits": "logits", "cosine": "1 − cosine", "gradients": "gradients"},
-        **{
-            "losses": "losses",
-            "record": "a record",
-            "packed_logits": "packed",
-            "packed_gradients": "packed, gradients",
-        },
+        **{"losses": "losses", "record": "a record"},
+        **{"packed_logits": "packed", "packed_gradients": "packed, gradients"},
     },
     **{
         title: {f"{name}_{figure}": ALL_LAYOUTS[name].title for name in layouts if f"{name}_{figure}" in GATES}
@@ -52,8 +48,6 @@ COMPARED = (
     ("long context", "steps with packing and context parallelism", ("packed_logits", "packed_gradients")),
     ("PEFT", "as fine-tuning", ("lora_gradients", "lora_losses", "lora_merged")),
     ("resume", "losses within 1 %, same layout", ("resume", "reshard")),
-    ("–", "–", ("gradients", "tp2-pp2-vpp2_gradients", "colocated_gradients")),
-    ("–", "–", ("video_logits", "video_gradients", "video_record")),
 )
 
 
