@@ -28,10 +28,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
 
-from megavlm.optim.disk_store import DiskStore
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.rules.adamw import ADAMW
-from megavlm.optim.stores import HostStore
+from megavlm.optim.rules import ADAMW
+from megavlm.optim.stores import DiskStore, HostStore
 
 TENSOR = 2**22  # numbers of a parameter
 SIDES = ("host", "disk", "disk, page cache dropped")

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
 
 from megavlm.config.schema import ExecutionConfig
-from megavlm.model.cross_entropy import vocab_parallel_cross_entropy
-from megavlm.model.linear_cross_entropy import LossOptions, linear_cross_entropy
+from megavlm.model.cross_entropy import LossOptions, linear_cross_entropy, vocab_parallel_cross_entropy
 from tests.support.live_bytes import LiveBytes
 
 CHUNK = ExecutionConfig().loss_chunk_tokens

@@ -1,7 +1,7 @@
 """Choose the device of this process, and patch megatron-core for it before anything imports megatron-core.
 
-`backend.mcore_patches` holds the few patches that every device needs, `backend.cpu` and `backend.gloo` those that a CPU
-run adds. No other package patches modules of torch or megatron-core.
+`backend.patches` holds the few patches that every device needs, `backend.cpu` and `backend.gloo` those that a CPU run
+adds. No other package patches modules of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def activate(*, launches_in_order: bool = False) -> Backend:
             )
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
-        from megavlm.backend import mcore_patches, transformer_engine
+        from megavlm.backend import installed, patches
 
-        transformer_engine.loading_error()  # before megatron-core tries
-        mcore_patches.install()
+        installed.loading_error()  # before megatron-core tries
+        patches.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
     from megavlm.backend import cpu, gloo
 

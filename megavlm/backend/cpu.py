@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megavlm.backend import cpu_experts, mcore_patches, transformer_engine, versions
+from megavlm.backend import gloo, installed, patches
 
 # Everything of megatron-core that a run touches; imported here so that none of it binds the real torch later.
 _MODULES = (
@@ -67,8 +67,8 @@ def install() -> None:
     # "Transformer Engine and Apex are not installed", "set CUDA_DEVICE_MAX_CONNECTIONS": no news on a CPU.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    transformer_engine.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
-    versions.import_without_triton()
+    installed.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
+    installed.import_without_triton()
     with _without_compilation():
         for name in _MODULES:
             importlib.import_module(name)
@@ -79,8 +79,8 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_gradient_passes()
-    cpu_experts.install()
-    mcore_patches.install()
+    gloo.install_gathers()
+    patches.install()
 
 
 class _CpuTorch(types.ModuleType):

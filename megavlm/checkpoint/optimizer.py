@@ -17,7 +17,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megavlm.optim.fully_sharded import ShardedOptimizer
-from megavlm.optim.held import held_layouts
+from megavlm.optim.master_weights import held_layouts
 from megavlm.parallel.shards import ParamShard, local_part
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
-from megavlm.backend import mcore_patches
+from megavlm.backend import patches
 from megavlm.checkpoint.archives import plain_values, tensor_in
 from megavlm.checkpoint.safety import read_metadata
 from megavlm.checkpoint.verified import VerifiedItems
@@ -38,7 +38,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises UserError, on all ranks, for a checkpoint that is unsafe or damaged.
     """
-    mcore_patches.read_checkpoints_with(reader=Reader, planner=Planner)
+    patches.read_checkpoints_with(reader=Reader, planner=Planner)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), common_strategy=_Common())
     except CheckpointException as error:  # every rank gets the failures of all ranks

@@ -36,11 +36,16 @@ from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.model_weights import average
-from megavlm.parallel.groups import Groups
-from megavlm.parallel.random_states import random_states, set_random_states
-from megavlm.precision.fp8_weights import entries_to_load, entries_to_save
-from megavlm.precision.history import history_of, prepare, restore, sharded_histories
+from megavlm.optim.master_weights import average
+from megavlm.parallel.groups import Groups, random_states, set_random_states
+from megavlm.precision.fp8_state import (
+    entries_to_load,
+    entries_to_save,
+    history_of,
+    prepare,
+    restore,
+    sharded_histories,
+)
 
 # Moments in the shape of their parameters, so that TP, PP and DP may all change.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}

@@ -22,7 +22,7 @@ from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError
 from megavlm.json_files import OBJECT, TEXT, check, read_json, whole
-from megavlm.precision.history import history_of
+from megavlm.precision.fp8_state import history_of
 
 FORMAT = 1
 _LARGEST = 2**26  # bytes of a description

@@ -1,7 +1,7 @@
 """The update rules of `--optimizer`: what the configuration, the planner and checkpoints know of each. No torch.
 
 An update rule is either elementwise, so that a rank updates whatever parts of parameters it holds, or it treats a
-matrix between hidden states as a whole and leaves all other parameters to an elementwise rule. `optim/rules/` has the
+matrix between hidden states as a whole and leaves all other parameters to an elementwise rule. `optim/rules.py` has the
 computation of each. Where its state is (device, host, disk) and who holds which part of it are no affair of a rule.
 """
 

@@ -1,29 +1,39 @@
 """Self-attention with rotary positions, on `scaled_dot_product_attention`: full, causal, block-diagonal, or by masks.
 
 `CoreAttention` stands where megatron-core's DotProductAttention would: that one materialises the score matrix and
-refuses packed sequences. Legend: S positions, B samples, N local query heads, G local key/value heads, D head width.
+refuses packed sequences. Tensor-parallel ranks may share key/value heads, or have query heads of
+zeros (`config/tensor_split.py`). `LogitAttention` also takes the largest logit of each query head, for `--qk-clip`
+(`optim/qk_clip.py`).
+
+Legend: S positions, B samples, N local query heads, G local key/value heads, D head width; of shared heads L slots of a
+rank with R query heads each, C slots of a key/value head, w = ⌈D/C⌉ channels of a key, and of a value, that a slot
+projects.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
 
+from megavlm.arch.transformer import logits_at_once
 from megavlm.config.tensor_split import HeadSplit
 from megavlm.model import varlen
 from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
-from megavlm.model.shared_heads import SharedHeads
 
 # For packed sequences: cuDNN, which torch prefers on Hopper, plans anew for each number and length of sequences.
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -160,3 +170,138 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, **arguments)
         with get_cuda_rng_tracker().fork():
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, **arguments)
+
+
+class SharedHeads:
+    """Splits what a rank has projected into heads, and gathers the parts of its keys and values from their ranks.
+
+    The backward pass sends gradients back and adds them up where a part came from, as autograd derives it.
+    """
+
+    def __init__(self, split: HeadSplit, group: dist.ProcessGroup) -> None:
+        self.split, self.group = split, group
+        self.exchange = split.exchange(group.rank())
+
+    def __call__(self, mixed: Tensor) -> Heads:
+        """[S, B, L·(R·D + 2·w)] → query [S, B, L·R, D], key and value [S, B, L, D]."""
+        split = self.split
+        query, parts = mixed.unflatten(-1, (split.slots, -1)).split(
+            [split.queries * split.width, 2 * split.part_width], dim=-1
+        )
+        key, value = (self._joined(x) for x in self._gathered(parts).unflatten(-1, (2, -1)).unbind(-2))
+        return query.reshape(*query.shape[:2], split.local_heads, split.width), key, value
+
+    def _gathered(self, parts: Tensor) -> Tensor:
+        """[S, B, L, 2·w] → the parts of the whole keys and values [L, C, S, B, 2·w]."""
+        sends, receives = self.exchange.sends, list(self.exchange.receives)
+        wanted = [parts[:, :, number] for numbers in sends for number in numbers]
+        # A rank of padding alone sends nothing, but still takes part in the exchange of the backward pass.
+        sent = torch.stack(wanted) if wanted else parts[:, :, :0].movedim(2, 0)
+        arrived = all_to_all(self.group, sent, receives, [len(numbers) for numbers in sends])
+        return torch.stack([torch.stack([arrived[at] for at in places]) for places in self.exchange.places])
+
+    def _joined(self, parts: Tensor) -> Tensor:
+        """[L, C, S, B, w] → [S, B, L, D]."""
+        return parts.permute(2, 3, 0, 1, 4).flatten(-2)[..., : self.split.width]
+
+
+@cache
+def without_padding(attention: type) -> type:
+    """Return a class like `attention`, a core attention, whose output is zero for query heads that are padding.
+
+    Such a head has zeros for a query and real keys, so that attention gives it the mean of the values. The output
+    layer has zeros for it; but without this their gradient would not be zero.
+    """
+
+    class AttentionWithoutPadding(attention):  # type: ignore[misc, unused-ignore]
+        def __init__(self, *args: Any, split: HeadSplit, rank: int, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            padded = torch.zeros(split.local_heads, split.width, dtype=torch.bool)
+            padded[list(split.padded_heads(rank))] = True
+            self.register_buffer("padded", padded.flatten(), persistent=False)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = super().forward(*args, **kwargs).masked_fill(self.padded, 0.0)
+            return found
+
+    return AttentionWithoutPadding
+
+
+class LogitAttention(CoreAttention):
+    """`CoreAttention` that keeps the largest logit of each head over training passes, until it is cleared.
+
+    torch's kernels keep logits to themselves: they are computed a second time, in fp32 and some queries at a time.
+
+    `largest` [N] float64 is 0 where no logit is positive. Queries of zeros therefore count for nothing: so are those of
+    padding (`Packing.padding`). A layer that is recomputed is looked at in the pass with gradients alone.
+    """
+
+    joins_lengths = False
+    largest: Tensor
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.register_buffer("largest", torch.zeros(heads, dtype=torch.float64), persistent=False)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            found = largest_logits(query, key, scale=self.scale, causal=causal, mask=mask)
+            torch.maximum(self.largest, found.double(), out=self.largest)
+        return super()._attend(query, key, value, causal=causal, mask=mask)
+
+
+@torch.no_grad()
+def largest_logits(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None,
+    causal: bool,
+    mask: Tensor | None = None,
+    most: int | None = None,
+) -> Tensor:
+    """Return the largest attention logit, scale · q·kᵀ, of each head, [N] float32; 0 where all are negative.
+
+    Args:
+        query: [B, N, S, D].
+        key: [B, G, K, D].
+        scale: 1/√D if it is None.
+        causal: the last query attends to all keys, each one before it to one key less.
+        mask: [S, K] of 0 and −∞, added to the logits; or torch's `causal_lower_right`, which is `causal`.
+        most: logits in memory at a time, unless those of one query are more; default: `logits_at_once`.
+    """
+    _, heads, length, width = query.shape
+    groups, keys = key.shape[1:3]
+    if isinstance(mask, CausalBias):
+        causal, mask = True, None
+    most = most or logits_at_once(on_gpu=query.is_cuda)
+    together = max(1, most // (heads * keys))
+    samples, step = max(1, together // length), min(together, length)
+    found = query.new_zeros(groups, heads // groups).float()
+    for q, k in zip(query.split(samples), key.split(samples), strict=True):
+        for first in range(0, length, step):
+            part = q[:, :, first : first + step].unflatten(1, (groups, -1))  # [b, G, N/G, s, D]
+            count = part.shape[3]
+            last = first + count + keys - length if causal else keys
+            logits = _products(part.flatten(0, 1).flatten(1, 2), k[:, :, :last].flatten(0, 1))
+            logits = logits.unflatten(0, (-1, groups)).unflatten(2, (-1, count))
+            if causal:  # only the last keys are later than some of these queries
+                places = torch.arange(count, device=q.device)
+                logits[..., -count:].masked_fill_(places > places[:, None], -torch.inf)
+            if mask is not None:
+                logits += mask[first : first + count]
+            found = torch.maximum(found, logits.amax((0, 3, 4)))
+    return found.flatten() * (width**-0.5 if scale is None else scale)
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Return q·kᵀ in fp32 of query [·, S, D] and key [·, K, D].
+
+    A GPU takes halves as they are: their products are exact in fp32, in which it adds them up.
+    """
+    if query.is_cuda and query.dtype != torch.float32:
+        return torch.bmm(query, key.mT, out_dtype=torch.float32)
+    return query.float() @ key.float().mT

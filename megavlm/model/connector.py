@@ -1,4 +1,4 @@
-"""`ConnectorModule`: the torch half of a connector. The other half is `megavlm/arch/connector.py`."""
+"""`ConnectorModule`, the torch half of a connector, and the MLP projector. The other half is `arch/connector.py`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import Grid
+from megavlm.arch.image_tokens import Grid, tokens_per_grid
+from megavlm.config.derived import block_channels, projector_inputs
+from megavlm.config.tensor_split import share_of
+from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
+from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
 
 if TYPE_CHECKING:
     from megavlm.model.layer_kinds import LayerBuilder
@@ -48,3 +55,83 @@ class ConnectorModule(MegatronModule):
     @abstractmethod
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         """Return the features [F, 1, Hl] of images, one after the other, whose patches [P, Hv] are row-major."""
+
+
+MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
+
+
+def build(builder: LayerBuilder) -> Projector:
+    """Return the projector of a configuration."""
+    projector = builder.config.model.projector
+    return Projector(builder, norm_epsilon=projector.norm_epsilon if projector.input_norm else None)
+
+
+class Projector(ConnectorModule):
+    """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
+
+    The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
+    the features are merged into whole text embeddings before those are scattered.
+    """
+
+    def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None) -> None:
+        """`norm_epsilon` is that of a norm of patches or merged features; None: there is no such norm."""
+        super().__init__(builder)
+        model, layer_config = self.model, self.config
+        self.projector = model.projector
+        self.merge = MERGES[model.projector.merge]
+        inputs = projector_inputs(model)
+        outputs = model.language.hidden_size
+        # Padded where TP does not divide them.
+        tp = self.tp_group.size()
+        hidden, gathered = share_of(model.projector.hidden_size, tp) * tp, share_of(outputs, tp) * tp
+        self.outputs = outputs
+        dtype = layer_config.params_dtype
+        self.norm: nn.Module = nn.Identity()
+        if norm_epsilon is not None:
+            normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
+            self.norm = Norm(layer_config, normed, norm_epsilon)
+        # Whole on every tensor-parallel rank, as its inputs and outputs are: it needs no communication.
+        self.convolution: nn.Module = nn.Identity()
+        if self.projector.merge == "convolution":
+            self.convolution = nn.Linear(block_channels(model), inputs, bias=self.projector.merge_bias, dtype=dtype)
+        bias = model.projector.bias
+        tiled = self.projector.anyres_max_tiles is not None
+        self.image_newline = nn.Parameter(torch.empty(outputs, dtype=dtype)) if tiled else None
+        common = {"config": layer_config, "init_method": layer_config.init_method, "tp_group": self.tp_group}
+        self.linear_in = self.linear_gate = self.linear_fc2 = None
+        if model.projector.kind == "gated":
+            self.linear_in = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
+            self.inner_norm = Norm(layer_config, outputs, self.projector.norm_epsilon)
+            self.linear_gate = ColumnParallelLinear(outputs, hidden, bias=bias, gather_output=False, **common)
+            inputs = outputs
+        if model.projector.kind == "linear":
+            self.linear_fc1 = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
+        else:
+            self.linear_fc1 = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=False, **common)
+            self.linear_fc2 = RowParallelLinear(
+                hidden, outputs, bias=bias, input_is_parallel=True, skip_bias_add=False, is_expert=False, **common
+            )
+
+    def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
+        first = self.projector.norm_before_merge
+        merged = self.merge(self.norm(patches) if first else patches, grids, self.projector.pixel_shuffle)
+        merged = self.convolution(merged)
+        out = self._projected((merged if first else self.norm(merged))[:, None])
+        newline, most = self.image_newline, self.projector.anyres_max_tiles
+        if newline is None or most is None:
+            return out
+        # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
+        counts = [tokens_per_grid(grid, self.projector) for grid in grids]
+        return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]
+
+    def _projected(self, features: Tensor) -> Tensor:
+        """[F, 1, inputs] → [F, 1, Hl]."""
+        if self.linear_in is not None and self.linear_gate is not None:
+            features, _ = self.linear_in(features)
+            features = F.gelu(self.inner_norm(features[..., : self.outputs]))
+            gate, _ = self.linear_gate(features)
+        out, _ = self.linear_fc1(features)
+        if self.linear_fc2 is None:
+            return out[..., : self.outputs]
+        out, _ = self.linear_fc2(F.gelu(out) if self.linear_gate is None else F.silu(gate) * out)
+        return out

@@ -19,13 +19,11 @@ from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import order_of
 from megavlm.inputs.batch import Continuation, MicroBatch
-from megavlm.model.cached_attention import CachedAttention
-from megavlm.model.deepstack import add_features
-from megavlm.model.gathered_attention import causal_spans
-from megavlm.model.language import rope
-from megavlm.model.masks import image_runs, masked_spans
+from megavlm.model.context_attention import causal_spans
+from megavlm.model.language import add_features
+from megavlm.model.masks import CachedAttention, image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
-from megavlm.model.rotary import Rotation, rotation
+from megavlm.model.rotary import Rotation, rope, rotation
 from megavlm.model.router import RoutedRows
 from megavlm.model.specs import DTYPES
 from megavlm.model.vision import VisionLayout, rope2d

@@ -1,19 +1,38 @@
 """Cross entropy of logits whose columns (the vocabulary) tensor-parallel ranks share, in the precision they come in.
 
 Arithmetic is in fp32, on a few positions at a time; of all logits there is never an fp32 copy. Their gradient takes
-their place in memory. Legend: T positions, W columns of this rank.
+their place in memory. `linear_cross_entropy` computes the output layer and its loss as one operation, of whose logits
+only those of some positions are ever in memory. The loss of position t is log Σ exp(x) − x[label] with x = W h. Its
+gradients, times what arrives from above, g:
+
+    of h_t:  g_t Σ over rows v of the vocabulary of p_tv W_v,  with p = softmax(x) − 1[label]
+    of W_v:  Σ over positions t of g_t p_tv h_t
+
+The first needs all rows for some positions: it is computed in the forward pass, while their logits are there, and
+multiplied by g in the backward pass. The second needs all positions for some rows: the backward pass computes logits
+again, for one block of the vocabulary after the other, of as many bytes. So each gradient is one product, rounded once,
+and needs no buffer in fp32. No product is repeated if the weight is not trained, or if one chunk holds all positions,
+whose p then stays in memory.
+
+Computing the gradient beside the loss follows Liger Kernel (Hsu et al. 2024), which sums the weight's over chunks of
+positions; computing logits twice follows Cut Cross-Entropy (Wijmans et al. 2024), whose kernel keeps none in memory.
+Legend: T positions, H width, W rows of the vocabulary on this tensor-parallel rank, V of a block of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megavlm.arch.language_ends import LOSS_WORK
+from megavlm.model.weight_gradients import LaterGradient, WeightGradients, has_halves
 
 # As `vocab_parallel_cross_entropy`.
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tensor, Tensor]]
@@ -101,3 +120,147 @@ def write_gradient(
     scaled = (logits - largest[:, None]).exp_()
     scaled[torch.arange(len(columns), device=columns.device), columns] -= sums.where(held, 0.0)
     torch.mul(scaled, (gradient / sums)[:, None], out=logits)
+
+
+_ALIGNED = 16  # rows of a block are a multiple: fast products want aligned rows of logits
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How the loss is computed: `chunk` positions at a time, of logits whose columns are the ranks' of `group`.
+
+    `real`: how many of this rank's columns are vocabulary; the others pad it. `sums_in_place`: NVIDIA Apex's kernel
+    adds the weight's gradient to its `main_grad`.
+    """
+
+    group: dist.ProcessGroup
+    real: int
+    chunk: int
+    cross_entropy: CrossEntropy
+    sums_in_place: bool = False
+    weight_gradients: WeightGradients | None = None  # with which the weight's gradient is left; None: not left
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+    """Return the cross entropy of each position, fp32 [T], from hidden states [T, H], weight [W, H] and labels [T].
+
+    The gradient of the hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass
+    overwrites what it has kept, so autograd refuses a second one.
+    """
+    reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
+    if options.weight_gradients is not None and has_halves(hidden, weight):
+        later = LaterGradient(weight, options.weight_gradients)
+    seen = weight if later is None else weight.detach()
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, seen, labels, options, reached, later)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: LossOptions,
+        reached: bool,
+        later: LaterGradient | None,
+    ) -> Tensor:
+        trained, ctx.kept, ctx.later = weight.requires_grad or later is not None, len(hidden) <= options.chunk, later
+        found, kept = [], []
+        of_hidden = torch.empty_like(hidden) if reached else None
+        for start in range(0, max(1, len(hidden)), options.chunk):
+            part = slice(start, start + options.chunk)
+            logits = _logits(hidden[part], weight, real=options.real)
+            found.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
+            if of_hidden is not None:
+                torch.mm(logits, weight, out=of_hidden[part])
+            kept += [logits] * ctx.kept
+            del logits  # before there are those of the next chunk
+        per_position = torch.cat(found, dim=1)
+        needed = (hidden, weight, *(kept if ctx.kept else (labels, per_position)))
+        ctx.save_for_backward(of_hidden, *(needed if trained else (None, None)))
+        ctx.options, ctx.unit = options, unit_of(hidden.dtype)
+        owner = weight if later is None else later.weight
+        ctx.main_grad = vars(owner)["main_grad"] if trained and options.sums_in_place else None
+        return per_position[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, arrives: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, hidden, weight, *rest = ctx.saved_tensors
+        scale = (arrives / ctx.unit)[:, None]
+        if of_hidden is not None:
+            of_hidden.mul_(scale)
+        if weight is None:
+            return of_hidden, None, None, None, None, None
+        later, options, kept, main_grad = ctx.later, ctx.options, ctx.kept, ctx.main_grad
+
+        def of_weight() -> Tensor:
+            gradient, add = _destination(weight if later is None else later.weight, hidden, main_grad)
+            if kept:
+                add(rest[0].mul_(scale), slice(None))
+            else:
+                labels, per_position = rest
+                _compute_again(hidden, weight, labels, per_position, arrives, options, add)
+            return gradient
+
+        if later is None:
+            return of_hidden, of_weight(), None, None, None, None
+        later.leave(of_weight)
+        return of_hidden, None, None, None, None, None
+
+
+Add = Callable[[Tensor, slice], object]  # adds the gradient of some rows of the weight, given that of their logits
+
+
+def _compute_again(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    per_position: Tensor,
+    arrives: Tensor,
+    options: LossOptions,
+    add: Add,
+) -> None:
+    """Call `add` for one block of the vocabulary after the other."""
+    _, largest, sums = per_position
+    rows = block_rows(len(weight), len(hidden), chunk=options.chunk)
+    for start in range(0, len(weight), rows):
+        block = weight[start : start + rows]
+        logits = _logits(hidden, block, real=options.real - start)
+        columns, held = own_columns(labels, first=options.group.rank() * len(weight) + start, width=len(block))
+        for piece in in_pieces(logits, largest, sums, columns, held, arrives):
+            write_gradient(*piece)
+        add(logits, slice(start, start + rows))
+        del logits, piece  # before there are those of the next block
+
+
+def _destination(weight: Tensor, hidden: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Add]:
+    """Return the weight's gradient and what adds to it.
+
+    With `main_grad`, as megatron-core's layer: the gradient for autograd is never read, and its mark says so.
+    """
+    if main_grad is None:
+        gradient = torch.empty_like(weight)
+        return gradient, lambda logits, rows: torch.mm(logits.t(), hidden, out=gradient[rows])
+    kernel = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    weight.main_grad, weight.grad_added_to_main_grad = main_grad, True  # type: ignore[attr-defined]
+    unread = layers.get_dummy_wgrad(list(weight.shape), weight.dtype) if layers.HAVE_TE else torch.empty_like(weight)
+    return unread, lambda logits, rows: kernel(hidden, logits, main_grad[rows])
+
+
+def block_rows(width: int, positions: int, *, chunk: int) -> int:
+    """Return the rows of a block: the vocabulary is cut into as many as the positions are, so that the logits [T, V] of
+    one take as much memory as those of a chunk [chunk, W].
+    """
+    chunks = max(1, -(-positions // chunk))
+    return min(width, -(-width // (chunks * _ALIGNED)) * _ALIGNED)
+
+
+def _logits(hidden: Tensor, weight: Tensor, *, real: int) -> Tensor:
+    """x = h W; columns from `real` on pad the vocabulary: their softmax is 0, and so is their gradient."""
+    logits = hidden @ weight.t()
+    if real < len(weight):
+        logits[:, max(0, real) :] = torch.finfo(logits.dtype).min
+    return logits

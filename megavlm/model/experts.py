@@ -1,7 +1,7 @@
 """The routed experts of a rank: gated MLPs whose products are computed together, in two grouped products.
 
-torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; products in FP8 are others
-(`fp8_experts.py`, `te_experts.py`) on the same weights. Rows are those of expert 0, then those of expert 1, …; an
+torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; products in FP8
+are others (`emulated`, `te_product`) on the same weights. Rows are those of expert 0, then those of expert 1, …; an
 expert without tokens has none, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as
 megatron-core's own experts write it, whatever their number per rank:
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
+from megavlm.precision.emulated import Operands, Scaling, rounded
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,3 +175,88 @@ class GroupedExperts(MegatronModule):
 
 def _merge(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=1)
+
+
+class _RoundEach(torch.autograd.Function):
+    """Rounds each part of x along its first dimension; the gradient of the rounded x is taken as that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
+        return _rounded(x, sizes, scaling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _RoundEachGradient(torch.autograd.Function):
+    """Rounds each part of the gradient in the backward pass; the forward pass is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
+        ctx.sizes, ctx.scaling = sizes, scaling
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rounded(grad, ctx.sizes, ctx.scaling), None, None
+
+
+def _rounded(x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
+    return torch.cat([rounded(part, scaling) for part in x.split(sizes)])
+
+
+def emulated(by: Operands) -> Product:
+    """Return the product in emulated FP8 with these current scalings.
+
+    Rows, weights and output gradients of each expert are rounded by their own scales, as by Transformer Engine, whose
+    kernels see one expert at a time. The history of an expert would have to travel with it from rank to rank. Experts
+    without rows have no scale.
+    """
+
+    def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+        sizes = rows.counts.tolist()
+        inputs, weights = _RoundEach.apply(x, sizes, by.input), _RoundEach.apply(weight, [1] * len(weight), by.weight)
+        output: Tensor = _RoundEachGradient.apply(grouped(inputs, weights, rows), sizes, by.gradient)
+        return output
+
+    return product
+
+
+@cache
+def grouped_linear(base: type) -> type:
+    """Return a class of products from `transformer_engine.pytorch.GroupedLinear`, or what stands for it."""
+
+    class GroupedProduct(base):  # type: ignore[misc, unused-ignore]
+        def __init__(self, experts: int, rows: int, columns: int) -> None:
+            super().__init__(experts, columns, rows, bias=False, init_method=lambda weight: None)
+            for name in self._views():
+                delattr(self, name)
+            # megatron-core sets it before a step's first pass: FP8 weights are kept through the step.
+            self.is_first_microbatch = True
+
+        def _views(self) -> list[str]:
+            return [f"weight{number}" for number in range(self.num_gemms)]
+
+        def forward(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+            self.__dict__.update(zip(self._views(), weight.unbind(), strict=True))
+            output: Tensor = super().forward(x, rows.counts.tolist(), is_first_microbatch=self.is_first_microbatch)
+            for name in self._views():  # and with them the graph of this pass
+                del self.__dict__[name]
+            self.is_first_microbatch = False
+            return output
+
+    return GroupedProduct
+
+
+def te_product(experts: int, rows: int, columns: int) -> Product:
+    """Return Transformer Engine's product in FP8 with weights [experts, rows, columns].
+
+    Its module has a parameter for each expert. Here those of a rank are one parameter, as with torch's products, so
+    that checkpoints, initial weights, data parallelism and adapters know no difference, and the module gets views of
+    it. Written against Transformer Engine 2.11, whose kernels take experts without rows, and rows in multiples of 16.
+    """
+    from transformer_engine.pytorch import GroupedLinear
+
+    product: Product = grouped_linear(GroupedLinear)(experts, rows, columns)
+    return product

@@ -1,31 +1,37 @@
 """The two ends of the language model: embedding with the image features merged in, and the output with its loss.
 
-Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP).
+The output layer of a model that embeds texts pools hidden states into one vector for each text. DeepStack (Meng et al.
+2024; Qwen3-VL) adds features of inner vision layers to the first language layers: merger j turns what vision layer d_j
+puts out into features [F, 1, H], which are added to the hidden states of the image tokens after language layer j.
+Between the two they travel with the hidden states, past every cut of the pipeline.
+
+Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP), R texts of a
+micro-batch, K positions that are pooled.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
-from megavlm.config.derived import rotary_channels
-from megavlm.config.schema import LanguageConfig
 from megavlm.inputs.batch import TextBatch
-from megavlm.model.cross_entropy import CrossEntropy
-from megavlm.model.linear_cross_entropy import LossOptions, linear_cross_entropy
+from megavlm.model.cross_entropy import CrossEntropy, LossOptions, linear_cross_entropy
 from megavlm.model.weight_gradients import WeightGradients
 from megavlm.parallel.groups import Groups
 
@@ -149,72 +155,86 @@ class Output(MegatronModule):
         return whole[..., : self.vocab_size].transpose(0, 1)
 
 
-def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, channels].
+class Representation(MegatronModule):
+    """Pools hidden states, [S(/TP), B, H] → fp32 [R·H + learned scalars], and holds the scalars that the loss learns.
 
-    With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
+    The scalars follow the vectors, so that a gradient of this output is all that the loss hands back. Vectors are not
+    normalised: the loss does that, for each of the widths that it is applied to.
     """
-    if language.mrope_section:
-        axes = torch.tensor(mrope_axes(language.mrope_section, interleaved=language.mrope_interleaved))
-        moved = positions.index_select(0, axes.to(positions.device, non_blocking=True)).permute(2, 1, 0)
-    else:
-        moved = positions.t()[:, :, None]
-    angles = moved.float() * frequencies(language, device=positions.device)
-    if language.rotary_interleaved:
-        both = angles.repeat_interleave(2, dim=-1)
-        return F.pad(both, (0, language.kv_channels - both.shape[-1]))[:, :, None]  # channels that do not rotate
-    return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+    def __init__(self, learned: tuple[str, ...], *, layer_config: TransformerConfig, groups: Groups) -> None:
+        """`learned` are the names of the scalars."""
+        super().__init__(config=layer_config)
+        self.groups = groups
+        self.sharded = layer_config.sequence_parallel
+        self.learned = learned
+        for name in learned:
+            self.register_parameter(name, nn.Parameter(torch.empty(1, dtype=layer_config.params_dtype)))
+
+    def forward(self, hidden: Tensor, text: TextBatch) -> Tensor:
+        """Return the vectors of all texts of a micro-batch, whole and alike on tensor- and context-parallel ranks.
+
+        A rank pools the positions that it holds, and the sums over ranks are the vectors. Each rank computes the same
+        loss from them, so their gradient is whole on each rank, too, and belongs to the rank's own positions as it is.
+        """
+        assert text.pool is not None, "the data loader says which positions are pooled"
+        assert text.pool_weights is not None
+        positions, owners = text.pool
+        length, samples, width = hidden.shape
+        # This rank's part of the rows; positions of other parts count zero times.
+        row, place = positions // text.tokens.shape[1], positions % text.tokens.shape[1]
+        place = place - length * self.groups.coords.tp if self.sharded else place
+        here = (place >= 0) & (place < length)
+        rows = hidden.flatten(0, 1).index_select(0, place.clamp(0, length - 1) * samples + row).float()
+        weights = text.pool_weights * here
+        pooled = rows.new_zeros(len(text.lengths), width).index_add(0, owners, rows * weights[:, None])
+        if self.sharded:
+            pooled = reduce_from_tensor_model_parallel_region(pooled, group=self.groups.tp)
+        if self.groups.dims.cp > 1:
+            pooled = reduce_from_tensor_model_parallel_region(pooled, group=self.groups.collection.cp)
+        return torch.cat([pooled.flatten(), *(getattr(self, name).float() for name in self.learned)])
 
 
-def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
-    """Return which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
+def pack(hidden: Tensor, carried: Sequence[Tensor]) -> Tensor:
+    """One tensor for the next pipeline chunk: `hidden` itself where nothing is carried, else all values, [N, 1, 1].
 
-    Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
-    time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.
+    Three dimensions are what megatron-core's transfers announce.
     """
-    time, height, width = section
-    if not interleaved:
-        return [0] * time + [1] * height + [2] * width
-    counts = (0, height, width)
-    return [i % 3 if i // 3 < counts[i % 3] else 0 for i in range(sum(section))]
+    if not carried:
+        return hidden
+    return torch.cat([hidden.flatten(), *(tensor.flatten() for tensor in carried)])[:, None, None]
 
 
-def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
-    """Angle per position of each pair of the D channels that rotate, [D/2]: base^(−2i/D), slower where scaled.
+def unpack(
+    packed: Tensor, *, hidden: tuple[int, int], carried: Sequence[tuple[int, ...]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return what `pack` joined: hidden states of shape [any, *hidden], and tensors of the given shapes."""
+    if not carried:
+        return packed, []
+    sizes = [prod(shape) for shape in carried]
+    first, *rest = packed.flatten().split([packed.numel() - sum(sizes), *sizes])
+    return first.view(-1, *hidden), [part.view(shape) for part, shape in zip(rest, carried, strict=True)]
 
-    Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
-    than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
-    proportion to how far L/w lies from low to high.
 
-    YaRN (Peng et al. 2023) mixes in proportion to the number i of the pair: with the frequency base^(−2i/D) it makes n
-    turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
-    implementation.
+def add_features(
+    hidden: Tensor, features: Tensor, positions: Tensor, *, length: int, sequence_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Add features to the hidden states of their tokens: [S(/TP), B, H], [F, 1, H] → [S(/TP), B, H].
+
+    Args:
+        positions: [F] index into the flattened [B·S] tokens; empty for a blank image's feature, which is added nowhere
+            but stays in the graph, so that its merger gets a gradient of zero.
+        length: S.
+        sequence_group: ranks over which S is sharded, each of which adds what falls into its part. Backward sums the
+            features' gradients over them, as every rank holds all features.
     """
-    width = rotary_channels(language)
-    plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
-    if language.rope_scaling == "none":
-        return plain
-    slow = plain / language.rope_scaling_factor
-    if language.rope_scaling == "linear":
-        return slow
-    if language.rope_scaling == "yarn":
-        first, last = _yarn_bounds(language)
-        share = ((torch.arange(width // 2, device=device) - first) / (last - first)).clamp(0, 1)
-        return torch.lerp(plain, slow, share)
-    low, high = language.rope_low_freq_factor, language.rope_high_freq_factor
-    turns = language.rope_original_positions * plain / (2 * math.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(slow, plain, share)
-
-
-def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
-    """Return the last rotary pair that keeps its frequency, and the first whose frequency is divided by the factor."""
-    width = rotary_channels(language)
-
-    def pair_of(turns: float) -> float:
-        length = math.log(language.rope_original_positions / (2 * math.pi * turns))
-        return width / 2 * length / math.log(language.rotary_base)
-
-    first = max(math.floor(pair_of(language.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_of(language.rope_beta_slow)), width - 1)
-    return first, last if last != first else first + 1e-3
+    features = features[: positions.numel()]
+    sample, position = positions // length, positions % length
+    if sequence_group is not None:
+        features = copy_to_tensor_model_parallel_region(features, group=sequence_group)
+        position = position - sequence_group.rank() * hidden.shape[0]
+        mine = (position >= 0) & (position < hidden.shape[0])
+        features = features * mine[:, None, None]  # others add zero, to any place
+        position = position.clamp(0, hidden.shape[0] - 1)
+    flat = hidden.flatten(0, 1).index_add(0, position * hidden.shape[1] + sample, features[:, 0].to(hidden.dtype))
+    return flat.view_as(hidden)

@@ -31,15 +31,14 @@ from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.model import specs
+from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
-from megavlm.model.language import Embedding, Output
+from megavlm.model.language import Embedding, Output, Representation
 from megavlm.model.layer_modules import accumulation_fields, cross_entropy_of, output_accumulation_fields
 from megavlm.model.norm import Norm
-from megavlm.model.projector import Projector
-from megavlm.model.representation import Representation
 from megavlm.model.vision import PatchEmbed
 from megavlm.parallel.groups import Groups
-from megavlm.precision.fp8_weights import building
+from megavlm.precision.fp8_state import building
 
 if TYPE_CHECKING:
     from megavlm.model.vlm import VLMChunk

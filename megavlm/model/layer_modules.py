@@ -26,14 +26,20 @@ from megavlm.config.schema import Config
 from megavlm.model.activation import ACTIVATIONS, Activation, activations
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, te_cross_entropy, vocab_parallel_cross_entropy
-from megavlm.model.experts import Products
-from megavlm.model.fp8_experts import emulated
+from megavlm.model.experts import Products, emulated, te_product
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
 from megavlm.precision.device import implementation
-from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, same_when_repeated
-from megavlm.precision.scaling import DelayedRecipe, Operands, current_operands, delayed_operands
+from megavlm.precision.emulated import (
+    DelayedRecipe,
+    EmulatedColumnParallelLinear,
+    EmulatedRowParallelLinear,
+    Operands,
+    current_operands,
+    delayed_operands,
+    same_when_repeated,
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,11 @@ def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
         from megatron.core.extensions import transformer_engine
 
         from megavlm.model.te import te_modules
-        from megavlm.model.te_experts import make_product
 
         # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
         fused_norm = part_of(name) not in adapted_parts(config)
         modules = te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
-        products = Products(make_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
+        products = Products(te_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
         return replace(modules, products=products)
     fp8 = _operands(config, groups) if in_fp8 else None
     modules = torch_modules(fp8, compiled=config.execution.compile_small_ops, interleaved=interleaved)

@@ -6,11 +6,13 @@ the (replicated) weight is a partial sum: `param.sequence_parallel` tells megatr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -112,3 +114,39 @@ class FullRMSNorm(nn.Module):
         weight = F.pad(weight, (0, heads * width - weight.numel()))
         out = (local * torch.rsqrt(squares / self.real_width + self.eps)).type_as(x) * weight
         return out.view_as(x)
+
+
+class PostNorm(nn.Module):
+    """residual + dropout(norm(branch)): a norm after attention and one after the MLP (Gemma 2 and 3)."""
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """megatron-core asks for the function first and calls it then."""
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = branch
+            return residual + F.dropout(self.norm(x if bias is None else x + bias), p=dropout, training=training)
+
+        return add
+
+
+class LayerScale(nn.Module):
+    """residual + dropout(scale · branch), a learned scale per channel (Touvron et al. 2021; InternViT)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """megatron-core asks for the function first and calls it then."""
+
+        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = branch
+            x = (x if bias is None else x + bias) * self.scale
+            return residual + F.dropout(x, p=dropout, training=training)
+
+        return add

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megavlm.model.cached_attention import CachedAttention
-from megavlm.model.gathered_attention import CausalSpan
-from megavlm.model.masks import MaskedSpan
+from megavlm.model.masks import CachedAttention, MaskedSpan
+
+if TYPE_CHECKING:
+    from megavlm.model.context_attention import CausalSpan
 
 Run = tuple[int, int, int]  # (start, sequences, length)
 Order = tuple[Tensor, Tensor]  # [T] int64 each: which token comes at a place, and at which place a token comes

@@ -6,11 +6,16 @@ Legend: S positions, B rows, G local key/value heads with R query heads each, N 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megavlm.config.derived import rotary_channels
+from megavlm.config.schema import LanguageConfig
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B, G, D]
 
@@ -131,3 +136,74 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1, 
     out[..., first].addcmul_(x[..., second], sin[..., first], value=-sense)
     out[..., second].addcmul_(x[..., first], sin[..., second], value=sense)
     return out
+
+
+def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
+    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, channels].
+
+    With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
+    """
+    if language.mrope_section:
+        axes = torch.tensor(mrope_axes(language.mrope_section, interleaved=language.mrope_interleaved))
+        moved = positions.index_select(0, axes.to(positions.device, non_blocking=True)).permute(2, 1, 0)
+    else:
+        moved = positions.t()[:, :, None]
+    angles = moved.float() * frequencies(language, device=positions.device)
+    if language.rotary_interleaved:
+        both = angles.repeat_interleave(2, dim=-1)
+        return F.pad(both, (0, language.kv_channels - both.shape[-1]))[:, :, None]  # channels that do not rotate
+    return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+
+def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
+    """Return which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
+
+    Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
+    time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.
+    """
+    time, height, width = section
+    if not interleaved:
+        return [0] * time + [1] * height + [2] * width
+    counts = (0, height, width)
+    return [i % 3 if i // 3 < counts[i % 3] else 0 for i in range(sum(section))]
+
+
+def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
+    """Angle per position of each pair of the D channels that rotate, [D/2]: base^(−2i/D), slower where scaled.
+
+    Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
+    than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in
+    proportion to how far L/w lies from low to high.
+
+    YaRN (Peng et al. 2023) mixes in proportion to the number i of the pair: with the frequency base^(−2i/D) it makes n
+    turns within L at i = D/2 · ln(L / 2πn) / ln base. The bounds are rounded away from one another, as in its reference
+    implementation.
+    """
+    width = rotary_channels(language)
+    plain = language.rotary_base ** (-torch.arange(0, width, 2, device=device).float() / width)
+    if language.rope_scaling == "none":
+        return plain
+    slow = plain / language.rope_scaling_factor
+    if language.rope_scaling == "linear":
+        return slow
+    if language.rope_scaling == "yarn":
+        first, last = _yarn_bounds(language)
+        share = ((torch.arange(width // 2, device=device) - first) / (last - first)).clamp(0, 1)
+        return torch.lerp(plain, slow, share)
+    low, high = language.rope_low_freq_factor, language.rope_high_freq_factor
+    turns = language.rope_original_positions * plain / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(slow, plain, share)
+
+
+def _yarn_bounds(language: LanguageConfig) -> tuple[float, float]:
+    """Return the last rotary pair that keeps its frequency, and the first whose frequency is divided by the factor."""
+    width = rotary_channels(language)
+
+    def pair_of(turns: float) -> float:
+        length = math.log(language.rope_original_positions / (2 * math.pi * turns))
+        return width / 2 * length / math.log(language.rotary_base)
+
+    first = max(math.floor(pair_of(language.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_of(language.rope_beta_slow)), width - 1)
+    return first, last if last != first else first + 1e-3

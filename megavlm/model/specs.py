@@ -5,7 +5,6 @@ Legend of the layers these build: hidden states are [S, B, H]; packed vision seq
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,25 +15,27 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from megavlm.arch.connector import connector_of
+from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, mlp_share, share_of, vision_split
 from megavlm.model.activation import ActivationModule
-from megavlm.model.attention import Attention, CoreAttention
+from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
-from megavlm.model.expert_specs import experts_spec, with_experts
-from megavlm.model.largest_logits import LogitAttention
+from megavlm.model.experts import GroupedExperts
 from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
-from megavlm.model.norm import FullRMSNorm, HeadRMSNorm
-from megavlm.model.shared_heads import without_padding
+from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, LayerScale, PostNorm
+from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -268,37 +269,32 @@ def _qkv_linear(linear: Any, inputs: int, outputs: int, *, rows: int, qkv_bias: 
     return build_module(linear, inputs, rows, bias=qkv_bias, **kwargs)
 
 
-class PostNorm(nn.Module):
-    """residual + dropout(norm(branch)): a norm after attention and one after the MLP (Gemma 2 and 3)."""
+def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) -> TransformerConfig:
+    """Return the config of a layer with experts: what megatron-core's layer and its token dispatchers read."""
+    experts = config.model.experts
+    return replace(
+        layer_config,
+        num_moe_experts=experts.num_experts,
+        moe_ffn_hidden_size=experts.ffn_hidden_size,
+        moe_router_topk=experts.router_topk,
+        moe_router_score_function=experts.router_score_function,
+        moe_router_pre_softmax=experts.router_pre_softmax,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        moe_shared_expert_gate=experts.shared_gate,
+        moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.expert_tp,
+    )
 
-    def __init__(self, config: TransformerConfig, norm: Any) -> None:
-        super().__init__()
-        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """megatron-core asks for the function first and calls it then."""
-
-        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            x, bias = branch
-            return residual + F.dropout(self.norm(x if bias is None else x + bias), p=dropout, training=training)
-
-        return add
-
-
-class LayerScale(nn.Module):
-    """residual + dropout(scale · branch), a learned scale per channel (Touvron et al. 2021; InternViT)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
-        self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """megatron-core asks for the function first and calls it then."""
-
-        def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            x, bias = branch
-            x = (x if bias is None else x + bias) * self.scale
-            return residual + F.dropout(x, p=dropout, training=training)
-
-        return add
+def experts_spec(modules: LayerModules, config: Config, dense: MLPSubmodules) -> ModuleSpec:
+    """Return the spec of a router with its experts; a shared expert is an MLP as `dense` layers have."""
+    activation = dense.activation_func
+    submodules = MoESubmodules(
+        router=partial(Router, experts=config.model.experts),
+        experts=ModuleSpec(module=GroupedExperts, params={"activation": activation, "products": modules.products}),
+        shared_experts=ModuleSpec(
+            module=SharedExpertMLP, submodules=replace(dense, linear_fc1=modules.column_linear_alone)
+        ),
+    )
+    return ModuleSpec(module=MoELayer, submodules=submodules)

@@ -37,19 +37,18 @@ from megavlm.arch.layers import (
 )
 from megavlm.arch.objectives import ties_output
 from megavlm.arch.plan import Plan
-from megavlm.backend.profiler_range import profiler_range
+from megavlm.backend.accelerator import profiler_range
 from megavlm.config.lora import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.context import MicroBatchContext
-from megavlm.model.deepstack import pack, unpack
+from megavlm.model.language import Representation, pack, unpack
 from megavlm.model.layer_kinds import IMPLEMENTATIONS, LayerBuilder
 from megavlm.model.layer_modules import execution_of
 from megavlm.model.lora import add_adapters
 from megavlm.model.offload import Offload
 from megavlm.model.packing import Packing
 from megavlm.model.rank_parts import laid_out, part_of_rank
-from megavlm.model.representation import Representation
 from megavlm.model.rotary import Rotation
 from megavlm.model.router import RoutedRows
 from megavlm.parallel.groups import Groups

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -18,80 +16,15 @@ from megavlm.arch.layers import part_of
 from megavlm.config.derived import moments_folder, offloaded, shards_gradients
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
-from megavlm.model.vlm import VLMChunk
 from megavlm.optim.chained import MeanGradientOptimizer
-from megavlm.optim.disk_store import DiskStore
 from megavlm.optim.elementwise import AVERAGE, ElementwiseOptimizer
-from megavlm.optim.fully_sharded import FullyShardedChunk, ShardedOptimizer
-from megavlm.optim.held import entries_of, held_layouts
+from megavlm.optim.fully_sharded import ShardedOptimizer
+from megavlm.optim.master_weights import entries_of, held_layouts, round_in_one_launch
 from megavlm.optim.matrices import MatrixShard, MatrixUpdates
-from megavlm.optim.model_weights import round_in_one_launch
-from megavlm.optim.param_gather import wait_before_reading
 from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
 from megavlm.optim.rules import ELEMENTWISE, OF_MATRICES
-from megavlm.optim.slow_links import compress_links
-from megavlm.optim.stores import HostStore, StateStore
-from megavlm.parallel.groups import Groups, Levels, levels_of
-
-
-def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
-    """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
-    parallel = config.parallel
-    if shards_gradients(config):
-        size, compressing_size = parallel.secondary_shard_size, parallel.compress_group_size
-        secondary = None if size == groups.shard.size() else _levels(size, config, groups)
-        compressing = secondary
-        if secondary is None or size != compressing_size:
-            compressing = _levels(compressing_size, config, groups)
-        return [
-            FullyShardedChunk(chunk, config, groups, secondary=secondary, compressing=compressing) for chunk in chunks
-        ]
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
-        overlap_param_gather=bool(parallel.overlap_param_gather),
-        # Interleaved chunks are gathered when the schedule says so (`param_sync_func`).
-        align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
-        bucket_size=parallel.ddp_bucket_size,
-        use_distributed_optimizer=parallel.data_parallel_sharding != "none",
-        num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
-        average_in_collective=False,
-        fp8_param_gather=config.precision.fp8_param_gather,
-    )
-    # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
-    wrapped = [
-        DistributedDataParallel(
-            chunk.config,
-            ddp_config,
-            chunk,
-            disable_bucketing=index > 0,
-            pg_collection=groups.collection,
-        )
-        for index, chunk in enumerate(chunks)
-    ]
-    for each in wrapped:
-        compress_links(each, config, groups)
-    if parallel.overlap_param_gather:
-        for each in wrapped:
-            wait_before_reading(each)
-    return wrapped
-
-
-def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
-    """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
-    if size is None or size == 1:
-        return None
-    return levels_of(groups.shard, size, timeout_minutes=config.parallel.distributed_timeout_minutes)
-
-
-def with_whole_gradients(config: Config) -> Config:
-    """Return the configuration with whole gradients (ZeRO-1 at most), which a colocated encoder needs.
-
-    Ranks run it different numbers of times, so they cannot gather its layers together.
-    """
-    if not shards_gradients(config):
-        return config
-    return replace(config, parallel=replace(config.parallel, data_parallel_sharding="optimizer"))
+from megavlm.optim.stores import DiskStore, HostStore, StateStore
+from megavlm.parallel.groups import Groups
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> MeanGradientOptimizer:

@@ -38,12 +38,12 @@ from torch.distributed.fsdp import (
 from megavlm.arch.kinds import is_transformer
 from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.objectives import ties_output
-from megavlm.backend.fully_shard import resharding_among
+from megavlm.backend.patches import resharding_among
 from megavlm.config.derived import offloaded
 from megavlm.config.schema import Config
 from megavlm.model.specs import DTYPES
 from megavlm.model.vlm import VLMChunk
-from megavlm.optim.coded_units import compress_units
+from megavlm.optim.slow_links import compress_units
 from megavlm.parallel.groups import Groups, Levels
 from megavlm.parallel.shards import ShardLayout, local_part, rows_of, shard_layout
 

@@ -32,7 +32,7 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.config.tensor_split import HeadSplit, language_split, vision_split
-from megavlm.model.largest_logits import LogitAttention
+from megavlm.model.attention import LogitAttention
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.parallel.shards import Place, ShardLayout, local_part

@@ -1,14 +1,33 @@
-"""Where the state of an optimizer is: on the device, or in host memory (`--offload optimizer`).
+"""Where the state of an optimizer is: on the device, in host memory (`--offload optimizer`), or in a file.
 
 Whatever the elementwise rule, gradients and master weights stay where they are. With state on the host they go there
 for an update and the weights come back (12 bytes a parameter over the bus, a step), in pieces: while the host updates
-one, the next is on its way, and the one before goes back. `optim/disk_store.py` has state on a disk.
+one, the next is on its way, and the one before goes back.
+
+With `--offload optimizer=nvme:DIR` the host updates with state in a file as with state in its memory. While it updates
+one piece, a thread reads the state of the next and another writes that of the one before:
+
+    read      1 │ 2 │ 3 │ 4 │ …
+    update        │ 1 │ 2 │ 3 │ …
+    write             │ 1 │ 2 │ …
+
+So three pieces' state is in memory, however many there are: of AdamW's, 8 bytes of each of 3 · 2²⁴ numbers at most.
+
+The file has no name from the start (`O_TMPFILE`, or unlinked as soon as it is open), so nothing is left of a run that
+was killed and nothing has to be cleared away. All of it is reserved when it is made: a disk without room says so before
+the first step. Numbers are read and written with plain calls, whose failure is an error; `numbers` shows the same bytes
+as a tensor that the system pages in and out, for whoever saves and loads them.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +35,7 @@ from torch import Tensor
 
 from megavlm.arch.scenario import HOST_PIECE
 from megavlm.backend.host_copies import empty_on_host
+from megavlm.errors import ScratchLost, UserError
 from megavlm.parallel.shards import local_part
 
 
@@ -132,3 +152,120 @@ def _together(parts: Sequence[Shard], size: int) -> Iterator[list[Shard]]:
 
 def _to_host(tensor: Tensor) -> Tensor:
     return empty_on_host(tensor).copy_(tensor, non_blocking=True)
+
+
+_EACH = 4  # bytes of a number
+_BUFFERS = 3  # being read, updated and written
+
+
+class DiskStore(HostStore):
+    """State in a file, shown as tensors that are that file and not memory of the process."""
+
+    def __init__(self, folder: Path, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Make a file for what is called by `names` of these parameters; the host keeps all else in its memory. Raises
+        UserError where the disk has no room.
+        """
+        self._names = names
+        self._scratch = Scratch(folder, sum(len(names) * local_part(p).numel() for p in params))
+        self._buffers: list[Tensor] = []
+        self._places: dict[Tensor, int] = {}  # where a parameter's state begins
+        place = 0
+        for p in params:
+            self._places[p] = place
+            place += len(names) * local_part(p).numel()
+
+    def zeros(self, p: Tensor, name: str) -> Tensor:
+        if name not in self._names:
+            return super().zeros(p, name)
+        part = local_part(p)
+        start = self._places[p] + self._names.index(name) * part.numel()
+        return self._scratch.numbers[start : start + part.numel()].view(part.shape)
+
+    def _with_state(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
+        self._grow(max(piece.numbers for piece in pieces) * len(self._names))
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+            writes: list[Future[None]] = []
+            ahead = reader.submit(self._read, pieces[0], self._buffers[0])
+            for index, piece in enumerate(pieces):
+                states = ahead.result()
+                if index + 1 < len(pieces):
+                    if index >= _BUFFERS - 1:  # the buffer's earlier state has to be on disk
+                        writes[index + 1 - _BUFFERS].result()
+                    ahead = reader.submit(self._read, pieces[index + 1], self._buffers[(index + 1) % _BUFFERS])
+                yield piece, states
+                writes.append(writer.submit(self._write, piece, states))
+            for write in writes:
+                write.result()
+
+    def _grow(self, numbers: int) -> None:
+        if not self._buffers or self._buffers[0].numel() < numbers:
+            self._buffers = [torch.empty(numbers) for _ in range(_BUFFERS)]
+
+    def _read(self, piece: Piece, buffer: Tensor) -> list[dict[str, Tensor]]:
+        """Return the state of a piece's parts, read into a buffer."""
+        found, free = [], buffer
+        for part in piece.parts:
+            state = {}
+            for name, on_disk in part.state.items():
+                state[name] = free[: on_disk.numel()].view(on_disk.shape)
+                free = free[on_disk.numel() :]
+                self._scratch.read(int(on_disk.storage_offset()), state[name])
+            found.append(state)
+        return found
+
+    def _write(self, piece: Piece, states: Sequence[dict[str, Tensor]]) -> None:
+        for part, updated in zip(piece.parts, states, strict=True):
+            for name, on_disk in part.state.items():
+                self._scratch.write(int(on_disk.storage_offset()), updated[name])
+
+
+class Scratch:
+    """A file of `count` numbers, zero at first, in a folder that is made where it is missing.
+
+    Raises UserError where there is no room or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._option = f"--offload optimizer=nvme:{folder}"
+        size = count * _EACH
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            if size:
+                os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as error:
+            raise UserError(
+                f"{self._option}: cannot reserve {size / 2**30:.2f} GiB for a rank's moments ({error.strerror}): free "
+                "space, or name another folder"
+            ) from error
+        self.numbers = _mapped(self._file.fileno(), size)
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Fill a contiguous tensor with the numbers from `start` on. Raises ScratchLost."""
+        self._move(os.preadv, start, into)
+
+    def write(self, start: int, numbers: Tensor) -> None:
+        """Write a contiguous tensor's numbers from `start` on. Raises ScratchLost."""
+        self._move(os.pwritev, start, numbers)
+
+    def _move(self, call: object, start: int, numbers: Tensor) -> None:
+        assert callable(call)
+        rest, place = memoryview(numbers.view(-1).numpy().data).cast("B"), start * _EACH
+        try:
+            while rest:  # a call may move less than it was asked to
+                moved = call(self._file.fileno(), [rest], place)
+                if not moved:
+                    raise OSError(0, "the file has become shorter")
+                rest, place = rest[moved:], place + moved
+        except OSError as error:
+            raise ScratchLost(
+                f"{self._option} failed in a step ({error.strerror}): the last checkpoint is whole; free space or name "
+                "another folder, then resume"
+            ) from error
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    """Return the bytes of a file as fp32 numbers; what is written to them is in the file, and the reverse."""
+    if not size:
+        return torch.empty(0)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.float32)

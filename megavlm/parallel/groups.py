@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -335,3 +335,19 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: Groups) -> torch.Ten
     if groups.dims.pp > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(groups.pp, groups.dims.pp - 1), group=groups.pp)
     return tensor
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all random generators of this rank."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set all random generators of this rank."""
+    torch.set_rng_state(states["cpu"])
+    get_cuda_rng_tracker().set_states(dict(states["tracker"]))  # a copy: the tracker changes it
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -24,14 +24,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megavlm.arch.layers import encoder_names, part_of, trained_layers
-from megavlm.backend.profiler_range import profiler_range
+from megavlm.backend.accelerator import profiler_range
 from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import ImageBatch, MicroBatch, join_sizes
-from megavlm.model.deepstack import unpack
+from megavlm.model.language import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
+from megavlm.pipeline.colocated import shard_size
 from megavlm.pipeline.feature_cache import FeatureCache
-from megavlm.pipeline.feature_exchange import shard_size
 
 
 class EncoderPasses:

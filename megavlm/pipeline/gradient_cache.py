@@ -26,8 +26,7 @@ from megavlm.data.members import RECORD
 from megavlm.inputs.batch import MicroBatch
 from megavlm.objective.cached import Loss, Representations
 from megavlm.objective.table import whole_batch
-from megavlm.parallel.groups import Groups
-from megavlm.parallel.random_states import random_states, set_random_states
+from megavlm.parallel.groups import Groups, random_states, set_random_states
 from megavlm.pipeline.walker import ForwardStep
 
 

@@ -8,15 +8,11 @@ first vision stage, tokens in the first language stage, labels in the last. Chun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -31,14 +27,12 @@ from megavlm.model.specs import common_config
 from megavlm.objective.cached import Representations
 from megavlm.objective.next_token import sum_loss
 from megavlm.parallel.groups import Groups
+from megavlm.pipeline.callbacks import BatchShapedP2P, NoSync, StepTimers
 from megavlm.pipeline.colocated import ColocatedEncoder
-from megavlm.pipeline.context_images import own_part
 from megavlm.pipeline.gradient_cache import GradientCache
-from megavlm.pipeline.micro_batches import DevicePrefetcher
-from megavlm.pipeline.p2p import BatchShapedP2P
-from megavlm.pipeline.step_timers import StepTimers
+from megavlm.pipeline.micro_batches import DevicePrefetcher, own_part
 from megavlm.pipeline.walker import ForwardStep, PassWalker
-from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
+from megavlm.resilience.phases import COMPUTE, Phases
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
@@ -82,28 +76,6 @@ def _expert_fields(config: Config) -> dict[str, Any]:
         "moe_router_topk": 2,  # read by nothing here
         "add_bias_linear": False,  # read by nothing here, but refused with experts that ETP splits
     }
-
-
-class NoSync:
-    """The context in which all chunks accumulate gradients without reducing them.
-
-    megatron-core's schedules enter the context that a call returns, and leave it before the last backward pass. If a
-    schedule fails or runs forward only, it does not leave the context; `close` does.
-    """
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self._chunks = chunks
-        self._entered = ExitStack()
-
-    def __call__(self) -> ExitStack:
-        self._entered = ExitStack()
-        for chunk in self._chunks:
-            self._entered.enter_context(chunk.no_sync())
-        return self._entered
-
-    def close(self) -> None:
-        """Leave the context if the schedule has not left it."""
-        self._entered.close()
 
 
 class Schedule:
@@ -312,54 +284,3 @@ def _forward_output(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, 
 
 def _forward_logits(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
     return chunk(next(batches), logits=True), lambda output, non_loss_data: output
-
-
-def finalize_gradients(
-    chunks: list[Any],
-    num_tokens: Tensor | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
-    force_all_reduce: bool = False,
-    *,
-    groups: Groups,
-    colocated: ColocatedEncoder | None = None,
-    phases: Phases,
-) -> None:
-    """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
-    colocated encoder's backward pass. The schedule calls it.
-
-    megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
-    it. Here they stay sums, and the update divides (`optim/chained.py`).
-    """
-    phases.enter(COMMUNICATION, "gradients")
-    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-    sum_tied_gradients(chunks, groups)
-    if colocated is not None:
-        phases.enter(COMPUTE, "backward of the encoder")
-        colocated.finish()
-
-
-def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
-    """Set `main_grad` of both copies of tied embeddings to the sum of both gradients, so that the copies stay equal.
-
-    megatron-core synchronises copies on the first and last pipeline stage. Here the first language stage may be any
-    stage, or another chunk of the last rank, so the copies have a group of their own.
-
-    With the distributed optimizer only a rank's own shard of `main_grad` is reduced over data-parallel ranks at
-    this point. megatron-core gives shared embeddings a bucket of their own, so copies are sharded alike and the sum
-    of equal shards is right.
-    """
-    copies: list[Tensor] = [
-        param.main_grad
-        for chunk in chunks
-        for param in chunk.parameters()
-        if getattr(param, "shared_embedding", False) and param.requires_grad
-    ]
-    if not copies:
-        return
-    total = copies[0]
-    for other in copies[1:]:
-        total += other
-    if groups.tied is not None:
-        dist.all_reduce(total, group=groups.tied)
-    for other in copies[1:]:
-        other.copy_(total)

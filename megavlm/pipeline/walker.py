@@ -1,31 +1,125 @@
-"""Runs a step's passes in any fixed order: the runtime of all schedules but 1F1B, which is megatron-core's."""
+"""Run a step's passes in any fixed order: the runtime of all schedules but 1F1B, which is megatron-core's.
+
+Ranks that send to each other in both directions wait for each other forever if both begin with what the other does
+second: NCCL runs the transfers of a pair of ranks one after the other. So all transfers of a step have one order, which
+the two ends of each follow: that of the passes that make what is sent, as they begin in a simulated step. No rank waits
+for a transfer before it has begun all earlier ones of its own, so that the first transfer that is not done can always
+be done.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
+from megavlm.arch.timeline import simulate, uniform
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import bare_chunk
 from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.programs import Receive, maker, rank_program, receiver
-from megavlm.pipeline.transfers import Transfers
+
+
+class Transfers:
+    """The transfers of one step between this rank and others of `group`. None of them is waited for until its tensor
+    is needed; both ends of a pair of ranks must begin theirs in one order (`rank_program`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self._dtype = dtype
+        self._device = device
+        self._arriving: dict[Pass, tuple[Any, Tensor]] = {}
+        self._leaving: dict[Pass, tuple[Any, Tensor]] = {}
+
+    def receive(self, made_by: Pass, size: tuple[int, ...], *, source: int) -> None:
+        """Begin to receive what a pass of rank `source` makes."""
+        tensor = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._arriving[made_by] = dist.irecv(tensor, group=self._group, group_src=source), tensor
+
+    def received(self, made_by: Pass) -> Tensor:
+        """Return what was received, once it is there."""
+        work, tensor = self._arriving.pop(made_by)
+        work.wait()
+        return tensor
+
+    def send(self, made_by: Pass, tensor: Tensor, *, target: int) -> None:
+        """Begin to send what a pass made. Its memory stays; the tensor itself may be given other memory meanwhile."""
+        self._leaving = {each: held for each, held in self._leaving.items() if not held[0].is_completed()}
+        kept = tensor.detach().contiguous()
+        self._leaving[made_by] = dist.isend(kept, group=self._group, group_dst=target), kept
+
+    def has_arrived(self, made_by: Pass) -> None:
+        """Free what was sent, when an answer shows that it has arrived: gloo does not tell."""
+        if made_by in self._leaving:
+            self._leaving.pop(made_by)[0].wait()
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for work, _ in self._leaving.values():
+            work.wait()
+        self._leaving.clear()
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Begin to receive what a pass on another rank makes."""
+
+    made_by: Pass
+
+
+_ONWARD = {FORWARD: 1, BACKWARD: -1}  # hidden states go to the next chunk, gradients to the previous one
+
+
+def receiver(made_by: Pass, shape: PipelineShape) -> Pass | None:
+    """Return the pass of another chunk that needs what this one makes, if any does."""
+    return _neighbour(made_by, _ONWARD.get(made_by.kind, 0), shape)
+
+
+def maker(needed_by: Pass, shape: PipelineShape) -> Pass | None:
+    """Return the pass of another chunk that makes what this one needs, if any does."""
+    return _neighbour(needed_by, -_ONWARD.get(needed_by.kind, 0), shape)
+
+
+def _neighbour(of: Pass, way: int, shape: PipelineShape) -> Pass | None:
+    return Pass(of.kind, of.chunk + way, of.micro) if way and 0 <= of.chunk + way < shape.chunks else None
+
+
+@lru_cache(maxsize=64)
+def rank_program(shape: PipelineShape, rank: int) -> tuple[Pass | Receive, ...]:
+    """Return a rank's passes in their order, and between them the beginnings of its receives.
+
+    All passes are taken to last equally long, but whole backward passes twice as long. A pass begins after those that
+    it depends on, so the passes of all ranks, sorted by their beginnings, are in an order that all ranks can follow.
+    """
+    each, whole = [1.0] * shape.chunks, [1.0 if shape.splits_backward else 2.0] * shape.chunks
+    durations = uniform(each, whole, micro_batches=shape.micro_batches, weight=each)
+    events = simulate(shape, durations, keep_events=True).events
+    program: list[Pass | Receive] = []
+    for event in sorted(events, key=lambda event: (event.start, event.rank)):
+        to = receiver(event.step, shape)
+        if event.rank == rank:
+            program.append(event.step)
+        elif to is not None and to.chunk % shape.pp == rank:
+            program.append(Receive(event.step))
+    return tuple(program)
+
 
 ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
 
 
 class PassWalker:
-    """Runs this rank's passes in the order of `programs.py`, by megatron-core's `forward_step` and `backward_step`."""
+    """Runs this rank's passes in the order of `rank_program`, by megatron-core's `forward_step` and `backward_step`."""
 
     def __init__(
         self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, device: torch.device

@@ -301,7 +301,7 @@ def rank_memory(
 
 def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole: int) -> float:
     """Return the bytes that a chunk has sent and gloo does not say have arrived: hidden states of the micro-batches
-    whose gradients have not come back, and all gradients of the step (`pipeline/transfers.py`).
+    whose gradients have not come back, and all gradients of the step (`pipeline/walker.py`).
     """
     entering, leaving = (
         hidden_bytes(scenario.names[cut], scenario) if 0 < cut < len(scenario.names) else 0.0

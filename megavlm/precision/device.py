@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from megavlm.backend.transformer_engine import loading_error
+from megavlm.backend.installed import loading_error
 from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
 from megavlm.errors import UserError

@@ -15,8 +15,7 @@ from megavlm.arch.dims import dims_of
 from megavlm.arch.objectives import ties_output
 from megavlm.arch.plan import Plan, make_plan
 from megavlm.backend import Backend
-from megavlm.backend.clock import clock_of
-from megavlm.backend.memory import peak_memory
+from megavlm.backend.accelerator import clock_of, peak_memory
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.retention import Holds, Keep

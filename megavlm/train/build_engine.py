@@ -20,23 +20,18 @@ from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
-from megavlm.optim.build import (
-    build_optimizer,
-    chain_optimizers,
-    with_whole_gradients,
-    wrap_chunks,
-)
-from megavlm.optim.chained import MeanGradientOptimizer
-from megavlm.optim.learning_rate import LearningRate
-from megavlm.optim.param_gather import count_waits
+from megavlm.optim.build import build_optimizer, chain_optimizers
+from megavlm.optim.chained import LearningRate, MeanGradientOptimizer
+from megavlm.optim.data_parallel import count_waits, with_whole_gradients, wrap_chunks
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.parallel.groups import Groups, encoder_groups
+from megavlm.pipeline.callbacks import finalize_gradients
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.gradient_cache import GradientCache
-from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
-from megavlm.precision.fp8_weights import plain_weights
+from megavlm.pipeline.schedule import Schedule, pipeline_config
+from megavlm.precision.fp8_state import plain_weights
 from megavlm.resilience.phases import Phases
 from megavlm.train.engine import Engine
 

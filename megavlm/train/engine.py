@@ -8,14 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.backend.profiler_range import profiler_range
+from megavlm.backend.accelerator import profiler_range
 from megavlm.checkpoint.state import Trained
 from megavlm.inputs.batch import MicroBatch
 from megavlm.optim.build import loss_scale
+from megavlm.optim.chained import LearningRate
+from megavlm.optim.data_parallel import gather_parameters
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.learning_rate import LearningRate
-from megavlm.optim.model_weights import averaged
-from megavlm.optim.param_gather import gather_parameters
+from megavlm.optim.master_weights import averaged
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.optim.slow_links import forget_errors
 from megavlm.parallel.groups import Groups

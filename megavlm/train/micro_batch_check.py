@@ -27,7 +27,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.model.router import routers_of
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.parallel.random_states import random_states, set_random_states
+from megavlm.parallel.groups import random_states, set_random_states
 from megavlm.parallel.shards import local_part
 from megavlm.train.replicas import Difference, checksum
 from megavlm.train.state_before import Histories

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from megavlm.model.vlm import bare_chunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.held import held_state
+from megavlm.optim.master_weights import held_state
 from megavlm.parallel.shards import local_part
 
 _WORDS = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.parallel.random_states import random_states, set_random_states
-from megavlm.precision.history import histories, history_of
+from megavlm.parallel.groups import random_states, set_random_states
+from megavlm.precision.fp8_state import histories, history_of
 
 
 @dataclass(frozen=True)

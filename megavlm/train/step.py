@@ -9,8 +9,7 @@ from functools import partial
 
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import Workload
-from megavlm.backend.memory import peak_memory
-from megavlm.backend.profiler_range import profiler_range
+from megavlm.backend.accelerator import peak_memory, profiler_range
 from megavlm.data.types import StepData
 from megavlm.metrics import throughput
 from megavlm.metrics.callback import Value

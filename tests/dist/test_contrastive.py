@@ -146,8 +146,7 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
     from megavlm import backend
     from megavlm.config.cli import parse
     from megavlm.model.vlm import bare_chunk
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.parallel.random_states import random_states, set_random_states
+    from megavlm.parallel.groups import destroy_groups, random_states, set_random_states
     from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support import plain_losses

@@ -153,7 +153,7 @@ def train_with_a_flipped_bit(argv: list[str], run_dir: str, rank: int, kind: str
     """A run in which a bit of a weight or of a moment flips on a rank, between the update of step 2 and step 3."""
     import torch.distributed as dist
 
-    from megavlm.optim.held import held_state
+    from megavlm.optim.master_weights import held_state
     from megavlm.train.engine import Engine
 
     steps = 0

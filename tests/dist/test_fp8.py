@@ -82,8 +82,13 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     from megavlm import backend
     from megavlm.arch.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.precision.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
-    from megavlm.precision.scaling import DelayedRecipe, current_operands, delayed_operands
+    from megavlm.precision.emulated import (
+        DelayedRecipe,
+        EmulatedColumnParallelLinear,
+        EmulatedRowParallelLinear,
+        current_operands,
+        delayed_operands,
+    )
 
     destroy_groups()
     groups = build_groups(Dims(tp=tp, pp=1, vpp=1, dp=1), tied_owners=(), seed=1, timeout_minutes=30)

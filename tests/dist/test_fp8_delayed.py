@@ -75,7 +75,7 @@ def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     from megavlm import backend
     from megavlm.config.cli import parse
     from megavlm.parallel.groups import destroy_groups
-    from megavlm.precision.history import histories
+    from megavlm.precision.fp8_state import histories
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

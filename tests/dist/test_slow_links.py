@@ -21,8 +21,7 @@ def sums(code: str, steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megavlm.optim.coded_collectives import all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
-    from megavlm.optim.codes import Coded
+    from megavlm.optim.codes import Coded, all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
     from megavlm.parallel.groups import levels_of
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -97,8 +96,7 @@ def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
     from megavlm import backend
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
-    from megavlm.optim.coded_units import CodedUnitGather, CodedUnitReduction
-    from megavlm.optim.slow_links import coded_reductions, forget_errors
+    from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
     from megavlm.train.loop import close

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.model.offload import Offload
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.rules import ADAMW
 from megavlm.optim.stores import HostStore
 
 WIDTH, LAYERS, ROWS = (1024, 8, 2048) if torch.cuda.is_available() else (64, 8, 32)

@@ -11,7 +11,7 @@ import torch
 from megavlm.config.schema import OptimizerConfig
 from megavlm.optim import stores
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.rules.adamw import ADAMW
+from megavlm.optim.rules import ADAMW
 from megavlm.optim.stores import HostStore, StateStore
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

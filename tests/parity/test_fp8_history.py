@@ -14,7 +14,7 @@ from torch import nn
 
 from megavlm.checkpoint.safety import read_metadata
 from megavlm.config.cli import parse
-from megavlm.precision.history import histories, history_of, prepare, restore, sharded_histories
+from megavlm.precision.fp8_state import histories, history_of, prepare, restore, sharded_histories
 from tests.support.harness import Single
 
 LENGTH = 4

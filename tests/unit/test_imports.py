@@ -62,7 +62,6 @@ DEVICE_FREE = (
     "megavlm.optim.matrix_plan",
     "megavlm.optim.rules",
     "megavlm.data.image_assignment",
-    "megavlm.pipeline.feature_exchange",
 )
 # What computes a step follows plans, but makes no estimates.
 WITHOUT_PLANNER = tuple(
@@ -374,7 +373,7 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.config.rules", "from megavlm.arch.dims import Dims", "later in RANKS"),
         ("megavlm.arch.dims", "from megavlm.parallel import groups", "later in RANKS"),
         ("megavlm.data.costs", "from megavlm.model.context import MicroBatchContext", "later in RANKS"),
-        ("megavlm.precision.scaling", "from megavlm.optim.build import build", "later in RANKS"),
+        ("megavlm.precision.emulated", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
         ("megavlm.arch.plan", "import torch", "pure Python"),
         ("megavlm.arch.flops", "from torch import nn", "pure Python"),
@@ -418,7 +417,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.arch.plan", "from megavlm.arch.flops import layer_cost"),
-        ("megavlm.precision.fp8_weights", "from megavlm.parallel.shards import ParamShard"),
+        ("megavlm.precision.fp8_state", "from megavlm.parallel.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),
         (CPU_BACKEND, "import torch\ntorch.cuda.current_device = f"),

@@ -27,7 +27,7 @@ _LAYERS = {
 class Mlp(Connector):
     """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
 
-    module = "megavlm.model.projector:build"
+    module = "megavlm.model.connector:build"
     reads = tuple(field.name for field in fields(ProjectorConfig) if field.name not in ("kind", "connectors"))
     keeps_grid = True
     launches = (15, 14)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.backend.clock import clock_of
+from megavlm.backend.accelerator import clock_of
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phases
 
 

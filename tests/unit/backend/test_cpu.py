@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megavlm.model.attention import CoreAttention  # noqa: E402
 from megavlm.model.packing import packed  # noqa: E402
 from megavlm.optim.elementwise import ElementwiseOptimizer  # noqa: E402
-from megavlm.optim.rules.adamw import ADAMW  # noqa: E402
+from megavlm.optim.rules import ADAMW  # noqa: E402
 
 
 def core_attention() -> CoreAttention:

@@ -19,17 +19,17 @@ backend.activate()
 from megatron.core.optimizer import clip_grads  # noqa: E402
 from megatron.core.utils import local_multi_tensor_l2_norm  # noqa: E402
 
-from megavlm.backend import mcore_patches, transformer_engine  # noqa: E402
+from megavlm.backend import installed, patches  # noqa: E402
 
 
 def test_the_norm_is_megatron_cores() -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(5, 7), torch.randn(3), torch.zeros(4)]
-    found, _ = mcore_patches.norm(0, None, [gradients], False)
+    found, _ = patches.norm(0, None, [gradients], False)
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     assert found.shape == (1,)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert clip_grads.l2_norm_impl is mcore_patches.norm
+    assert clip_grads.l2_norm_impl is patches.norm
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
 
 
@@ -47,8 +47,8 @@ def test_a_process_takes_the_one_device_that_it_sees(visible: int, index: int, m
     for name, answer in (("is_available", True), ("device_count", visible), ("get_device_name", "a device")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(transformer_engine, "loading_error", lambda: "")
-    monkeypatch.setattr(backend.mcore_patches, "install", lambda: None)
+    monkeypatch.setattr(installed, "loading_error", lambda: "")
+    monkeypatch.setattr(backend.patches, "install", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert backend.activate().device == torch.device("cuda", index)
@@ -59,25 +59,25 @@ def test_a_process_takes_the_one_device_that_it_sees(visible: int, index: int, m
 def forgotten() -> Iterator[None]:
     """Transformer Engine as before anybody asked for it; the CPU backend's answer comes back afterwards."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformer_engine")}
-    transformer_engine.loading_error.cache_clear()
+    installed.loading_error.cache_clear()
     yield
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         del sys.modules[name]
     sys.modules.update(hidden)
-    transformer_engine.loading_error.cache_clear()
+    installed.loading_error.cache_clear()
 
 
 def test_transformer_engine_that_cannot_be_loaded_counts_as_none(
     forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert transformer_engine.loading_error() == "", "it is not installed"
+    assert installed.loading_error() == "", "it is not installed"
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "pytorch" / "__init__.py").write_text("raise RuntimeError('libcudnn.so.9: not found\\nmore')")
-    transformer_engine.loading_error.cache_clear()
-    assert transformer_engine.loading_error() == "RuntimeError: libcudnn.so.9: not found"
+    installed.loading_error.cache_clear()
+    assert installed.loading_error() == "RuntimeError: libcudnn.so.9: not found"
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine")
 

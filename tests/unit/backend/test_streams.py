@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.streams import CudaStream, InlineStream, give_each_stream_a_workspace, side_stream
+from megavlm.backend.accelerator import CudaStream, InlineStream, give_each_stream_a_workspace, side_stream
 from tests.support.host_copies import Streams
 
 

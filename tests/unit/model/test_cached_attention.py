@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavlm.inputs.batch import Continuation, KeyValueCache
-from megavlm.model.cached_attention import CachedAttention
+from megavlm.model.masks import CachedAttention
 
 B, S, ROOM, N, G, D = 2, 11, 20, 4, 2, 8
 

@@ -18,12 +18,14 @@ from megavlm.model import context_attention
 from megavlm.model.attention import CoreAttention
 from megavlm.model.context_attention import (
     across_context,
+    attend_to_earlier,
+    causal_spans,
     heads_for_ranks,
     heads_of_ranks,
+    in_order_of_rows,
     rows_of_ranks,
     with_own_heads,
 )
-from megavlm.model.gathered_attention import attend_to_earlier, causal_spans, in_order_of_rows
 from megavlm.model.packing import Packing, packed
 from megavlm.model.te import flattened
 from megavlm.parallel.groups import ContextGroups

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.model import cross_entropy
-from megavlm.model.linear_cross_entropy import LossOptions, block_rows, linear_cross_entropy
+from megavlm.model.cross_entropy import LossOptions, block_rows, linear_cross_entropy
 from tests.support.live_bytes import LiveBytes
 
 TOKENS, WIDTH, COLUMNS = 256, 8, 4096

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.arch.layers import carried_features
-from megavlm.model.deepstack import add_features, pack, unpack
+from megavlm.model.language import add_features, pack, unpack
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))

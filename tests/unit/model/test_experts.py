@@ -16,11 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noq
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 
 from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
-from megavlm.model.experts import GroupedExperts, Products, Rows  # noqa: E402
-from megavlm.model.fp8_experts import emulated  # noqa: E402
+from megavlm.model.experts import GroupedExperts, Products, Rows, emulated  # noqa: E402
 from megavlm.model.weights import initialize  # noqa: E402
 from megavlm.parallel.shards import shard_layout  # noqa: E402
-from megavlm.precision.scaling import current_operands, rounded  # noqa: E402
+from megavlm.precision.emulated import current_operands, rounded  # noqa: E402
 from tests.support.flags import resolved  # noqa: E402
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16

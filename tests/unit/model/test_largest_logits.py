@@ -14,8 +14,7 @@ activate()  # before the modules below import megatron-core
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megavlm.model.attention import CoreAttention  # noqa: E402
-from megavlm.model.largest_logits import LogitAttention, largest_logits  # noqa: E402
+from megavlm.model.attention import CoreAttention, LogitAttention, largest_logits  # noqa: E402
 from megavlm.model.packing import packed  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.schema import LanguageConfig
-from megavlm.model.language import mrope_axes, rope
+from megavlm.model.rotary import mrope_axes, rope
 
 SECTION = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
 

@@ -17,11 +17,9 @@ from megavlm.errors import ScratchLost, UserError
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.optim.disk_store import DiskStore, Scratch  # noqa: E402
 from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule  # noqa: E402
-from megavlm.optim.rules import ELEMENTWISE  # noqa: E402
-from megavlm.optim.rules.adamw import ADAMW  # noqa: E402
-from megavlm.optim.stores import HostStore  # noqa: E402
+from megavlm.optim.rules import ADAMW, ELEMENTWISE  # noqa: E402
+from megavlm.optim.stores import DiskStore, HostStore, Scratch  # noqa: E402
 
 SHAPES = ((37, 5), (64,), (3, 3, 3), (101, 7), (1,), (50, 50))
 

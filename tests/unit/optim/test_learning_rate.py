@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import OptimizerConfig
-from megavlm.optim.learning_rate import LearningRate, learning_rate
+from megavlm.optim.chained import LearningRate, learning_rate
 
 PEAK, STEPS = 0.3, 20
 STYLES = ("constant", "linear", "cosine", "WSD")

@@ -13,9 +13,14 @@ from megavlm.backend import activate
 activate()  # before the modules below import megatron-core
 
 from megavlm.errors import UserError  # noqa: E402
-from megavlm.optim.coded_units import CodedUnitReduction, refuse_torch_without_hooks  # noqa: E402
 from megavlm.optim.codes import Coded  # noqa: E402
-from megavlm.optim.slow_links import CodedReduction, coded_reductions, forget_errors  # noqa: E402
+from megavlm.optim.slow_links import (  # noqa: E402  # noqa: E402
+    CodedReduction,
+    CodedUnitReduction,
+    coded_reductions,
+    forget_errors,
+    refuse_torch_without_hooks,
+)
 from megavlm.train.outputs import hints  # noqa: E402
 from tests.support.flags import resolved  # noqa: E402
 

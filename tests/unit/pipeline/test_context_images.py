@@ -7,7 +7,7 @@ import torch
 
 from megavlm.arch.dims import RowSplit
 from megavlm.inputs.batch import ImageSizes, MicroBatch, TextBatch
-from megavlm.pipeline.context_images import own_part
+from megavlm.pipeline.micro_batches import own_part
 from tests.support.flags import resolved
 from tests.support.training import SMALL
 

@@ -13,7 +13,7 @@ from megavlm.backend import activate
 activate()
 
 from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules  # noqa: E402
-from megavlm.pipeline.programs import Receive, maker, rank_program, receiver  # noqa: E402
+from megavlm.pipeline.walker import Receive, maker, rank_program, receiver  # noqa: E402
 
 SHAPES = st.one_of(
     st.builds(

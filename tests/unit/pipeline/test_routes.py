@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megavlm.pipeline.feature_exchange import feature_exchange_of, senders, shard_size
+from megavlm.pipeline.colocated import feature_exchange_of, senders, shard_size
 
 
 def follow(routes, held):

@@ -1,8 +1,12 @@
-"""A second CUDA stream for work that fills what the computing stream leaves idle."""
+"""What a step asks of its device: moments, peak memory, ranges in a trace, a second stream.
+
+Each has an answer for a GPU and one for a CPU.
+"""
 
 from __future__ import annotations
 
 import importlib
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -10,6 +14,46 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megavlm.resilience.phases import Clock, HostClock
+
+
+class DeviceClock:
+    """CUDA events on the computing stream."""
+
+    def moment(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, moment: Any) -> bool:
+        return bool(moment.query())
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two events; both must have passed."""
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+_UNIT = 1024  # of `ru_maxrss` on Linux, in bytes
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that tensors have taken on a GPU so far, or that this process has taken on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _UNIT * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Return a context manager that shows as a range called `name` in a trace of `torch.profiler`."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 class SideStream(Protocol):

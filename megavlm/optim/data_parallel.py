@@ -1,0 +1,159 @@
+"""Make chunks data-parallel, and wait for updated parameters that are gathered while the forward pass already runs.
+
+With `--overlap-param-gather` a rank has, after an optimizer step, new values for its shard of each bucket alone.
+megatron-core lets a module wait, in a hook before its forward, for the buckets of the parameters that it owns itself.
+That is not enough for a module that reads parameters of submodules which it never calls: such a class says
+`reads_below = True`, and waits for those, too. Code that reads parameters outside a forward pass calls
+`gather_parameters` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import nn
+
+from megavlm.config.derived import shards_gradients
+from megavlm.config.schema import Config
+from megavlm.model.vlm import VLMChunk
+from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.optim.slow_links import compress_links
+from megavlm.parallel.groups import Groups, Levels, levels_of
+from megavlm.resilience.phases import COMMUNICATION, Phases
+
+
+def wait_before_reading(wrapped: DistributedDataParallel) -> None:
+    """Let modules with `reads_below` wait for the parameters of their submodules, and check it once (`_Watch`)."""
+    for module in wrapped.module.modules():
+        if _reads_below(module):
+            module.register_forward_pre_hook(partial(_wait, wrapped))
+    _Watch(wrapped)
+
+
+def gather_parameters(chunks: Sequence[Any]) -> None:
+    """Gather the updated parameters on every data-parallel rank and wait for them; every rank calls it.
+
+    It does nothing for chunks whose parameters are gathered by the end of a step.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def count_waits(chunks: Sequence[Any], phases: Phases) -> None:
+    """Count waits for gathered parameters as communication, though they lie inside forward passes.
+
+    Otherwise a rank that waits for a slow one would seem to compute for as long.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups:
+                group.finish_param_sync = partial(_counted, group.finish_param_sync, phases)
+
+
+def _counted(wait: Callable[..., None], phases: Phases, *args: Any, **kwargs: Any) -> None:
+    before = phases.now
+    phases.enter(COMMUNICATION, "parameters")
+    wait(*args, **kwargs)
+    phases.enter(before.phase, before.detail)
+
+
+def _reads_below(module: nn.Module) -> bool:
+    return bool(getattr(module, "reads_below", False))
+
+
+def _wait(wrapped: DistributedDataParallel, module: nn.Module, *_: Any) -> None:
+    for param in module.parameters():
+        if param in wrapped.param_to_bucket_group:
+            wrapped.param_to_bucket_group[param].finish_param_sync(
+                skip_next_bucket_dispatch=wrapped.ddp_config.align_param_gather
+            )
+
+
+class _Watch:
+    """Checks, in a chunk's first training pass, that a module waits for the gather of each trained parameter."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.unread = {param: name for name, param in wrapped.module.named_parameters() if param.requires_grad}
+        modules = list(wrapped.module.modules())
+        self.hooks = [module.register_forward_pre_hook(self._reads) for module in modules]
+        self.hooks.append(wrapped.module.register_forward_hook(self._end))
+
+    def _reads(self, module: nn.Module, *_: Any) -> None:
+        for param in module.parameters(recurse=_reads_below(module)):
+            self.unread.pop(param, None)
+
+    def _end(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation need not use every part of the model
+        for hook in self.hooks:
+            hook.remove()
+        assert not self.unread, (
+            f"nothing waits for the gathered {', '.join(self.unread.values())}: a module that reads parameters of "
+            "modules which it does not call needs `reads_below = True`"
+        )
+
+
+def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
+    """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
+    parallel = config.parallel
+    if shards_gradients(config):
+        size, compressing_size = parallel.secondary_shard_size, parallel.compress_group_size
+        secondary = None if size == groups.shard.size() else _levels(size, config, groups)
+        compressing = secondary
+        if secondary is None or size != compressing_size:
+            compressing = _levels(compressing_size, config, groups)
+        return [
+            FullyShardedChunk(chunk, config, groups, secondary=secondary, compressing=compressing) for chunk in chunks
+        ]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
+        overlap_param_gather=bool(parallel.overlap_param_gather),
+        # Interleaved chunks are gathered when the schedule says so (`param_sync_func`).
+        align_param_gather=bool(parallel.overlap_param_gather) and len(chunks) > 1,
+        bucket_size=parallel.ddp_bucket_size,
+        use_distributed_optimizer=parallel.data_parallel_sharding != "none",
+        num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
+        average_in_collective=False,
+        fp8_param_gather=config.precision.fp8_param_gather,
+    )
+    # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
+    wrapped = [
+        DistributedDataParallel(
+            chunk.config,
+            ddp_config,
+            chunk,
+            disable_bucketing=index > 0,
+            pg_collection=groups.collection,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    for each in wrapped:
+        compress_links(each, config, groups)
+    if parallel.overlap_param_gather:
+        for each in wrapped:
+            wait_before_reading(each)
+    return wrapped
+
+
+def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
+    """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
+    if size is None or size == 1:
+        return None
+    return levels_of(groups.shard, size, timeout_minutes=config.parallel.distributed_timeout_minutes)
+
+
+def with_whole_gradients(config: Config) -> Config:
+    """Return the configuration with whole gradients (ZeRO-1 at most), which a colocated encoder needs.
+
+    Ranks run it different numbers of times, so they cannot gather its layers together.
+    """
+    if not shards_gradients(config):
+        return config
+    return replace(config, parallel=replace(config.parallel, data_parallel_sharding="optimizer"))
