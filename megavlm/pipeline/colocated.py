@@ -27,7 +27,7 @@ from megavlm.data.context_parts import in_parts
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.inputs.batch import ImageBatch, LocalFeatures, MicroBatch
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner
+from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner, shard_size
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -73,11 +73,6 @@ class FeatureExchange:
             send=tuple(np.flatnonzero(mine & (self.owner[merged] == target)) for target in range(len(self.wants))),
             receive=tuple(np.flatnonzero(returned[made]) for returned in self.returns),
         )
-
-
-def shard_size(rows: int, ranks: int) -> int:
-    """Return the rows per rank of `rows` cut into `ranks` contiguous shards; the last may be shorter or empty."""
-    return -(-rows // ranks)
 
 
 def senders(encoder: Rows, *, width: int) -> Rows:

@@ -30,7 +30,6 @@ from megavlm.config.schema import Config
 from megavlm.inputs.batch import ImageBatch, MicroBatch, join_sizes
 from megavlm.model.language import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
-from megavlm.pipeline.colocated import shard_size
 from megavlm.pipeline.feature_cache import FeatureCache
 
 
@@ -249,3 +248,8 @@ def split_into_passes(images: Sequence[ImageBatch], most_patches: int) -> list[S
             patches = 0
         patches += len(image.patches)
     return [images[start:end] for start, end in pairwise([*starts, len(images)]) if end > start]
+
+
+def shard_size(rows: int, ranks: int) -> int:
+    """Return the rows per rank of `rows` cut into `ranks` contiguous shards; the last may be shorter or empty."""
+    return -(-rows // ranks)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megavlm.pipeline.colocated import feature_exchange_of, senders, shard_size
+from megavlm.pipeline.colocated import feature_exchange_of, senders
+from megavlm.pipeline.encoder import shard_size
 
 
 def follow(routes, held):
