@@ -19,15 +19,15 @@ def float64() -> Iterator[None]:
     It needs `--data-parallel-sharding none`: megatron-core's distributed optimizer knows no such parameters.
     """
     from megavlm.model import router, specs
-    from megavlm.optim import build
+    from megavlm.optim import data_parallel
 
-    config, gate = build.DistributedDataParallelConfig, router.router_gating_linear
+    config, gate = data_parallel.DistributedDataParallelConfig, router.router_gating_linear
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         patch.setitem(specs.DTYPES, "fp32", torch.float64)
         # Gradients are then summed in the type of the parameters.
         summed = {"grad_reduce_in_fp32": False}
-        patch.setattr(build, "DistributedDataParallelConfig", lambda **options: config(**{**options, **summed}))
+        patch.setattr(data_parallel, "DistributedDataParallelConfig", lambda **options: config(**{**options, **summed}))
         patch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
         patch.setattr(router, "router_gating_linear", lambda x, weight, bias, _: gate(x, weight, bias, torch.float64))
         yield
