@@ -2,7 +2,7 @@
 
     python benchmarks/predict_gpu.py [--write]          # --write: into docs/design/performance-model.md, too
 
-The predictions are those of `megavlm/planner/explain.py` for the shapes of `gpu_model.py`. Transformers' passes and
+The predictions are those of `explain.py` for the shapes of `gpu_model.py`. Transformers' passes and
 launches come from the last record of `host_time.py`. Only the rate of square products was measured on a GPU.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_model
+from explain import BEFORE, POSSIBLE, Explained, StepPart, explained, played
 from tables import with_table
 
 from megavlm.arch.dims import Dims
@@ -23,9 +24,8 @@ from megavlm.arch.kinds import is_transformer, model_parameters
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.workload import attends_in_windows
-from megavlm.planner.explain import Explained, StepPart, explained, played
 from megavlm.planner.hardware import Hardware, profile
-from megavlm.planner.passes import BEFORE, NOW, POSSIBLE, MemoryPasses
+from megavlm.planner.passes import NOW, MemoryPasses
 from megavlm.planner.terms import TE_HOST, HostTime, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "design" / "performance-model.md"
@@ -78,10 +78,13 @@ def predictions() -> list[Predicted]:
 def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
     hardware = profile(gpu)
     programs: dict[str, MemoryPasses] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
-    steps, fp8 = {}, {}
+    steps: dict[str, Explained] = {}
+    fp8: dict[str, Explained] = {}
     for name, passes in programs.items():
-        steps[name] = explained(case(shape, whole=name == "before"), hardware, passes, OURS)
-        fp8[f"{name}, FP8"] = explained(case(shape, "fp8", whole=name == "before"), hardware, passes, OURS)
+        before = name == "before"
+        for found, key, precision in ((steps, name, "bf16"), (fp8, f"{name}, FP8", "fp8")):
+            scenario = case(shape, precision, whole=before)
+            found[key] = explained(scenario, hardware, passes, OURS, windows_batched=not before)
     return Predicted(shape, gpu, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
 
 

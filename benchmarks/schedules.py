@@ -22,13 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import append, circumstances
@@ -39,10 +37,10 @@ from megavlm.arch.schedules import PipelineShape
 from megavlm.arch.timeline import Durations, Times, simulate
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.planner.gantt import png
 from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.partition import Partition, best_partition
+from megavlm.programs import gantt
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
@@ -56,7 +54,7 @@ Slept = tuple[float, float]  # beginning and end of a pass, by the machine's clo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two stages, two micro-batches; no record")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw four stages' timelines, measure nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw four stages' timelines, measure nothing")
     parser.add_argument(
         "--write", action="store_true", help="write the records' table into docs/reports/predictions.md"
     )
@@ -114,16 +112,15 @@ def with_table(page: str) -> str:
 
 def draw(path: Path) -> None:
     """Draw one step of each schedule, simulated, one below the other."""
-    drawn = []
+    drawn, top = [], 0
     for name, vpp in SCHEDULES.items():
         shape = PipelineShape(name, 4, vpp, 4)
         timeline = simulate(shape, durations_of(shape, frozen=False), keep_events=True)
-        drawn.append(Image.open(BytesIO(png(timeline, title=name))))
-    width, height = drawn[0].size
-    whole = Image.new("RGB", (width, sum(each.size[1] for each in drawn)), "white")
-    for place, each in enumerate(drawn):
-        whole.paste(each, (0, place * height))
-    whole.quantize(64).save(path, optimize=True)
+        picture = gantt.svg(timeline, title=name, top=top).replace('width="100%"', f'height="{gantt.height(timeline)}"')
+        drawn.append(picture)
+        top += gantt.height(timeline)
+    box = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {gantt.WIDTH} {top}">'
+    path.write_text("\n".join([box, *drawn, "</svg>\n"]))
 
 
 def figures(pools: Pools, shape: PipelineShape, *, frozen: bool) -> dict[str, float]:

@@ -1,13 +1,14 @@
 """Throughput and model FLOPs utilisation from counts and seconds; pure arithmetic, without torch.
 
 Model FLOPs utilisation (MFU) follows PaLM (Chowdhery et al. 2022, appendix B): the FLOPs of the model's forward and
-backward pass, without recomputation, divided by the peak FLOPs of the devices in the same time (`planner/peaks.py`).
+backward pass, without recomputation, divided by the peak FLOPs of the devices in the same time
+(`planner/devices.toml`).
 """
 
 from __future__ import annotations
 
 from megavlm.config.schema import Config
-from megavlm.planner.peaks import peak_tflops
+from megavlm.planner.devices import peak_tflops
 
 __all__ = ["mfu", "model_tflops_per_device", "peak_of_run", "tokens_per_second"]
 

@@ -1,7 +1,7 @@
 """`Hardware`: what a device and its links can do. Profiles of NVIDIA GPUs from published figures, others measured.
 
-Rates are what well-shaped work reaches, not peaks: those, which MFU is measured against, are in `peaks.py`.
-`tools/calibrate.py` measures a profile on the machine at hand and writes it as JSON.
+Rates are what well-shaped work reaches, not peaks: those, which MFU is measured against, are in `devices.toml`.
+`megavlm calibrate` measures a profile on the machine at hand and writes it as JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
 from megavlm.json_files import FLAG, TEXT, Expected, check, number, read_json, whole
-from megavlm.planner.data_sheets import SHEETS, DataSheet
-from megavlm.planner.machines import MACHINES, Machine, find_machine
-from megavlm.planner.peaks import peak_tflops
+from megavlm.planner.devices import MACHINES, SHEETS, DataSheet, Machine, find_machine, peak_tflops
 from megavlm.program import program
 
 
@@ -192,7 +190,7 @@ def profile_of_device(device_name: str) -> Hardware | None:
 
 def profile(name: str) -> Hardware:
     """Return a profile by name: of a GPU (`h100`), or of a cloud's machine type (`a3-megagpu-8g`); else out of a JSON
-    file that `tools/calibrate.py` wrote. Raises UserError.
+    file that `megavlm calibrate` wrote. Raises UserError.
     """
     if name.lower() in PROFILES:
         return PROFILES[name.lower()]

@@ -55,14 +55,13 @@ class Update:
 
 @dataclass(frozen=True)
 class MemoryPasses:
-    """MemoryPasses of a transformer layer over tensors of the width named, and bytes of what is counted otherwise."""
+    """Passes of a transformer layer over tensors of the width named, and bytes of what is counted otherwise."""
 
     norm: Pair = (2, 3)  # hidden, two a layer: forward read, written; backward gradient and input read, one written
     residual: Pair = (3, 3)  # hidden, two a layer: two read and one written, each way
     rotation: Pair = (5, 5)  # queries and keys: x·cos, then a multiply-add on each half. Fused: 2
     qkv_split: Pair = (0, 2)  # queries, keys, values: their gradients are written into one tensor. Fused: 0
     rotation_splits: bool = False  # one function splits and turns: nothing is joined, values are copied, not queries
-    slices: Pair = (0, 0)  # the same: attention that cuts samples out of a row fills and writes whole gradients
     query_copy: Pair = (2, 0)  # queries, where several share a key: megatron-core makes them contiguous
     value_copy: Pair = (0, 0)  # values: what an attention kernel wants contiguous, and its gradient
     swiglu: Pair = (5, 13)  # width of the MLP: silu, product; two products, silu's gradient, both halves joined
@@ -88,15 +87,10 @@ class MemoryPasses:
     launches_output: Pair = (36, 11)
     launches_loss_piece: Pair = (0, 0)  # beyond those, for each piece of the logits that the loss is computed in
     launches_again_piece: int = 10  # the same backward, where logits are computed again
-    windows_batched: bool = True  # False: one call over all sequences, tiled for as many as the longest could be
 
 
-# torch's layers, as `benchmarks/host_time.py` counts them: at f4fb872, and today. Attention cut samples out of a row;
-# activations keep their input alone and compute the rest anew.
-TORCH_BEFORE = MemoryPasses(slices=(0, 2))
-TORCH = replace(
-    TORCH_BEFORE,
-    slices=(0, 0),
+# torch's layers, as `benchmarks/host_time.py` counts them. Activations keep their input and compute the rest anew.
+TORCH = MemoryPasses(
     swiglu=(5, 11),
     quick_gelu=(7, 5),
     rotation_splits=True,
@@ -111,40 +105,28 @@ TORCH = replace(
 _TORCH_COMPILED = replace(
     TORCH, swiglu=(3, 5), quick_gelu=(2, 3), rotation=(2, 2), launches_language=(11, 21), launches_vision=(14, 31)
 )
-# Transformer Engine's layers at f4fb872: norms inside linear layers, biases of queries, keys and values too, the rest
-# as torch's. Launches: products, norms, cuDNN's attention with its two helpers, and what is not fused.
-BEFORE = replace(
-    TORCH_BEFORE,
-    slices=(0, 0),
-    value_copy=(2, 2),
-    qkv_bias_inside=True,
-    launches_language=(28, 45),
-    launches_vision=(24, 42),
-    windows_batched=False,
-)
-# What main has of it today. The loss is Transformer Engine's kernel: logits read twice, their gradient written once and
-# multiplied by what comes from above. So are activations, and the rotation with its split, one kernel each way; biases
-# and sums of weight gradients are inside products, dividing and clipping inside the update.
-NOW = replace(
-    BEFORE,
+# Transformer Engine's layers: norms inside linear layers. The loss is its kernel: logits read twice, their gradient
+# written once and multiplied by what comes from above. So are activations, and the rotation with its split, one kernel
+# each way; biases and sums of weight gradients are inside products, dividing and clipping inside the update. Launches:
+# products, norms, cuDNN's attention with its two helpers, and what is not fused.
+NOW = MemoryPasses(
     rotation=(2, 2),
     rotation_splits=True,
     qkv_split=(0, 0),
+    value_copy=(2, 2),
     cross_entropy=(6, 4),
     swiglu=(3, 5),
     quick_gelu=(2, 3),
     bias=(0, 0),
+    qkv_bias_inside=True,
     weight_gradient=0,
     update=TORCH.update,
     launches_language=(13, 21),
     launches_vision=(13, 26),
     launches_output=(16, 8),
-    windows_batched=True,
 )
 # The same where products do not add weight gradients to their sums: Transformer Engine's own kernels do that alone.
 _NOW_ADDING = replace(NOW, weight_gradient=10)
-# With everything fused that this model knows of.
-POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, clip=0, copy=2))
 
 
 @dataclass(frozen=True)
@@ -218,7 +200,6 @@ def _of_layer(
         "layer scale": _times(passes.layer_scale, 2 * hidden * sizes.scaled),
         "rotation": _times(passes.rotation, (queries + keys) * sizes.rotated),
         "QKV split": _times(passes.qkv_split, (queries + 2 * keys) * (not together)),
-        "slices of samples": _times(passes.slices, queries + 2 * keys),
         "copies of queries": _times(passes.query_copy, queries * (keys < queries) * (not together)),
         "copies of values": _times((2, 2) if together else passes.value_copy, keys),
         "activation": _times(_activation(passes, sizes.activation), ffn),

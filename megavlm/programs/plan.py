@@ -27,11 +27,11 @@ from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
-from megavlm.planner.gantt import PARTS, html, png
+from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.machines import MACHINES
 from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.planner.search_report import report
+from megavlm.programs import gantt
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_costs import add_cost_options, costs, machine_of
 
@@ -121,14 +121,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to rank; default: 10.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
-    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .png.")
+    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .svg.")
     return parser
 
 
 def plan(options: argparse.Namespace) -> int:
     """Search, write the files that were asked for, and print the report last: its reader may stop early."""
-    if options.gantt is not None and options.gantt.suffix not in (".html", ".png"):
-        raise UserError(f"--gantt {plain(str(options.gantt))} must end in .html or .png")
+    if options.gantt is not None and options.gantt.suffix not in (".html", ".svg"):
+        raise UserError(f"--gantt {plain(str(options.gantt))} must end in .html or .svg")
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
     if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
@@ -278,7 +278,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
 
 
 def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_name: str, path: Path) -> None:
-    """Draw the timeline of the best layout as HTML or PNG, according to the file's suffix."""
+    """Draw the timeline of the best layout as HTML or SVG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
     chunks = [
         {part_of(name) == "vision" for name in names}
@@ -287,9 +287,9 @@ def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_
     title = f"{candidate.label} on {plain(hardware_name)}"
 
     def part_of_chunk(chunk: int) -> str:
-        return PARTS[2] if len(chunks[chunk]) == 2 else PARTS[chunks[chunk] == {True}]
+        return gantt.PARTS[2] if len(chunks[chunk]) == 2 else gantt.PARTS[chunks[chunk] == {True}]
 
-    draw = png if path.suffix == ".png" else html
+    draw = gantt.svg if path.suffix == ".svg" else gantt.html
     _write(path, "--gantt", draw(timeline, title=title, part_of_chunk=part_of_chunk))
 
 

@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+from megavlm.planner.devices import peak_tflops
 from megavlm.planner.hardware import profile_of_device
-from megavlm.planner.peaks import peak_tflops
 from megavlm.programs.doctor.facts import Rate
 
 _REPEATS = 10

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megavlm.planner.peaks import peaks_of
+from megavlm.planner.devices import peaks_of
 from megavlm.programs.doctor.facts import Facts
 from megavlm.programs.doctor.problems import Problem
 

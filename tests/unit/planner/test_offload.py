@@ -14,10 +14,10 @@ from megavlm.config.rules import check
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
+from megavlm.planner.devices import peak_tflops
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
 from megavlm.planner.host_memory import host_memory, line, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
-from megavlm.planner.peaks import peak_tflops
 from megavlm.planner.search import search
 from megavlm.planner.search_report import report
 from tests.support.small_run import SMALL

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from megavlm.planner.devices import PEAKS, peak_tflops
 from megavlm.planner.hardware import PROFILES
-from megavlm.planner.peaks import TABLE, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_other_devices_have_no_known_peak(name: str, precision: str) -> None:
 
 def test_each_precision_of_half_the_bits_is_twice_as_fast() -> None:
     """What the data sheets say of every device here, but for cutting digits: B200's TF32 is printed as 2.2 PFLOP/s."""
-    for row in TABLE:
+    for row in PEAKS:
         assert row.half == pytest.approx(2 * row.tf32, rel=0.025), row.source
         if row.fp8 is not None:
             assert row.fp8 == pytest.approx(2 * row.half, rel=0.01), row.source

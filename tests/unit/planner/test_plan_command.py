@@ -37,7 +37,7 @@ def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.
     ("flags", "told"),
     [
         ("--seq-length 1024 --images 20x2048", "a sample of these images needs 106,582 tokens"),
-        ("--gantt step.svg", "--gantt step.svg must end in .html or .png"),
+        ("--gantt step.png", "--gantt step.png must end in .html or .svg"),
     ],
 )
 def test_what_cannot_be_is_refused(flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

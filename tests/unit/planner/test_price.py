@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from megavlm.errors import UserError
+from megavlm.planner.devices import MACHINES, find_machine
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
-from megavlm.planner.machines import MACHINES, find_machine
-from megavlm.planner.price import Interruptions, Price, Work, bills, machines_for, price_of, report, rows
 from megavlm.programs import plan
+from megavlm.programs.plan_costs import Interruptions, Work, bills, machines_for, report
 
-A3 = MACHINES["a3-megagpu-8g"]
+A3 = replace(MACHINES["a3-megagpu-8g"], on_demand=100.0, spot=40.0)
 
 
-def test_each_price_is_of_a_known_machine_and_has_a_date_and_a_source():
-    names = [row["machine"] for row in rows()]
-    assert len(set(names)) == len(names)
-    assert set(names) <= set(MACHINES)
-    for row in rows():
-        assert re.match(r"20\d\d(-\d\d){0,2}( or later)?$", row["date"]), row
-        assert len(row["source"]) > 10, row
-        amounts = [float(row[way]) for way in ("on_demand", "spot") if row[way]]
-        assert amounts, row
-        assert all(1 < amount < 200 for amount in amounts), row
-        assert amounts == sorted(amounts, reverse=True), row  # spot is cheaper
+def test_each_price_has_a_date_and_a_source():
+    for machine in MACHINES.values():
+        amounts = [amount for amount in (machine.on_demand, machine.spot) if amount is not None]
+        assert all(1 < amount < 200 for amount in amounts), machine
+        assert amounts == sorted(amounts, reverse=True), machine  # spot is cheaper
+        if amounts:
+            _, date, source = machine.priced.split(", ", 2)
+            assert re.match(r"20\d\d(-\d\d){0,2}( or later)?$", date), machine
+            assert len(source) > 10, machine
 
 
 def test_a_machine_has_the_profile_of_its_gpu_and_a_network_of_its_own():
@@ -63,7 +62,7 @@ def test_a_device_is_found_by_its_name(device: str, name: str | None):
 def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
     work = Work(step_seconds=3.6, tokens_per_step=1e6, steps=10_000)  # ten hours, 10 billion tokens
     never = Interruptions(stall=0.0, restart=0.0, detection=0.0, preemptions_per_day=0.0)
-    demand, spot = bills(work, A3, 4, Price(100.0, 40.0, "here"), never)
+    demand, spot = bills(work, A3, 4, never)
     # Llama 3's failures remain; a save costs nothing, so one comes at every moment and no work is lost.
     assert demand.hours == pytest.approx(10.0)
     assert demand.dollars == pytest.approx(4000.0)
@@ -71,7 +70,7 @@ def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
     assert spot.dollars == pytest.approx(1600.0)
     hours = []
     for rate in (0.0, 1.0, 10.0):
-        _, spot = bills(work, A3, 4, Price(100.0, 40.0, "here"), Interruptions(preemptions_per_day=rate))
+        _, spot = bills(work, A3, 4, Interruptions(preemptions_per_day=rate))
         hours.append(spot.hours)
         assert spot.dollars == pytest.approx(spot.hours * 160)
     assert hours == sorted(hours)
@@ -81,7 +80,7 @@ def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
 
 def test_without_a_rate_of_preemptions_spot_machines_have_no_price():
     work = Work(step_seconds=1.0, tokens_per_step=1e6, steps=None)
-    lines = list(report(work, A3, 1, price_of(A3), Interruptions()))
+    lines = list(report(work, A3, 1, Interruptions()))
     assert "not today's prices" in lines[0]
     assert "2026-09" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["on demand", "spot"]

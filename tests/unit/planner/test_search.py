@@ -23,7 +23,6 @@ from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
-from megavlm.planner.gantt import html, png
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search, timeline_of
@@ -154,16 +153,9 @@ def test_plan_auto_settles_on_a_layout() -> None:
     assert planned(auto, 4) == config
 
 
-def test_the_timeline_is_drawn_as_one_page() -> None:
+def test_the_timeline_of_a_layout_is_the_one_that_was_counted() -> None:
     best = search(SMALL, 4, PROFILES["a100"], space=Space(tp=(1,), pp=(4,)), top=1).best[0]
-    timeline = timeline_of(best, SMALL, PROFILES["a100"])
-    assert timeline.seconds == pytest.approx(best.step.pipeline)
-    page = html(timeline, title="a <title>")
-    bars = sum(event.end > event.start for event in timeline.events)  # weight gradients of the first stage do not wait
-    assert page.count("<rect") == bars + 4, "a bar for each pass, and a row for each rank"
-    assert "&lt;title&gt;" in page
-    assert not any(word in page for word in ("http", "src=", "<script", "@import"))
-    assert png(timeline, title="a title").startswith(b"\x89PNG")
+    assert timeline_of(best, SMALL, PROFILES["a100"]).seconds == pytest.approx(best.step.pipeline)
 
 
 @pytest.mark.parametrize(

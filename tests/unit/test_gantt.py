@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
-
-from PIL import Image
 
 from megavlm.arch.schedules import PipelineShape
 from megavlm.arch.timeline import Timeline, simulate, uniform
-from megavlm.planner.gantt import html, png
+from megavlm.programs.gantt import html
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,23 +19,15 @@ def step() -> Timeline:
 
 def test_a_page_has_a_bar_for_every_pass() -> None:
     text = html(step(), title="TP2 <& PP2", part_of_chunk=lambda chunk: ("vision and language", "language")[chunk > 0])
-    tree = ElementTree.fromstring(text.removeprefix("<!doctype html>"))
-    titles = [title.text for title in tree.iter("title")][1:]
+    tree = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    titles = [title.text for title in tree.iter(f"{SVG}title")]
     assert len(titles) == 2 * 4 * 4, "forward and backward of four micro-batches through four chunks"
     assert sum("vision and language" in (title or "") for title in titles) == 8
-    assert re.findall("(?<=</span>)[a-z ]+(?=<)", text)[:2] == ["language forward", "vision and language forward"]
+    assert re.findall("</tspan> ([a-z ]+)", text)[:2] == ["language forward", "vision and language forward"]
     assert "TP2 &lt;&amp; PP2" in text
     assert re.findall('text-anchor="(start|end)">([^<]+)', text) == [
         ("start", "0.0 ms"),
         ("end", f"{step().seconds:.2f} s"),
     ]
     assert "the first pass on a GPU takes as long as its host needs" in text
-    assert "http" not in text.replace("http-equiv", "")
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    (tmp_path / "step.png").write_bytes(png(step(), title="TP2 PP2"))
-    with Image.open(tmp_path / "step.png") as image:
-        colours = image.convert("RGB").getcolors(maxcolors=100_000)
-    assert colours is not None
-    assert {(0x3B, 0x76, 0xC4), (0x3F, 0x9A, 0x6B)} <= {colour for _, colour in colours}
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -8,17 +8,27 @@ host is far ahead by the time the backward pass comes there. `played` goes throu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import attends_in_windows
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.passes import MemoryPasses, Pair
+from megavlm.planner.passes import NOW, MemoryPasses, Pair, Update
 from megavlm.planner.terms import HostTime, launch_seconds, layer_terms
 
 UPDATE = "update"
+# Transformer Engine's layers at f4fb872: norms and biases of queries, keys and values inside linear layers, the rest as
+# torch's.
+BEFORE = MemoryPasses(
+    value_copy=(2, 2),
+    qkv_bias_inside=True,
+    launches_language=(28, 45),
+    launches_vision=(24, 42),
+)
+# With everything fused that this model knows of.
+POSSIBLE = replace(NOW, output_weight_gradient=0, update=Update(over_tokens=0, clip=0, copy=2))
 # cuDNN's kernel looks at every tile of (sequence, head, 128 rows) up to the longest possible sequence; an empty one
 # takes so long of one of the multiprocessors.
 _EMPTY_TILE, _MULTIPROCESSORS, _TILE_ROWS = 0.3e-6, 132, 128
@@ -65,10 +75,15 @@ class Explained:
         return found
 
 
-def explained(scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> Explained:
-    """Return the simulated step of one micro-batch on one GPU."""
+def explained(
+    scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime, *, windows_batched: bool = True
+) -> Explained:
+    """Return the simulated step of one micro-batch on one GPU.
+
+    Unless windows are batched, attention over them is one call, tiled for as many as the longest could be.
+    """
     assert scenario.dims.world == 1, "collectives are not part of this"
-    parts = [_part(name, scenario, hardware, passes, host) for name in scenario.names]
+    parts = [_part(name, scenario, hardware, passes, host, windows_batched) for name in scenario.names]
     trained = sum(trained_parameters(layout, 0, len(scenario.names)) for layout in scenario.layouts)
     update = trained * passes.update.total
     return played(parts, update, hardware, host)
@@ -94,9 +109,11 @@ def played(parts: Sequence[StepPart], update: float, hardware: Hardware, host: H
     return Explained((*parts, ending), ended + seconds, ends[first] - begins[first])
 
 
-def _part(name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime) -> StepPart:
+def _part(
+    name: str, scenario: Scenario, hardware: Hardware, passes: MemoryPasses, host: HostTime, windows_batched: bool
+) -> StepPart:
     terms = layer_terms(name, scenario, hardware, passes)
-    if kind_of(name) == VISION_LAYER and not passes.windows_batched:
+    if kind_of(name) == VISION_LAYER and not windows_batched:
         terms |= _empty_tiles(name, scenario)
     return StepPart(name, terms, launch_seconds(name, scenario, passes, host))
 
