@@ -1,8 +1,8 @@
 """Seconds of a layer's passes by term, on one rank without collectives: of the device, and of the host that launches.
 
 The search's cost model (`cost.py`) and the picture of one GPU (`benchmarks/explain.py`) both add up these. On a GPU a
-layer's passes over memory come from a table (`passes.py`). On a CPU, where rates are measured, they are twice what the layer
-saves for its backward pass, and launches are calls that the device itself takes time for.
+layer's passes over memory come from a table (`passes.py`). On a CPU, where rates are measured, they are twice what the
+layer saves for its backward pass, and launches are calls that the device itself takes time for.
 """
 
 from __future__ import annotations
