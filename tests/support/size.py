@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 294,
     "flags": 148,  # 150
     "code lines of tests": 42_990,  # 33,000
-    "words of documentation": 47_500,  # 45,000
+    "words of documentation": 47_300,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
