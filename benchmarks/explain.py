@@ -15,8 +15,7 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import attends_in_windows
 from megavlm.planner.cost import trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.passes import NOW, MemoryPasses, Pair, Update
-from megavlm.planner.terms import HostTime, launch_seconds, layer_terms
+from megavlm.planner.terms import NOW, HostTime, MemoryPasses, Pair, Update, launch_seconds, layer_terms
 
 UPDATE = "update"
 # Transformer Engine's layers at f4fb872: norms and biases of queries, keys and values inside linear layers, the rest as

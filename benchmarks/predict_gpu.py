@@ -25,8 +25,7 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.workload import attends_in_windows
 from megavlm.planner.hardware import Hardware, profile
-from megavlm.planner.passes import NOW, MemoryPasses
-from megavlm.planner.terms import TE_HOST, HostTime, work_terms
+from megavlm.planner.terms import NOW, TE_HOST, HostTime, MemoryPasses, work_terms
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "design" / "performance-model.md"
 RECORDS = Path(__file__).parent / "records" / "host_time.jsonl"

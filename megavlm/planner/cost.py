@@ -26,12 +26,21 @@ from megavlm.arch.kinds import (
 from megavlm.arch.layers import OUTPUT, carried_before
 from megavlm.arch.scenario import HOST_PIECE, Code, Recompute, Scenario
 from megavlm.planner.collectives import Group, all_reduce, all_to_all, gathers, group_of
-from megavlm.planner.experts import exchange_seconds
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import is_offloaded, parameters_here
-from megavlm.planner.passes import Pair, Update, memory_traffic, program_of, touched_bytes
-from megavlm.planner.terms import HostTime, host_of, launch_seconds, layer_terms, rank_flops
-from megavlm.planner.update_rules import state_numbers
+from megavlm.planner.memory import is_offloaded, parameters_here, state_numbers
+from megavlm.planner.terms import (
+    HostTime,
+    Pair,
+    Update,
+    exchange_seconds,
+    host_of,
+    launch_seconds,
+    layer_terms,
+    memory_traffic,
+    program_of,
+    rank_flops,
+    touched_bytes,
+)
 
 _ATTENTION_LAUNCHES = 3  # cuDNN's kernel and its two helpers
 _LINEARS, _WEIGHT_LAUNCHES = 4, 2  # linear layers of a transformer layer; of each a product and its addition to a sum

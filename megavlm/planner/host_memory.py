@@ -12,8 +12,7 @@ from megavlm.arch.scenario import HOST_PIECE, Recompute, Scenario
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.planner.cost import held_parameters, trained_parameters
 from megavlm.planner.hardware import Hardware
-from megavlm.planner.memory import is_offloaded, moments_here, parameters_here
-from megavlm.planner.update_rules import state_numbers
+from megavlm.planner.memory import is_offloaded, moments_here, parameters_here, state_numbers
 
 GIB = 2**30
 # torch gives out pinned memory in powers of two: at worst twice what is asked for, on average over sizes 1 / ln 2.
@@ -101,7 +100,7 @@ def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardwar
     return f"--offload needs {needed / GIB:.0f} GiB of a node's memory, of which {there / GIB:.0f} GiB can be had"
 
 
-def line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
+def host_line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
     """Return what is offloaded, for people: the fullest rank's, and a node's."""
     fullest = max(ranks, key=lambda each: each.total)
     parts = (

@@ -16,6 +16,7 @@ from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import (
     hidden_bytes,
     is_transformer,
+    kind_in,
     layer_cost,
     layer_sizes,
     layout_parameters,
@@ -27,11 +28,13 @@ from megavlm.arch.kinds import (
 from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
+from megavlm.arch.matrices import ROUND, HiddenWeight
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape
 from megavlm.arch.transformer import logits_at_once
-from megavlm.planner.update_rules import kept_numbers, matrix_bytes
+from megavlm.planner.collectives import all_to_all, group_of
+from megavlm.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -321,3 +324,60 @@ def table(memories: Sequence[Memory]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *lines])
+
+
+_COPIES = 4  # of them: arrived, assembled, together, and in the update (measured, `tests/dist/test_memory.py`)
+
+
+def state_numbers(scenario: Scenario) -> int:
+    """Return how many numbers the rule keeps of a parameter that is updated element by element."""
+    return len(scenario.optimizer.rule.elementwise.state)
+
+
+def kept_numbers(name: str, layout: Scenario, count: float) -> float:
+    """Return how many numbers an optimizer keeps of `count` trained parameters of a layer that a rank holds, beside
+    their fp32 weights: state and averages. `layout` is one of `Scenario.layouts`.
+    """
+    options = layout.optimizer
+    state = count * state_numbers(layout)
+    if options.rule.matrix_cost is not None:
+        fewer = state_numbers(layout) - len(options.rule.state)
+        state -= fewer * sum(weight.size for weight in _weights(name, layout)) / layout.dims.tp
+    return state + count * (options.ema_decay > 0)
+
+
+def matrix_seconds(names: Sequence[str], scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds that the ranks of a stage with these layers take for its matrices, of which each has its
+    share, and for their two exchanges; 0 with an elementwise rule.
+    """
+    cost, options, shapes = scenario.optimizer.rule.matrix_cost, scenario.optimizer, _shapes(names, scenario)
+    if cost is None or not shapes:
+        return 0.0
+    ranks = scenario.dims.tp * scenario.dims.dp_cp
+    flops = [cost.flops(options, *shape) for shape in shapes]
+    size = cost.number_bytes(options) * sum(rows * columns for rows, columns in shapes) / ranks
+    travel = 2 * all_to_all(size, group_of(hardware, ranks, span=ranks))
+    return max(sum(flops) / ranks, *flops) / hardware.forward.matmul + travel
+
+
+def matrix_bytes(names: Sequence[str], scenario: Scenario) -> float:
+    """Return the bytes that a rank needs while it updates matrices, beside its state; 0 with an elementwise rule."""
+    cost, shapes = scenario.optimizer.rule.matrix_cost, _shapes(names, scenario)
+    if cost is None or not shapes:
+        return 0.0
+    sizes = [rows * columns for rows, columns in shapes]
+    ranks = scenario.dims.tp * scenario.dims.dp_cp
+    return _COPIES * cost.number_bytes(scenario.optimizer) * max(*sizes, min(ROUND, sum(sizes) / ranks))
+
+
+def _shapes(names: Sequence[str], scenario: Scenario) -> list[tuple[int, int]]:
+    if scenario.optimizer.rule.matrix_cost is None:
+        return []
+    trained = (name for name in names if scenario.trains(name))
+    weights = (kind_in(scenario.model, name).hidden_weights(scenario.model).values() for name in trained)
+    return [shape for held in weights for weight in held for shape in weight.shapes()]
+
+
+def _weights(name: str, layout: Scenario) -> list[HiddenWeight]:
+    weights = kind_in(layout.model, name).hidden_weights(layout.model).values()
+    return [weight for weight in weights if bool(weight.experts) == layout.experts_alone]

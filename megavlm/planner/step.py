@@ -24,9 +24,8 @@ from megavlm.planner.cost import (
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinned_bytes
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
-from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, rank_memory, replicated_encoder
+from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, matrix_seconds, rank_memory, replicated_encoder
 from megavlm.planner.partition import simulate_partition
-from megavlm.planner.update_rules import matrix_seconds
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,9 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.search import SearchResult, search, timeline_of
-from megavlm.planner.search_report import report
 from megavlm.programs import gantt
 from megavlm.programs.configuration import with_model
-from megavlm.programs.plan_costs import add_cost_options, costs, machine_of
+from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")

@@ -96,9 +96,8 @@ def dry_run(config: Config, *, world: int) -> None:
     from megavlm.arch.plan import make_plan, start_line, table
     from megavlm.checkpoint.begun import as_begun
     from megavlm.checkpoint.folders import newest
-    from megavlm.planner.auto import duration_line, memory_of, offload_line
+    from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
     from megavlm.planner.memory import table as memory_table
-    from megavlm.planner.out_of_memory import verdict
     from megavlm.train.source import vocab_size_of
 
     world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))

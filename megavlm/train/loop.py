@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.errors import Stopped, UserError
-from megavlm.planner.out_of_memory import explain
+from megavlm.planner.auto import explain
 from megavlm.program import program
 from megavlm.resilience import events
 from megavlm.resilience.signals import StopRequest

@@ -13,8 +13,7 @@ from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.hardware import profile
-from megavlm.planner.passes import NOW, memory_traffic
-from megavlm.planner.terms import HostTime
+from megavlm.planner.terms import NOW, HostTime, memory_traffic
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.planner.passes import TORCH, memory_traffic
+from megavlm.planner.terms import TORCH, memory_traffic
 from tests.fake.build import shim
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from megavlm.arch.dims import dims_of
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.planner.auto import complaint
 from megavlm.planner.hardware import profile
-from megavlm.planner.out_of_memory import complaint
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
 from megavlm.storage.urls import is_url

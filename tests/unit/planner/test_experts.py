@@ -20,11 +20,11 @@ from megavlm.families import published_model
 from megavlm.planner.auto import planned, predict
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.cost import gradient_seconds, trained_parameters
-from megavlm.planner.experts import exchange_seconds, product_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.search import search
+from megavlm.planner.terms import exchange_seconds, product_seconds
 from megavlm.programs import plan
 from tests.support.small_run import SMALL
 

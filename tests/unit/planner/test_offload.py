@@ -16,10 +16,10 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.devices import peak_tflops
 from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
-from megavlm.planner.host_memory import host_memory, line, node_memory_error
+from megavlm.planner.host_memory import host_line, host_memory, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.search import search
-from megavlm.planner.search_report import report
+from megavlm.programs.plan_report import report
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]
@@ -110,7 +110,7 @@ def test_moments_on_a_disk_take_no_memory_and_the_disks_time() -> None:
     assert host_update_seconds(count, fast, on_disk=True) == pytest.approx(host_update_seconds(count, fast))
     best = search(config, 8, H100, space=SPACE).best[0]
     assert best.candidate.applied(config).execution.offload == ("optimizer=nvme:/disk", "activations")
-    assert "on disk" in line(best.step.host, 8, H100)
+    assert "on disk" in host_line(best.step.host, 8, H100)
 
 
 def test_parameters_leave_the_device_and_cross_the_bus() -> None:
@@ -126,7 +126,7 @@ def test_parameters_leave_the_device_and_cross_the_bus() -> None:
     assert (there.moments, there.pieces) == (here.moments, 0), "an update copies nothing"
     still = host_memory(frozen, bounds, 0, recompute=["none"])
     assert (still.moments, still.parameters) == (0, pytest.approx(there.parameters / 8 * 2))
-    assert "parameters" in line([there], 8, H100)
+    assert "parameters" in host_line([there], 8, H100)
 
     own, link, host = 1e9, H100.own_host.link, H100.own_host.bandwidth
     assert optimizer_seconds(8 * own, off, H100) > 28 * own / host > optimizer_seconds(8 * own, whole, H100) / 4

@@ -12,8 +12,7 @@ from megavlm.config.update_rules import newton_schulz_flops
 from megavlm.planner.cost import host_update_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.host_memory import host_memory
-from megavlm.planner.memory import model_state_bytes, rank_memory
-from megavlm.planner.update_rules import matrix_bytes, matrix_seconds
+from megavlm.planner.memory import matrix_bytes, matrix_seconds, model_state_bytes, rank_memory
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

@@ -7,9 +7,8 @@ from dataclasses import replace
 from megavlm.arch.dims import Dims
 from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
-from megavlm.planner.auto import memory_of
+from megavlm.planner.auto import explain, memory_of, peak_line
 from megavlm.planner.memory import Memory
-from megavlm.planner.out_of_memory import explain, line
 
 DIMS = Dims(tp=1, pp=1, vpp=1, dp=2)
 GIB = float(2**30)
@@ -25,23 +24,23 @@ def estimate(config: Config) -> Memory:
 
 
 def test_the_line_names_components_and_the_first_setting_that_fits():
-    said = line(with_batch(4), DIMS, estimate, rank=3, capacity=55 * GIB)
+    said = peak_line(with_batch(4), DIMS, estimate, rank=3, capacity=55 * GIB)
     assert said == (
         "out of memory on rank 3: the planner estimates a peak of 90.00 GiB of 55.00 GiB (activations 80.00 GiB, "
         "weights 10.00 GiB): use --micro-batch-size 2, with which it estimates 50.00 GiB"
     )
-    assert "--micro-batch-size 1, with which it estimates 30.00" in line(
+    assert "--micro-batch-size 1, with which it estimates 30.00" in peak_line(
         with_batch(4), DIMS, estimate, rank=3, capacity=31 * GIB
     )
 
 
 def test_an_estimate_that_was_too_low_still_leads_to_a_smaller_setting():
-    assert "--micro-batch-size 1" in line(with_batch(2), DIMS, estimate, rank=0, capacity=None)
-    assert "--micro-batch-size 1" in line(with_batch(2), DIMS, estimate, rank=0, capacity=80 * GIB)
+    assert "--micro-batch-size 1" in peak_line(with_batch(2), DIMS, estimate, rank=0, capacity=None)
+    assert "--micro-batch-size 1" in peak_line(with_batch(2), DIMS, estimate, rank=0, capacity=80 * GIB)
 
 
 def test_where_nothing_helps_the_line_says_so():
-    said = line(with_batch(1), DIMS, lambda _: Memory(weights=90 * GIB), rank=0, capacity=80 * GIB)
+    said = peak_line(with_batch(1), DIMS, lambda _: Memory(weights=90 * GIB), rank=0, capacity=80 * GIB)
     assert said.endswith("no single setting fits, so use more devices, and let --plan auto choose the layout")
 
 

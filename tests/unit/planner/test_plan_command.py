@@ -11,8 +11,8 @@ import pytest
 from megavlm.config.cli import parse
 from megavlm.config.resolve import resolve
 from megavlm.config.rules import check
-from megavlm.planner.search_report import reasons, ties
 from megavlm.programs import plan
+from megavlm.programs.plan_report import reasons, ties
 
 NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".split()
 

@@ -11,7 +11,7 @@ from megavlm.errors import UserError
 from megavlm.planner.devices import MACHINES, find_machine
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
 from megavlm.programs import plan
-from megavlm.programs.plan_costs import Interruptions, Work, bills, machines_for, report
+from megavlm.programs.plan_report import Interruptions, Work, bills, cost_lines, machines_for
 
 A3 = replace(MACHINES["a3-megagpu-8g"], on_demand=100.0, spot=40.0)
 
@@ -80,7 +80,7 @@ def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
 
 def test_without_a_rate_of_preemptions_spot_machines_have_no_price():
     work = Work(step_seconds=1.0, tokens_per_step=1e6, steps=None)
-    lines = list(report(work, A3, 1, Interruptions()))
+    lines = list(cost_lines(work, A3, 1, Interruptions()))
     assert "not today's prices" in lines[0]
     assert "2026-09" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["on demand", "spot"]

@@ -26,8 +26,8 @@ from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES, profile, to_json
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search, timeline_of
-from megavlm.planner.search_report import report
 from megavlm.planner.step import EncoderEstimate, overlappable
+from megavlm.programs.plan_report import report
 from tests.support.small_run import SMALL
 
 

@@ -16,8 +16,16 @@ from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles, relays
-from megavlm.planner.passes import NOW, TORCH, memory_traffic, program_of
-from megavlm.planner.terms import TE_HOST, launch_seconds, layer_terms, rank_flops
+from megavlm.planner.terms import (
+    NOW,
+    TE_HOST,
+    TORCH,
+    launch_seconds,
+    layer_terms,
+    memory_traffic,
+    program_of,
+    rank_flops,
+)
 
 H100 = profile("h100")
 LANGUAGE, VISION = "language.layers.0", "vision.layers.0"

@@ -1,4 +1,4 @@
-"""What a run would cost on a cloud's machines, for `megavlm plan`: hours and dollars, on demand and on spot machines.
+"""The report of `megavlm plan`: layouts, why others fail, where the best one's memory and time go, what a run costs.
 
 Prices are those of `devices.toml`, each with its date and source: they are of that date, not of today.
 """
@@ -7,15 +7,148 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.devices import MACHINES, Machine, find_machine
+from megavlm.planner.evaluator import GIB, Estimate, Rejected
+from megavlm.planner.host_memory import host_line, node_bytes, node_memory_error
+from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import SearchResult
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
+
+ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
+_NUMBER = re.compile(r"\d[\d.,]*")
+_HEADER = (
+    "layout",
+    "step s",
+    "tokens/s",
+    "MFU",
+    "bubble",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "other",
+    "GiB in all",
+)
+
+
+def report(outcome: SearchResult) -> str:
+    """Return the whole answer of a search, as text; all reasons are told where no layout can run."""
+    if not outcome.best:
+        return "\n".join(["no layout can run", *reasons(outcome.rejected)])
+    best = outcome.best[0]
+    listed = _fastest_of_each(outcome.best)
+    alike = len(outcome.best) - len(listed)
+    step = best.step
+    parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
+    shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
+    ahead = f"\n  encoding ahead could hide {step.overlappable:.3f} s of the encoder's" if step.overlappable else ""
+    proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
+    return "\n".join(
+        [
+            layouts(listed),
+            *([f"{alike} more differ from these in micro-batch, recomputation or memory alone"] if alike else []),
+            *ties(listed),
+            *_experts(outcome),
+            "",
+            f"best: {best.candidate.label}",
+            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
+            memory_table(step.memory),
+            *_offloads(outcome),
+            "",
+            f"{outcome.tried} layouts, {outcome.simulated} simulated, {len(outcome.rejected)} cannot run"
+            + (f"; most often {reasons(outcome.rejected)[0].strip()}" if outcome.rejected else ""),
+        ]
+    )
+
+
+def _fastest_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the first of those that have the same degrees and the same placement."""
+    found: dict[tuple[object, ...], Estimate] = {}
+    for each in estimates:
+        layout = each.candidate
+        found.setdefault((layout.dims, layout.placement, layout.vision_tp), each)
+    return list(found.values())
+
+
+def _experts(outcome: SearchResult) -> list[str]:
+    """Return a line on what was assumed of experts that ranks share, if they do in any of the best layouts."""
+    if all(each.candidate.dims.ep == 1 for each in outcome.best):
+        return []
+    return [f"the busiest rank of --ep is taken to compute {outcome.imbalance:g} × the mean (--expert-imbalance)"]
+
+
+def _offloads(outcome: SearchResult) -> list[str]:
+    """Return what the best layout has on its host, and what more `--offload` would bring it."""
+    best, hardware = outcome.best[0], outcome.hardware
+    world, lines = best.candidate.dims.world, []
+    if best.step.host:
+        lines.append(host_line(best.step.host, world, hardware))
+    for each in outcome.offloaded:
+        less = (best.step.peak - each.step.peak) / GIB
+        longer = each.step.seconds - best.step.seconds
+        lacks = node_memory_error(each.step.host, world, hardware)
+        lines.append(
+            f"  --offload {' '.join(each.candidate.offload)}: {less:.2f} GiB less on the fullest rank, {longer:+.3f} s "
+            f"a step, {node_bytes(each.step.host, world, hardware) / GIB:.0f} GiB of a node's memory"
+            + (" (more than it has)" if lacks else "")
+        )
+    return lines
+
+
+def layouts(estimates: Sequence[Estimate]) -> str:
+    """One line per layout; memory is that of the fullest pipeline rank."""
+    rows = [_HEADER, *(_row(each) for each in estimates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    )
+
+
+def ties(estimates: Sequence[Estimate]) -> list[str]:
+    """Return a line that says which layouts the planner cannot tell from the first, if there are any."""
+    near = sum(each.step.seconds <= (1 + ERROR) * estimates[0].step.seconds for each in estimates)
+    if near == 1:
+        return []
+    return [
+        f"the first {near} are as good as equal: they differ by less than the planner's own error ({ERROR:.1%} in the "
+        "median). Measure them, or take the one that you know best"
+    ]
+
+
+def _row(estimate: Estimate) -> tuple[str, ...]:
+    step = estimate.step
+    fullest = max(step.memory, key=lambda memory: memory.total)
+    weights, gradients, optimizer, activations, transient, data = (value / GIB for value in astuple(fullest))
+    return (
+        estimate.candidate.label,
+        f"{step.seconds:.3f}",
+        f"{estimate.tokens_per_second:,.0f}",
+        "–" if estimate.mfu is None else f"{estimate.mfu:.1%}",
+        f"{step.bubble:.1%}",
+        *(f"{value:.2f}" for value in (weights, gradients, optimizer, activations, transient + data)),
+        f"{fullest.total / GIB:.2f}",
+    )
+
+
+def reasons(rejected: Sequence[Rejected]) -> list[str]:
+    """Return each reason once, with how many layouts it concerns and one of them. Reasons that differ in numbers alone
+    are one.
+    """
+    alike: dict[str, list[Rejected]] = defaultdict(list)
+    for each in rejected:
+        alike[_NUMBER.sub("", each.reason)].append(each)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    return [f"  {len(group):5d} × {group[0].reason} (as {group[0].candidate.label})" for group in groups]
+
 
 # Options that are about the price of a machine and have no default.
 _COSTS = ("train_iters", "samples", "price_per_hour", "spot_price_per_hour", "preemptions_per_day")
@@ -75,7 +208,7 @@ def costs(options: argparse.Namespace, config: Config, outcome: SearchResult, ma
     often = Interruptions(
         stall=options.stall_seconds, restart=options.restart_seconds, preemptions_per_day=options.preemptions_per_day
     )
-    return list(report(work, machine, machines_for(options.gpus, machine), often))
+    return list(cost_lines(work, machine, machines_for(options.gpus, machine), often))
 
 
 @dataclass(frozen=True)
@@ -144,7 +277,7 @@ def bills(work: Work, machine: Machine, machines: int, interruptions: Interrupti
         yield Bill(way, per_hour, goodput, job.best_interval, hours, per_billion)
 
 
-def report(work: Work, machine: Machine, machines: int, interruptions: Interruptions) -> Iterator[str]:
+def cost_lines(work: Work, machine: Machine, machines: int, interruptions: Interruptions) -> Iterator[str]:
     """Yield the lines on hours and dollars, with where the price is from."""
     gpu = f"{machines} × {machine.name} ({machine.gpus} × {machine.gpu} each)"
     yield f"cost on {gpu}; not today's prices, but of: {machine.priced}"
