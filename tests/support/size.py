@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 49_640,  # 40,000
-    "modules": 540,  # 380
+    "code lines of the package": 49_600,  # 40,000
+    "modules": 533,  # 380
     "code lines of the largest module": 313,
     "options": 294,
     "flags": 148,  # 150
