@@ -6,10 +6,12 @@ torch, so that the planner's command can list the published models.
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
@@ -45,8 +47,12 @@ CHAT_TEMPLATES: Mapping[str, NamedTemplate] = {
     template.name: template
     for template in (*SHARED, *(family.chat_template for family in FAMILIES if family.chat_template))
 }
+# What config.json of a released model says beyond the defaults, by the name under which it can be planned for. A llama
+# that says nothing is Llama 2; gpt_7_1b has the 7.1e9 parameters of Megatron-LM's scaling table, with an MLP of three
+# matrices of 8/3·H in place of two of 4·H.
+_RELEASED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 PUBLISHED: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
-    name: (family, values) for family in FAMILIES for name, values in family.published.items()
+    name: (family, values) for family in FAMILIES for name, values in _RELEASED.get(family.name, {}).items()
 }
 # "<image>" first: tokenizers of newer families are made from older ones and may have several of these.
 IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_text for family in FAMILIES))))

@@ -109,7 +109,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **siglip_table(model.vision, prefixes.vision),
         "projector.norm.weight": Rename(f"{prefixes.projector}mm_soft_emb_norm.weight"),
         "projector.linear_fc1.weight": Transpose(f"{prefixes.projector}mm_input_projection_weight"),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 
@@ -149,20 +149,6 @@ CHAT = NamedTemplate(
 )
 
 _HEAD = "language_model.lm_head.weight"
-_TOWER = {
-    "num_hidden_layers": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "image_size": 896,
-    "patch_size": 14,
-}
-
-
-def _released(layers: int, width: int, inner: int, **heads: int) -> dict[str, Any]:
-    text = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "sliding_window": 1024}
-    rope = {"rope_type": "linear", "factor": 8.0}
-    return {"vision_config": _TOWER, "text_config": {**text, **heads, "rope_scaling": rope}}
 
 
 FAMILY = Family(
@@ -187,11 +173,4 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHAT,
-    published={
-        "gemma3_4b": _released(34, 2560, 10240),
-        "gemma3_12b": _released(48, 3840, 15360, num_attention_heads=16, num_key_value_heads=8),
-        "gemma3_27b": _released(
-            *(62, 5376, 21504), num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168
-        ),
-    },
 )

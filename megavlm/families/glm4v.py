@@ -1,4 +1,9 @@
-"""GLM-4.1V and GLM-4.6V-Flash: a ViT with a norm before its positions, a gated merger, and GLM-4 with M-RoPE."""
+"""GLM-4.1V and GLM-4.6V-Flash: a ViT with a norm before its positions, a gated merger, and GLM-4 with M-RoPE.
+
+GLM-4.5V and GLM-4.6V have the same tower and merger before GLM-4.5, a mixture of experts, of whose heads half rotates
+in halves as Llama's do. Experts are scored by sigmoids; a bias, which no gradient trains, decides with the scores which
+experts a token takes. One expert is every token's. The first layers are dense.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ import numpy as np
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.experts import glm_experts
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
-from megavlm.families.shared.qwen_video import TimedPairs, qwen_fields
 from megavlm.families.shared.qwen_vl import (
     NativeResolution,
     build_processor,
@@ -25,6 +30,7 @@ from megavlm.families.shared.qwen_vl import (
 )
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
+from megavlm.families.shared.videos import TimedPairs, qwen_fields
 from megavlm.inputs import sizes
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.processor import Processor
@@ -45,6 +51,16 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
 }
+_MOE_TEXT: dict[str, Any] = {
+    "vocab_size": 151424,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+}
 _VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1536,
@@ -60,6 +76,25 @@ def config(settings: Settings) -> ModelConfig:
     """Glm4vConfig and Glm46VConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
     return whole_model(settings, _language(text, tied=is_tied(settings, text)), image_token=151343)
+
+
+def moe_config(settings: Settings) -> ModelConfig:
+    """Glm4vMoeConfig."""
+    text = with_defaults(settings.section("text_config"), _MOE_TEXT)
+    language = _moe_language(text, tied=is_tied(settings, text))
+    model = whole_model(settings, language, image_token=151363)
+    return replace(model, experts=glm_experts(text, layers=language.num_layers))
+
+
+def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
+    """Glm4vMoeTextConfig. `attention_bias` is of queries, keys and values, and not of the output."""
+    unbiased = Settings({name: value for name, value in text.values.items() if name != "attention_bias"}, text.where)
+    rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
+    return replace(
+        text_model(unbiased, kind="llama", tied=tied, section=(8, 12, 12), interleaved=False),
+        add_qkv_bias=text.get("attention_bias", True),
+        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.5)),
+    )
 
 
 def is_tied(settings: Settings, text: Settings) -> bool:
@@ -137,9 +172,7 @@ def whole_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         "projector.convolution.bias": Rename(f"{visual}downsample.bias"),
         **{name: rule for each in names.values() for name, rule in each.items()},
         **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
-        **language_table(
-            model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
-        ),
+        **language_table(model, prefixes),
     }
 
 
@@ -247,7 +280,6 @@ CHAT = NamedTemplate(
     needs=("[gMASK]", "<sop>", "<|user|>", "<|assistant|>"),
 )
 
-_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 
 FAMILY = Family(
     name="glm4v",
@@ -281,5 +313,14 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHAT,
-    published={"glm_4_1v_9b": {"text_config": {"rope_parameters": _ROPE}}},
+)
+
+MOE = replace(
+    FAMILY,
+    name="glm4v_moe",
+    model_types=("glm4v_moe",),
+    config=moe_config,
+    table=whole_table,
+    not_in_peft=("gate_proj", "up_proj", "down_proj"),
+    unused=(r"model\.(language_model\.)?layers\.(46|92)\..*",),  # layers that predict further tokens
 )

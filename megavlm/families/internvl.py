@@ -8,17 +8,17 @@ A video's frames are images of one tile, each of which has a name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.frames import Frames, frame_fields
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.videos import Frames, frame_fields
 from megavlm.families.shared.vision import intern, intern_table
 from megavlm.inputs import sizes
 from megavlm.inputs.layout import Layout, Prompt
@@ -28,11 +28,6 @@ from megavlm.inputs.resize import Pixels
 from megavlm.inputs.sampling import Budget, Clip, in_the_middle
 from megavlm.inputs.sizes import Size
 from megavlm.inputs.video import VideoProcessor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "<IMG_CONTEXT>"
 
@@ -62,14 +57,8 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **linear("projector.norm", f"{prefixes.projector}layer_norm", bias=True),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
-        **language_table(
-            model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
-        ),
+        **language_table(model, prefixes),
     }
-
-
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,30 +122,12 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
     return NumberedFrames(**frame_fields(options), **shared, text=IMAGE)
 
 
-_VIT_6B: dict[str, Any] = {
-    "num_hidden_layers": 45,
-    "hidden_size": 3200,
-    "intermediate_size": 12800,
-    "num_attention_heads": 25,
-    "norm_type": "rms_norm",
-    "use_qk_norm": True,
-}
-_QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "rope_theta": 1e6,
-}
-
 FAMILY = Family(
     name="internvl",
     model_types=("internvl",),
     config=config,
     table=table,
-    inputs=inputs,
+    inputs=tokens_and_pixels,
     name_prefixes=(
         NamePrefixes(
             "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
@@ -179,55 +150,5 @@ FAMILY = Family(
         build_video,
     ),
     chat_template=CHATML,
-    published={
-        "internvl3_8b": {
-            "vision_config": {"attention_bias": True},
-            "text_config": {
-                "model_type": "qwen2",
-                "num_hidden_layers": 28,
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "vocab_size": 151674,
-            },
-        },
-        "internvl3_38b": {
-            "vision_config": _VIT_6B,
-            "text_config": {
-                "model_type": "qwen2",
-                "num_hidden_layers": 64,
-                "hidden_size": 5120,
-                "intermediate_size": 27648,
-                "num_attention_heads": 40,
-                "num_key_value_heads": 8,
-                "vocab_size": 151674,
-            },
-        },
-        "internvl3_5_30b_a3b": {
-            "tie_word_embeddings": False,
-            "vision_config": {"attention_bias": True},
-            "text_config": {
-                **_QWEN3_MOE,
-                "num_hidden_layers": 48,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_attention_heads": 32,
-                "moe_intermediate_size": 768,
-            },
-        },
-        "internvl3_5_241b_a28b": {
-            "tie_word_embeddings": False,
-            "vision_config": _VIT_6B,
-            "text_config": {
-                **_QWEN3_MOE,
-                "num_hidden_layers": 94,
-                "hidden_size": 4096,
-                "intermediate_size": 12288,
-                "num_attention_heads": 64,
-                "moe_intermediate_size": 1536,
-            },
-        },
-    },
     unused=(r".*vision_tower\.encoder\.layer\..*", r".*vision_tower\.layernorm\..*", r".*\.embeddings\.mask_token"),
 )

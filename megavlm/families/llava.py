@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import VICUNA
 from megavlm.families.shared.family import Composition, Family, NamePrefixes
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, build_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 # Family of a vision tower by itself → its model_type inside a LLaVA.
 _TOWERS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}
@@ -64,14 +59,8 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **tower(model.vision, prefixes.vision),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
-        **language_table(
-            model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
-        ),
+        **language_table(model, prefixes),
     }
-
-
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
-    return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
@@ -116,26 +105,12 @@ def processor(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llava_1_5(**sizes: int) -> dict[str, Any]:
-    return {
-        "vision_config": {
-            "num_hidden_layers": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "image_size": 336,
-            "patch_size": 14,
-        },
-        "text_config": {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, **sizes},
-    }
-
-
 FAMILY = Family(
     name="llava",
     model_types=("llava",),
     config=config,
     table=table,
-    inputs=inputs,
+    inputs=tokens_and_pixels,
     name_prefixes=(
         NamePrefixes(
             "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
@@ -155,12 +130,6 @@ FAMILY = Family(
         ),
     ),
     chat_template=VICUNA,
-    published={
-        "llava_1_5_7b": _llava_1_5(),
-        "llava_1_5_13b": _llava_1_5(
-            num_hidden_layers=40, hidden_size=5120, intermediate_size=13824, num_attention_heads=40
-        ),
-    },
     compose=compose,
     processor=processor,
     unused=(r".*vision_tower\..*", r".*\.rotary_emb\.inv_freq"),

@@ -78,12 +78,6 @@ def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -
     return EachTiled(**shared, tile=anyres.tile, resolutions=anyres.resolutions)
 
 
-def _released(**text: Any) -> dict[str, Any]:
-    """Return what released models say: 336 pixels, and a vocabulary with the image token."""
-    tower = llava.FAMILY.published["llava_1_5_7b"]["vision_config"]
-    return {"vision_config": tower, "text_config": {"vocab_size": 32064, "rms_norm_eps": 1e-5, **text}}
-
-
 FAMILY = Family(
     name="llava_next",
     model_types=("llava_next",),
@@ -98,9 +92,5 @@ FAMILY = Family(
         ),
     ),
     chat_template=VICUNA,
-    published={
-        "llava_next_7b": _released(model_type="llama"),
-        "llava_next_mistral_7b": _released(model_type="mistral", rope_theta=1e6, sliding_window=None),
-    },
     unused=llava.FAMILY.unused,
 )

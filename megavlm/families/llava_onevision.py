@@ -16,11 +16,11 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.frames import Frames, frame_fields
 from megavlm.families.shared.inputs import unpatchify
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.videos import Frames, frame_fields
 from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs import sizes
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -94,7 +94,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         "projector.image_newline": Rename(f"{prefixes.projector}image_newline"),
         **linear("projector.linear_fc1", f"{projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{projector}linear_2", bias=bias),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 
@@ -235,28 +235,6 @@ FAMILY = Family(
         build_video,
     ),
     chat_template=CHATML,
-    published={
-        "llava_onevision_7b": {
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "num_hidden_layers": 26,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_attention_heads": 16,
-                "image_size": 384,
-                "patch_size": 14,
-            },
-            "text_config": {
-                "model_type": "qwen2",
-                "num_hidden_layers": 28,
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "vocab_size": 152000,
-            },
-        }
-    },
     # Layers after the features', and what makes SigLIP's pooled output.
     unused=(
         r".*vision_tower\.(vision_model\.)?(encoder\.layers|post_layernorm|head)\..*",

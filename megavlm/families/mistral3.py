@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.families import pixtral
 from megavlm.families.pixtral import IMAGE, PROCESSOR, inputs, vision, vision_table
@@ -51,7 +49,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         "projector.convolution.weight": Rename(f"{projector}patch_merger.merging_layer.weight"),
         **linear("projector.linear_fc1", f"{projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{projector}linear_2", bias=bias),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 
@@ -68,16 +66,6 @@ CHAT = NamedTemplate(
 )
 
 
-def _released(kind: str, layers: int, width: int, inner: int, *, tied: bool = False) -> dict[str, Any]:
-    text = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "num_attention_heads": 32}
-    heads = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "rms_norm_eps": 1e-5}
-    return {
-        "text_config": {"model_type": kind, "sliding_window": None, **text, **heads},
-        "vision_config": {"hidden_act": "silu", "image_size": 1540, "patch_size": 14},
-        "tie_word_embeddings": tied,
-    }
-
-
 FAMILY = Family(
     name="mistral3",
     model_types=("mistral3",),
@@ -89,10 +77,4 @@ FAMILY = Family(
     image_processors=(PROCESSOR,),
     image_text=IMAGE,
     chat_template=CHAT,
-    published={
-        "mistral_small_3_24b": _released("mistral", 40, 5120, 32768),
-        "ministral_3_3b": _released("ministral3", 26, 3072, 9216, tied=True),
-        "ministral_3_8b": _released("ministral3", 34, 4096, 14336),
-        "ministral_3_14b": _released("ministral3", 40, 5120, 16384),
-    },
 )

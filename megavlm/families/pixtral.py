@@ -95,7 +95,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **vision_table(model.vision, prefixes.vision),
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 

@@ -1,43 +1,70 @@
-"""Qwen2-VL: a ViT of LayerNorms and quick GELU with 2-D rotary positions, 2×2 merger, and Qwen2 with M-RoPE.
+"""Qwen2-VL and Qwen2.5-VL: a ViT with 2-D rotary positions, 2×2 merger, and Qwen2 or Qwen2.5 with M-RoPE.
 
-The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
+Qwen2.5-VL's tower attends in windows, and has RMSNorms and SwiGLU. The merger's norm is over single patches, before
+they are merged: here it is `vision.norm`, trained with the tower.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megavlm.arch.layers import VISION_LAYER
-from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.arch.layers import VISION_LAYER, VISION_NORM
+from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
-from megavlm.families.shared.qwen_video import VIDEOS, with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
-    QWEN2_PREFIXES,
     UNGATED,
     attention_table,
     inputs,
     model_config,
     patch_embed_table,
-    qwen2_merger_table,
-    qwen2_text,
-    qwen2_vision,
+    text_model,
+    vision_sizes,
     with_defaults,
 )
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.table import Concat, Table, linear
+from megavlm.families.shared.videos import VIDEOS, with_videos
 
+_TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
 _VISION: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
+_WINDOWED_VISION: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 
 
 def config(settings: Settings) -> ModelConfig:
     """Qwen2VLConfig."""
     tower = _renamed(with_defaults(settings.section("vision_config"), _VISION))
-    model = model_config(settings, tower=tower, vision=_vision(tower), text=qwen2_text(settings))
+    model = model_config(settings, tower=tower, vision=_vision(tower), text=_language(settings))
     return with_videos(model, settings, steps_per_second=None)
+
+
+def windowed_config(settings: Settings) -> ModelConfig:
+    """Qwen2_5_VLConfig."""
+    tower = with_defaults(settings.section("vision_config"), _WINDOWED_VISION)
+    model = model_config(settings, tower=tower, vision=_windowed(tower), text=_language(settings))
+    return with_videos(model, settings, steps_per_second=tower.get("tokens_per_second", 4))
 
 
 def _renamed(tower: Settings) -> Settings:
@@ -52,8 +79,39 @@ def _renamed(tower: Settings) -> Settings:
     return Settings({**tower.values, **names}, tower.where)
 
 
+def _language(settings: Settings) -> LanguageConfig:
+    """Return the language model of Qwen2-VL and Qwen2.5-VL. Published checkpoints keep its settings at the top."""
+    nested = "text_config" in settings.values
+    text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
+    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    return text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
+
+
+def _tower(tower: Settings, **options: Any) -> VisionConfig:
+    """Return the tower of Qwen2-VL and Qwen2.5-VL, which differ in `options`."""
+    sizes = vision_sizes(tower)
+    return VisionConfig(
+        **sizes,
+        image_size=32 * sizes["patch_size"],  # any size will do: there is no table of positions
+        position_embedding="rope2d",
+        patch_bias=False,
+        **options,
+    )
+
+
 def _vision(tower: Settings) -> VisionConfig:
-    return qwen2_vision(tower, activation=tower.choice("hidden_act", UNGATED, "quick_gelu"))
+    return _tower(tower, activation=tower.choice("hidden_act", UNGATED, "quick_gelu"))
+
+
+def _windowed(tower: Settings) -> VisionConfig:
+    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
+    return _tower(
+        tower,
+        normalization="RMSNorm",
+        activation="swiglu",
+        window_size=tower.need("window_size"),
+        full_attention_layers=tuple(tower.need("fullatt_block_indexes")),
+    )
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
@@ -66,8 +124,34 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
     return {
         **names,
-        **qwen2_merger_table(visual, norm_bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **_merger_table(visual, norm_bias=True),
+        **language_table(model, prefixes),
+    }
+
+
+def windowed_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    vision, visual = model.vision, prefixes.vision
+    names = patch_embed_table(vision, visual)
+    for number in range(vision.num_layers):
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, layer, hf_layer, norm_bias=False)
+        for leaf in ("weight", "bias"):
+            gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
+            names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
+    return {
+        **names,
+        **_merger_table(visual, norm_bias=False),
+        **language_table(model, prefixes),
+    }
+
+
+def _merger_table(prefix: str, *, norm_bias: bool) -> Table:
+    """Return the table of the merger of Qwen2-VL and Qwen2.5-VL."""
+    return {
+        **linear(VISION_NORM, f"{prefix}merger.ln_q", bias=norm_bias),
+        **linear("projector.linear_fc1", f"{prefix}merger.mlp.0", bias=True),
+        **linear("projector.linear_fc2", f"{prefix}merger.mlp.2", bias=True),
     }
 
 
@@ -81,25 +165,10 @@ FAMILY = Family(
     videos=VIDEOS,
     image_text=IMAGE,
     chat_template=CHATML,
-    published={
-        "qwen2_vl_2b": {
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "vision_config": {"hidden_size": 1536},
-        },
-        "qwen2_vl_7b": {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-        "qwen2_vl_72b": {"vision_config": {"hidden_size": 8192}},
-    },
-    name_prefixes=QWEN2_PREFIXES,
+    name_prefixes=(
+        NamePrefixes(vision="visual.", language="model."),
+        NamePrefixes(vision="model.visual.", language="model.language_model."),
+    ),
 )
+
+WINDOWED = replace(FAMILY, name="qwen2_5_vl", model_types=("qwen2_5_vl",), config=windowed_config, table=windowed_table)

@@ -1,21 +1,26 @@
-"""Qwen3-VL: a ViT with learned and rotary positions, 2×2 mergers, DeepStack, and Qwen3 with interleaved M-RoPE.
+"""Qwen3-VL: a ViT with learned and rotary positions, 2×2 mergers, DeepStack, and Qwen3 or Qwen3-MoE with interleaved
+M-RoPE.
 
 The merger's norm is over single patches, before they are merged: here it is `vision.norm`, trained with the tower.
 The mergers of DeepStack have it after merging: they are layers `deepstack.*` here, trained with the projector. Each
 pair of a video's frames is an image among text, which says its time.
+
+Published files hold the matrices of experts transposed. Transformers transposes a tensor that does not fit, and saves
+what it loaded as it has it: files of a model that it trained are not transposed.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.experts import qwen_experts
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
-from megavlm.families.shared.qwen_video import TimedPairs, qwen_fields, with_videos
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PROCESSOR,
@@ -30,6 +35,7 @@ from megavlm.families.shared.qwen_vl import (
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.videos import TimedPairs, qwen_fields, with_videos
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
 from megavlm.inputs.sampling import Budget
 from megavlm.inputs.video import VideoProcessor
@@ -51,6 +57,20 @@ _TEXT: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 5e5,
 }
+_MOE_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
 _VISION: dict[str, Any] = {
     "depth": 27,
     "hidden_size": 1152,
@@ -66,6 +86,13 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Qwen3VLConfig."""
     return whole_model(settings, with_defaults(settings.section("text_config"), _TEXT), kind="qwen3")
+
+
+def moe_config(settings: Settings) -> ModelConfig:
+    """Qwen3VLMoeConfig. Weights of a token's experts add up to 1 in Transformers, whatever `norm_topk_prob` says."""
+    text = with_defaults(settings.section("text_config"), _MOE_TEXT)
+    model = whole_model(settings, text, kind="qwen3_moe")
+    return replace(model, experts=qwen_experts(text, layers=model.language.num_layers, normalized=True))
 
 
 def whole_model(settings: Settings, text: Settings, *, kind: str) -> ModelConfig:
@@ -115,9 +142,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         names |= linear(f"{layer}.linear_fc1", f"{hf_layer}linear_fc1", bias=True)
         names |= linear(f"{layer}.linear_fc2", f"{hf_layer}linear_fc2", bias=True)
     names |= linear(VISION_NORM, f"{visual}merger.norm", bias=True)
-    return names | language_table(
-        model.language, prefixes.language, head=prefixes.head, experts=model.experts, stored=prefixes.experts
-    )
+    return names | language_table(model, prefixes)
 
 
 def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> VideoProcessor | None:
@@ -125,13 +150,6 @@ def build_video(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Vi
         return None
     return TimedPairs(**shared, **qwen_fields(options, model), number=model.video_token)
 
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "qwen3_vl_8b": {
-        "text_config": {"num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8},
-        "vision_config": {"out_hidden_size": 4096},
-    }
-}
 
 FAMILY = Family(
     name="qwen3_vl",
@@ -149,9 +167,19 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHATML,
-    published=PUBLISHED,
     name_prefixes=(
         NamePrefixes(vision="model.visual.", language="model.language_model."),
         NamePrefixes(vision="visual.", language="model."),
+    ),
+)
+
+MOE = replace(
+    FAMILY,
+    name="qwen3_vl_moe",
+    model_types=("qwen3_vl_moe",),
+    config=moe_config,
+    name_prefixes=tuple(
+        NamePrefixes(vision="model.visual.", language="model.language_model.", experts=experts)
+        for experts in ("stacked", "transposed")
     ),
 )

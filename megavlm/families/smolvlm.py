@@ -19,11 +19,11 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.frames import Frames
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.videos import Frames
 from megavlm.families.shared.vision import idefics3, siglip_table
 from megavlm.inputs import sizes
 from megavlm.inputs.expected import VIDEO_SAMPLING
@@ -65,7 +65,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return {
         **siglip_table(model.vision, prefixes.vision),
         **linear("projector.linear_fc1", f"{prefixes.projector}modality_projection.proj", bias=False),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 
@@ -220,29 +220,5 @@ FAMILY = Family(
         build_video,
     ),
     chat_template=CHAT,
-    published={
-        "smolvlm_2b": {
-            "scale_factor": 3,
-            "image_token_id": 49153,
-            "vision_config": {
-                "num_hidden_layers": 27,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_attention_heads": 16,
-                "image_size": 384,
-                "patch_size": 14,
-            },
-            "text_config": {
-                "model_type": "llama",
-                "num_hidden_layers": 24,
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 32,
-                "vocab_size": 49155,
-                "rms_norm_eps": 1e-5,
-            },
-        }
-    },
     unused=(r".*\.rotary_emb\.inv_freq", r".*\.position_ids"),
 )

@@ -14,7 +14,7 @@ from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import typical_workload
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
-from megavlm.families import FAMILIES, family_of, processor_from, published_model
+from megavlm.families import PUBLISHED, family_of, processor_from, published_model
 from megavlm.families.shared.settings import Settings
 from tests.support import hf
 from tests.support.harness import Single
@@ -45,7 +45,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3_4b", "gemma3_27b"])
 def test_published_sizes_have_the_parameters_of_transformers(name: str) -> None:
-    (values,) = (family.published[name] for family in FAMILIES if name in family.published)
+    _, values = PUBLISHED[name]
     model = published_model(name)
     tower = transformers.SiglipVisionConfig(**values["vision_config"], vision_use_head=False)
     with torch.device("meta"):

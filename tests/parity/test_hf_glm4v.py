@@ -15,7 +15,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.errors import UserError
-from megavlm.families import FAMILIES, family_of, processor_from, published_model
+from megavlm.families import PUBLISHED, family_of, processor_from, published_model
 from megavlm.families.shared.settings import Settings
 from megavlm.inputs.bad_sample import BadSample
 from tests.support import hf
@@ -40,7 +40,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_published_size_has_the_parameters_of_transformers() -> None:
-    (values,) = (family.published["glm_4_1v_9b"] for family in FAMILIES if family.name == "glm4v")
+    _, values = PUBLISHED["glm_4_1v_9b"]
     model = published_model("glm_4_1v_9b")
     with torch.device("meta"):
         theirs = transformers.Glm4vForConditionalGeneration(transformers.Glm4vConfig(**values))

@@ -12,7 +12,7 @@ import transformers
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.errors import UserError
-from megavlm.families import FAMILIES, processor_from, published_model
+from megavlm.families import PUBLISHED, processor_from, published_model
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.processors import model_of
@@ -35,7 +35,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_the_published_size_has_the_parameters_of_transformers() -> None:
     """But for the last layer of the tower, which no feature comes from, and the norm of the class token."""
-    (values,) = (family.published["llava_next_mistral_7b"] for family in FAMILIES if family.name == "llava_next")
+    _, values = PUBLISHED["llava_next_mistral_7b"]
     model = published_model("llava_next_mistral_7b")
     with torch.device("meta"):
         theirs: Any = transformers.LlavaNextForConditionalGeneration(

@@ -12,6 +12,7 @@ import transformers
 from megavlm.arch.layers import EMBEDDING, layer_names
 from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.language import language_table
 from tests.support.gates import hold
 from tests.support.harness import (
@@ -109,7 +110,7 @@ def test_language_model_equals_transformers(name: str, single: Single) -> None:
     config = Config(model=resolve_model(ModelConfig(language=case.ours)))
     names = layer_names(config.model)
     chunk = single.chunk(config, names[names.index(EMBEDDING) :], vocab_size=VOCABULARY)
-    table, shapes = language_table(config.model.language, "model.", head="lm_head.weight"), shapes_of(chunk)
+    table, shapes = language_table(config.model, NamePrefixes(language="model.")), shapes_of(chunk)
     load(chunk, to_ours(parameters_of(theirs), table, shapes))
 
     generator = torch.Generator().manual_seed(2)

@@ -88,10 +88,11 @@ def card_of(family: Any, cases: dict[str, dict[str, Case]]) -> dict[str, Any]:
 
 def applies(gate: Gate, family: Any) -> bool:
     """Whether a gate is for whole models or for parts of one, as the family is, and for its experts if it has some."""
-    from megavlm.families import published_model
+    from megavlm.families import PUBLISHED, published_model
     from megavlm.families.shared.family import ALL_PARTS
 
-    if gate.experts and not any(published_model(name).experts.num_experts for name in family.published):
+    released = [name for name, (its_family, _) in PUBLISHED.items() if its_family.name == family.name]
+    if gate.experts and not any(published_model(name).experts.num_experts for name in released):
         return False
     return gate.parts == "all" or (gate.parts == "whole") == (family.parts == ALL_PARTS)
 

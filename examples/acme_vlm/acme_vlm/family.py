@@ -29,7 +29,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **siglip_table(model.vision, prefixes.vision),
         **linear("projector.linear_fc1", f"{prefixes.projector}wide", bias=True),
         **linear("projector.linear_fc2", f"{prefixes.projector}narrow", bias=True),
-        **language_table(model.language, prefixes.language, head=prefixes.head),
+        **language_table(model, prefixes),
     }
 
 

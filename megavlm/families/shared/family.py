@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.anyres import Tiling
@@ -57,7 +57,6 @@ class Family:
         videos: reader of its video processor's options; None: it is trained on images alone.
         image_text: how its tokenizers write the image token.
         chat_template: the template of folders that come without one.
-        published: configurations to plan for by name: what config.json of a released model says beyond the defaults.
         not_in_peft: linear layers whose adapters PEFT would take for adapters of experts: no file can hold them.
         partial: weights of a part that a folder lacks are drawn at random (a connector without its learned queries).
         compose: config.json of a model of this family that consists of a vision tower and a language model; None where
@@ -78,7 +77,6 @@ class Family:
     videos: VideoReader | None = None
     image_text: str = "<image>"
     chat_template: NamedTemplate | None = None
-    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     not_in_peft: tuple[str, ...] = ()
     compose: Callable[[Composition], dict[str, Any] | None] | None = None
     processor: Callable[[ModelConfig], dict[str, Any]] | None = None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megavlm.config.schema import VisionConfig
+from megavlm.config.schema import ModelConfig, VisionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megavlm.inputs.batch import MicroBatch
+
+
+def tokens_and_pixels(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the inputs of models that need no more than tokens and images of one size."""
+    return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
 def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:

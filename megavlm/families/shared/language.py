@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
-from megavlm.config.schema import ExpertsConfig, LanguageConfig
+from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.experts import ExpertFiles, experts_table, qwen_experts
+from megavlm.families.shared.experts import experts_table, qwen_experts
+from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Concat, Rename, Table, linear
 
@@ -57,7 +58,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-NO_EXPERTS = ExpertsConfig()
 _YARN_ROPE = ("factor", "original_max_position_embeddings")
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -93,7 +93,7 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
 def experts(settings: Settings) -> ExpertsConfig:
     """Return the mixture of experts of a text configuration; without experts for the types of dense models."""
     if settings.get("model_type", "llama") != "qwen3_moe":
-        return NO_EXPERTS
+        return ExpertsConfig()
     layers = settings.get("num_hidden_layers", _DEFAULTS["qwen3_moe"]["num_hidden_layers"])
     return qwen_experts(settings, layers=layers, normalized=settings.get("norm_topk_prob", False))
 
@@ -127,11 +127,7 @@ def _rope(settings: Settings, width: int) -> dict[str, Any]:
     rope = _rope_settings(settings)
     found: dict[str, Any] = {"rotary_base": float(rope.get("rope_theta", settings.get("rope_theta", 10000.0)))}
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling in (
-        "default",
-        "dynamic",
-        "mrope",
-    ):  # dynamic: plain up to max_position_embeddings, the limit here
+    if scaling in ("default", "dynamic", "mrope"):  # dynamic: plain up to max_position_embeddings, the limit here
         return found
     needed = {"linear": ("factor",), "llama3": _LLAMA3_ROPE, "yarn": _YARN_ROPE}.get(scaling, ())
     if missing := [name for name in needed if rope.get(name) is None]:
@@ -173,15 +169,9 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     }
 
 
-def language_table(
-    language: LanguageConfig,
-    prefix: str,
-    *,
-    head: str,
-    experts: ExpertsConfig = NO_EXPERTS,
-    stored: ExpertFiles = "apart",
-) -> Table:
-    """LlamaModel and its kin below `prefix`, with the output layer's name where it has a weight of its own."""
+def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """LlamaModel and its kin below `prefixes.language`, with the output layer where it has a weight of its own."""
+    language, experts, prefix = model.language, model.experts, prefixes.language
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     groups, width = language.num_query_groups, language.kv_channels
     for number in range(language.num_layers):
@@ -200,12 +190,12 @@ def language_table(
             table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
             table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
         if experts.num_experts and number not in experts.dense_layers:
-            table |= experts_table(experts, layer, hf_layer, hidden_size=language.hidden_size, stored=stored)
+            table |= experts_table(experts, layer, hf_layer, hidden_size=language.hidden_size, stored=prefixes.experts)
             continue
         gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
         table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
         table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
     if not language.tie_embeddings:
-        table[f"{OUTPUT}.linear.weight"] = Rename(head)
+        table[f"{OUTPUT}.linear.weight"] = Rename(prefixes.head)
     return table

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
@@ -30,22 +28,6 @@ if TYPE_CHECKING:
 
 IMAGE = "<|image_pad|>"
 UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
-# Of Qwen2-VL and Qwen2.5-VL: the names under which both have been saved, and what their text configurations fill in.
-QWEN2_PREFIXES = (
-    NamePrefixes(vision="visual.", language="model."),
-    NamePrefixes(vision="model.visual.", language="model.language_model."),
-)
-_QWEN2_TEXT: dict[str, Any] = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-}
 
 
 def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
@@ -61,26 +43,6 @@ def model_config(settings: Settings, *, tower: Settings, vision: VisionConfig, t
         projector=merger(tower, text),
         language=text,
         image_token=settings.get("image_token_id", 151655),
-    )
-
-
-def qwen2_text(settings: Settings) -> LanguageConfig:
-    """Return the language model of Qwen2-VL and Qwen2.5-VL. Published checkpoints keep its settings at the top."""
-    nested = "text_config" in settings.values
-    text = with_defaults(settings.section("text_config") if nested else settings, _QWEN2_TEXT)
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
-    return text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
-
-
-def qwen2_vision(tower: Settings, **options: Any) -> VisionConfig:
-    """Return the tower of Qwen2-VL and Qwen2.5-VL, which differ in `options`."""
-    sizes = vision_sizes(tower)
-    return VisionConfig(
-        **sizes,
-        image_size=32 * sizes["patch_size"],  # any size will do: there is no table of positions
-        position_embedding="rope2d",
-        patch_bias=False,
-        **options,
     )
 
 
@@ -129,15 +91,6 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
     return {
         f"patch_embed.proj.{leaf}": Rename(f"{prefix}patch_embed.proj.{leaf}", view=view if leaf == "weight" else None)
         for leaf in (("weight", "bias") if vision.patch_bias else ("weight",))
-    }
-
-
-def qwen2_merger_table(prefix: str, *, norm_bias: bool) -> Table:
-    """Return the table of the merger of Qwen2-VL and Qwen2.5-VL."""
-    return {
-        **linear(VISION_NORM, f"{prefix}merger.ln_q", bias=norm_bias),
-        **linear("projector.linear_fc1", f"{prefix}merger.mlp.0", bias=True),
-        **linear("projector.linear_fc2", f"{prefix}merger.mlp.2", bias=True),
     }
 
 

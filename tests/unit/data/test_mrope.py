@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.collate import Run, mrope_positions
-from megavlm.families.shared.qwen_video import moments_of
+from megavlm.families.shared.videos import moments_of
 
 IMAGE = 9
 
