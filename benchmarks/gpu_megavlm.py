@@ -37,7 +37,7 @@ class Ours(Side):
         from megavlm.arch.dims import dims_of
         from megavlm.arch.plan import make_plan
         from megavlm.parallel.groups import build_groups, destroy_groups, start
-        from megavlm.precision.device import check_device, emulates_fp8
+        from megavlm.precision.device import check_device, implementation
         from megavlm.train.build_engine import build_engine
 
         flags = task["flags"]
@@ -48,7 +48,7 @@ class Ours(Side):
         count = task["micro_batches"]
         config = gpu_model.run_config(shape, precision=task["precision"], flags=flags, micro_batches=count)
         check_device(config)
-        if self.on_gpu and emulates_fp8(config):
+        if self.on_gpu and config.precision.fp8 != "none" and implementation(config) == "torch":
             raise RuntimeError("without Transformer Engine FP8 would be emulated")
         start(self.backend, timeout_minutes=5)
         destroy_groups()

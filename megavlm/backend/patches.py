@@ -27,24 +27,17 @@ def _patch_router() -> None:
 
 def _patch_clipping() -> None:
     # Without Transformer Engine and Apex it asks the device for the norm of one parameter after the other, and waits
-    # for each; and it scales each gradient into a new tensor that it copies back.
+    # for each.
     clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     utils: Any = importlib.import_module("megatron.core.utils")
     if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clipping.l2_norm_impl = norm
-        clipping.multi_tensor_scale_impl = _scale_in_place
 
 
 def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """[1] the norm of all tensors together, on their device. Nobody waits for it here."""
     parts = [part for each in tensors for part in torch._foreach_norm(each)]
     return torch.linalg.vector_norm(torch.stack(parts)).view(1), None
-
-
-def _scale_in_place(chunk_size: int, flag: Any, tensors: list[list[Tensor]], scale: float) -> None:
-    source, target = tensors
-    assert source is target
-    torch._foreach_mul_(target, scale)
 
 
 def read_checkpoints_with(*, reader: type, planner: type) -> None:

@@ -138,7 +138,7 @@ class FullyShardedChunk(_BaseDataParallel):
                 if self._between is None:
                     dist.all_reduce(together, group=self.groups.replicas)
                 else:
-                    together = self._between(index, together, self.groups.replicas)
+                    together = self._between.total(index, together, self.groups.replicas)
                 for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 

@@ -37,13 +37,8 @@ def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
         levels = levels_of(groups.shard, size, timeout_minutes=parallel.distributed_timeout_minutes)
     for group in _bucket_groups(wrapped):
         if parallel.compress_gradients != "none":
-            group.start_grad_sync = CodedReduction(
-                group,
-                Coded(parallel.compress_gradients),
-                groups.replicas,
-                levels,
-                feedback=parallel.compress_error_feedback,
-            )
+            coded, feedback = Coded(parallel.compress_gradients), parallel.compress_error_feedback
+            group.start_grad_sync = CodedReduction(group, coded, groups.replicas, levels, feedback=feedback)
         if parallel.compress_weights != "none":
             group.start_param_sync = CodedGather(group, Coded(parallel.compress_weights))
 
@@ -75,14 +70,31 @@ class _Done:
 
 
 class Reduction:
-    """What sums gradients as codes keeps: residuals, and how much it has sent."""
+    """Sums gradients as codes, and keeps the residuals of `feedback` and how much it has sent.
 
-    def __init__(self, coded: Coded, *, feedback: bool = True) -> None:
-        self.coded, self.feedback = coded, feedback
+    With `levels`, the ranks of the inner one sum exact gradients first.
+    """
+
+    def __init__(self, coded: Coded, levels: Levels | None = None, *, feedback: bool = True) -> None:
+        self.coded, self.levels, self.feedback = coded, levels, feedback
         self.errors: dict[int, Tensor] = {}  # by what they are residuals of
         self.sent = 0  # bytes by this rank so far, of codes
 
-    def error(self, index: int, gradients: Tensor) -> Tensor | None:
+    def scatter(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> None:
+        """Set this rank's part of gradients, those of number `index`, to its sum over a group."""
+        if self.levels is None:
+            self.sent += reduce_scatter(gradients, group, self.coded, self._error(index, gradients))
+            return
+        error = self._error(index, gradients[: gradients.numel() // self.levels.inside.size()])
+        self.sent += reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
+
+    def total(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the sum of gradients [numbers], those of number `index`, over a group."""
+        padded = pad(gradients, (0, -gradients.numel() % group.size()))
+        self.sent += all_reduce(padded, group, self.coded, self._error(index, padded))
+        return padded[: gradients.numel()]
+
+    def _error(self, index: int, gradients: Tensor) -> Tensor | None:
         """Return the residual of gradients of the same size, at first zeros; None without error feedback."""
         if not self.feedback:
             return None
@@ -103,8 +115,8 @@ class CodedReduction(Reduction):
         *,
         feedback: bool = True,
     ) -> None:
-        super().__init__(coded, feedback=feedback)
-        self.group, self.replicas, self.levels = group, replicas, levels
+        super().__init__(coded, levels, feedback=feedback)
+        self.group, self.replicas = group, replicas
 
     def __call__(self, force_all_reduce: bool | None = False) -> None:
         group = self.group
@@ -119,24 +131,16 @@ class CodedReduction(Reduction):
 
     def _reduce(self, index: int, gradients: Tensor) -> None:
         if not self.group.ddp_config.use_distributed_optimizer:
-            ranks = self.group.data_parallel_group
-            padded = pad(gradients, (0, -gradients.numel() % ranks.size()))
-            self.sent += all_reduce(padded, ranks, self.coded, self.error(index, padded))
-            gradients.copy_(padded[: gradients.numel()])
+            gradients.copy_(self.total(index, gradients, self.group.data_parallel_group))
             return
         shards = self.group.intra_distributed_optimizer_instance_group
-        if self.levels is not None:
-            own = gradients[: gradients.numel() // self.levels.inside.size()]
-            error = self.error(index, own)
-            self.sent += reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
-            return
-        if self.replicas is None:
-            self.sent += reduce_scatter(gradients, shards, self.coded, self.error(index, gradients))
+        if self.levels is not None or self.replicas is None:
+            self.scatter(index, gradients, shards)
             return
         own = gradients.view(shards.size(), -1)[shards.rank()]
         if shards.size() > 1:
             dist.reduce_scatter_tensor(own, gradients, group=shards)
-        self.sent += all_reduce(own, self.replicas, self.coded, self.error(index, own))
+        own.copy_(self.total(index, own, self.replicas))
 
 
 class CodedGather:
@@ -185,37 +189,19 @@ class CodedUnitGather(_Comm):
 class CodedUnitReduction(_Comm, Reduction):
     """Sums a unit's gradients as codes, and gives each rank its rows of the sums."""
 
-    def __init__(self, coded: Coded, levels: Levels | None, *, feedback: bool = True) -> None:
-        super().__init__(coded, feedback=feedback)
-        self.levels = levels
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         assert op == dist.ReduceOp.SUM
-        size = input_tensor.numel()  # a unit's, which another set of trained parameters would change
-        if self.levels is None:
-            self.sent += reduce_scatter(input_tensor, group, self.coded, self.error(size, input_tensor))
-        else:
-            own = input_tensor[: size // self.levels.inside.size()]
-            self.sent += reduce_scatter_in_two_levels(input_tensor, self.levels, self.coded, self.error(size, own))
+        # By the size of a unit, which another set of trained parameters would change.
+        self.scatter(input_tensor.numel(), input_tensor, group)
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
         return None
 
 
-class CodedReplicaSum(Reduction):
-    """Sums rows of gradients as codes over the shard groups of HSDP."""
-
-    def __call__(self, index: int, gradients: Tensor, replicas: dist.ProcessGroup) -> Tensor:
-        """Return the sum of the portion number `index` of a rank's gradients [numbers] over its replicas."""
-        padded = pad(gradients, (0, -gradients.numel() % replicas.size()))
-        self.sent += all_reduce(padded, replicas, self.coded, self.error(index, padded))
-        return padded[: gradients.numel()]
-
-
 def compress_units(
     units: Iterable[FSDPModule], config: Config, groups: Groups, levels: Levels | None
-) -> tuple[list[Reduction], CodedReplicaSum | None]:
+) -> tuple[list[Reduction], Reduction | None]:
     """Let units communicate by codes, as far as the configuration asks for it; return what reduces gradients so, and
     what sums those of shard groups. `levels` are those of `parallel.compress_group_size`.
     """
@@ -224,7 +210,7 @@ def compress_units(
         refuse_torch_without_hooks(config)
     between, feedback = None, config.parallel.compress_error_feedback
     if gradients != "none" and groups.replicas is not None:
-        between = CodedReplicaSum(Coded(gradients), feedback=feedback)
+        between = Reduction(Coded(gradients), feedback=feedback)
     reductions: list[Reduction] = [] if between is None else [between]
     for unit in units:
         if weights != "none":

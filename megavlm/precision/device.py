@@ -60,11 +60,6 @@ def check_te_fp8(config: Config) -> None:
         )
 
 
-def emulates_fp8(config: Config) -> bool:
-    """Return whether FP8 is emulated: operands are rounded in torch and multiplied in bf16."""
-    return config.precision.fp8 != "none" and implementation(config) == "torch"
-
-
 def _version_of(package: str) -> tuple[int, ...] | None:
     try:
         return parsed(version(package))

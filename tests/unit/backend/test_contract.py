@@ -50,7 +50,6 @@ HOOKS = (
         ("model_param",),
     ),
     Hook(CORE + "optimizer.clip_grads", "l2_norm_impl", "replaced: it waits for each parameter"),
-    Hook(CORE + "optimizer.clip_grads", "multi_tensor_scale_impl", "replaced: it copies each gradient"),
     Hook(CORE + "optimizer.distrib_optimizer", "DistributedOptimizer._get_model_param_range_map", "a rank's run"),
     Hook(
         CORE + "optimizer.distrib_optimizer",
