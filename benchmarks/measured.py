@@ -60,8 +60,8 @@ def line(row: Row, found: Sequence[tuple[dict[str, Any], float]], machines: Sequ
     load = f"{min(loads):.1f}" if len(loads) == 1 else f"{min(loads):.1f}–{max(loads):.1f}"
     busy = ", **busy**" if row.by_the_clock and max(loads) >= BUSY else ""
     used = "".join(sorted({_letter(machines.index(machine(record))) for record, _ in found}))
-    cells = [row.what, shown(statistics.median(values)), spread, runs, found[-1][0]["date"][:10]]
-    return f"| {' | '.join([*cells, f'{used} {load}{busy}'])} |"
+    made = f"{runs}, {found[-1][0]['date'][:10]}, {used} {load}{busy}"
+    return f"| {row.what} | {shown(statistics.median(values))} | {spread} | {made} |"
 
 
 def machine(record: dict[str, Any]) -> str:
@@ -72,15 +72,15 @@ def machine(record: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Return a table for each command, and the list of machines, in Markdown."""
+    """Return the table, with a line for each command, and the list of machines, in Markdown."""
     found = [(row, samples(row, records(row.record))) for row in ROWS]
     machines = list(dict.fromkeys(machine(record) for _, pairs in found for record, _ in pairs))
-    lines = []
+    lines = ["| what | median | spread | runs, last, machine and load |", "|---" * 4 + "|"]
     for command in dict.fromkeys(row.command for row, _ in found):
-        lines += [f"`{command}`:", "", "| what | median | spread | runs | last | machine, load |", "|---" * 6 + "|"]
-        lines += [*(line(row, pairs, machines) for row, pairs in found if row.command == command), ""]
+        lines.append(f"| **`{command}`** |")
+        lines += [line(row, pairs, machines) for row, pairs in found if row.command == command]
     listed = [f"- {_letter(number)}: {name}" for number, name in enumerate(machines)]
-    return "\n".join([*lines, "Machines:", "", *listed])
+    return "\n".join([*lines, "", "Machines:", "", *listed])
 
 
 def documented(text: str) -> str:

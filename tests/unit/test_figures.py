@@ -50,16 +50,16 @@ def test_a_figure_is_the_median_of_the_runs_of_an_idle_machine(measured: Any) ->
         )
     ]
     cells = measured.line(row, measured.samples(row, found), [measured.machine(found[0])])
-    assert cells == "| speed | 1.10 × | 1.00 to 1.50 | 3 runs | 2026-11-05 | A 0.1–0.3 |"
+    assert cells == "| speed | 1.10 × | 1.00 to 1.50 | 3 runs, 2026-11-05, A 0.1–0.3 |"
     busy = measured.line(row, measured.samples(row, found[2:3]), [measured.machine(found[0])])
-    assert busy == "| speed | 8.00 × | – | one run | 2026-11-03 | A 9.0, **busy** |"
+    assert busy == "| speed | 8.00 × | – | one run, 2026-11-03, A 9.0, **busy** |"
 
 
 def rows() -> dict[str, tuple[str, str]]:
     """Return the figure and the number of runs of each row of the tables, which are made of the records."""
     lines = MEASURED.read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-    return {row[0]: (row[1], row[3]) for row in cells if len(row) == 6}
+    return {row[0]: (row[1], row[3].split(",")[0]) for row in cells if len(row) == 4}
 
 
 LLAVA = "LLaVA-1.5-7B, bf16"
