@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 313,
     "options": 294,
     "flags": 148,  # 150
-    "code lines of tests": 42_990,  # 33,000
+    "code lines of tests": 42_980,  # 33,000
     "words of documentation": 45_850,  # 45,000
 }
 _NO_CODE = {
