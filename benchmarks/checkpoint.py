@@ -165,10 +165,10 @@ def _loads(run: Any, checkpoint: Path) -> dict[str, float]:
     """Load several times, by turns without sums and verified; return the medians."""
     import torch.distributed as dist
 
-    from megavlm.checkpoint import restoring, state
+    from megavlm.checkpoint import reading, state
 
     load = partial(state.load, run.engine.trained(), config=run.config, plan=run.plan)
-    verified = partial(restoring.load_newest, restoring.Choices((checkpoint,)), check=_nothing, load=load, say=print)
+    verified = partial(reading.load_newest, reading.Choices((checkpoint,)), check=_nothing, load=load, say=print)
     loads: dict[bool, list[Spent]] = {False: [], True: []}
     read: dict[bool, int] = {}
     for number in range(2 * REPEAT + 2):
@@ -236,7 +236,7 @@ def _bytes_read() -> int:
 
 def _without_sums() -> AbstractContextManager[Any]:
     """Let readers know no sums, so that a load verifies nothing."""
-    from megavlm.checkpoint.verified import VerifiedItems
+    from megavlm.checkpoint.manifest import VerifiedItems
 
     return patch.object(VerifiedItems, "of", classmethod(lambda cls, folder: cls({})))
 

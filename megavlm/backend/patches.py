@@ -40,11 +40,10 @@ def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bo
     return torch.linalg.vector_norm(torch.stack(parts)).view(1), None
 
 
-def read_checkpoints_with(*, reader: type, planner: type) -> None:
-    """Let megatron-core load checkpoints through these classes: its own unpickle whatever a file holds. Idempotent."""
+def read_checkpoints_with(reader: type) -> None:
+    """Let megatron-core load checkpoints through this class: its own unpickles whatever a file holds. Idempotent."""
     strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
-    strategy.MCoreLoadPlanner = planner
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Write and check the manifest of a checkpoint: size and checksum of each of its files. No torch.
 
-The manifest is written last. A file of tensors has many items, and each has a sum of its own (`folded_sum.py`): who
-reads an item verifies what was read, and needs nothing else of the file (`verified.py`).
+The manifest is written last: a folder without it is no checkpoint, whatever its name, since not every file system
+renames a folder in one piece. A file of tensors has many items, each with a sum of its own, so that who reads an item
+verifies what was read, and needs nothing else of the file.
 
-A folder without it is no checkpoint, whatever its name: not every file system renames a folder in one piece.
-
-The checksum is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages. A storage
-system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where CRC-32 has
-4.0) would find no more.
+The checksum of files is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages.
+A storage system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where
+CRC-32 has 4.0) would find no more.
 """
 
 from __future__ import annotations
@@ -21,15 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from megavlm.checkpoint.folded_sum import FoldedSum
+import numpy as np
+
+from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
-_PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
 LARGEST = 2**28  # bytes of a manifest: ten million items
 TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
+_LOADED = ("state.json", "metadata.json", "items.json")  # other files that a load reads, beside SUMMARY
+_PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
+_ROWS, _COLUMNS = 64, 511
+BLOCK = 8 * _ROWS * _COLUMNS  # bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,49 @@ class FileSum:
     bytes: int
     crc32: int
     items: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+
+
+class FoldedSum:
+    """Sums up the bytes of an item eight times as fast as CRC-32 does, so that whoever reads it can.
+
+    An item is cut into blocks of 64 × 511 words of 8 bytes. In each block the words of a column are added, modulo 2⁶⁴,
+    and CRC-32 sums up the totals of the columns, which are a 64th of the bytes. As in other checksums that add
+    (Fletcher 1982), additions use the widest registers of a processor: one core sums 35 GB/s where CRC-32 has 4.2.
+
+    It finds a change of one word, since no other word of its column makes up for it; a run of changes of any length,
+    unless the changes of each column cancel; exchanged or misplaced pages, because a row is no multiple of a page, so
+    that words of two pages meet in other columns; a change of length, which the manifest has. It may miss two words of
+    one column that change by opposite amounts.
+    """
+
+    def __init__(self) -> None:
+        self._crc = 0
+        self._rest = bytearray()  # of a block that is not full
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes. It is quick where they come in blocks."""
+        if self._rest:
+            missing = BLOCK - len(self._rest)
+            self._rest += data[:missing]
+            data = data[missing:]
+            if len(self._rest) < BLOCK:
+                return
+            self._crc = _folded(self._rest, self._crc)
+            self._rest = bytearray()
+        whole = len(data) - len(data) % BLOCK
+        for start in range(0, whole, BLOCK):
+            self._crc = _folded(data[start : start + BLOCK], self._crc)
+        self._rest += data[whole:]
+
+    @property
+    def value(self) -> int:
+        """Return the sum of what came so far."""
+        return _folded(self._rest.ljust(BLOCK, b"\0"), self._crc) if self._rest else self._crc
+
+
+def _folded(block: memoryview | bytearray, crc: int) -> int:
+    words = np.frombuffer(block, dtype="<u8").reshape(_ROWS, _COLUMNS)
+    return zlib.crc32(np.add.reduce(words, axis=0), crc)
 
 
 class SummingFile:
@@ -154,7 +201,7 @@ def sums_in(manifest: bytes) -> dict[str, FileSum]:
     except Escapes as error:
         raise ValueError(f"its {MANIFEST} names files outside of it, or none: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its {MANIFEST} is damaged ({_brief(error)})") from error
+        raise ValueError(f"its {MANIFEST} is damaged ({type(error).__name__}: {error!s:.200})") from error
     return sums
 
 
@@ -163,32 +210,29 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def misfit(sums: Mapping[str, FileSum], sizes: Mapping[str, int]) -> str | None:
+    """Return what the sizes of a checkpoint's files show to be wrong, by the sums in its manifest; None if nothing."""
+    loaded = (name for name in sizes if "/" not in name and (name.endswith(TENSORS) or name in _LOADED))
+    if unlisted := sorted(name for name in (SUMMARY, *loaded) if name not in sums):
+        return f"its {MANIFEST} does not list {unlisted[0]}"
+    for name, expected in sums.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != expected.bytes:
+            return f"{name} has {sizes[name]:,} bytes, not {expected.bytes:,}"
+    return None
+
+
 def first_look(folder: Path) -> str | None:
     """Return what a quick check finds wrong, else None: it looks at file sizes and reads all files but tensors."""
+    if not is_complete(folder):
+        return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
     try:
-        if not is_complete(folder):
-            return f"it has no {MANIFEST}: it was not saved to its end, or is damaged"
-        sums = read_manifest(folder)
-        if SUMMARY not in sums:
-            return f"its {MANIFEST} does not list {SUMMARY}"
-        if unlisted := sorted(each.name for each in folder.iterdir() if _is_loaded(each) and each.name not in sums):
-            return f"its {MANIFEST} does not list {unlisted[0]}"
-        for name, expected in sums.items():
-            found = (folder / name).stat()
-            if found.st_size != expected.bytes:
-                return f"{name} has {found.st_size:,} bytes, not {expected.bytes:,}"
-    except FileNotFoundError as error:
-        return f"{Path(str(error.filename)).name} is missing"
-    except OSError as error:
-        return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
-    except ValueError as error:
-        return str(error)
-    return damage(folder, [name for name in sums if not name.endswith(TENSORS)])
-
-
-def _is_loaded(file: Path) -> bool:
-    """Whether a load reads the file; it ignores those that a person or a file system leaves beside."""
-    return file.suffix == TENSORS or file.name in ("common.pt", "metadata.json", ".metadata")
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        sums, sizes = read_manifest(folder), {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    except (OSError, ValueError) as error:
+        return _unreadable(error)
+    return misfit(sums, sizes) or damage(folder, [name for name in sums if not name.endswith(TENSORS)])
 
 
 def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
@@ -201,13 +245,17 @@ def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
                 return f"{name} has {found.bytes:,} bytes, not {expected.bytes:,}"
             if found != expected:
                 return f"{name} is damaged: its checksum is {found.crc32:08x}, not {expected.crc32:08x}"
-    except FileNotFoundError as error:
-        return f"{Path(str(error.filename)).name} is missing"
-    except OSError as error:
-        return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
-    except ValueError as error:
-        return str(error)
+    except (OSError, ValueError) as error:
+        return _unreadable(error)
     return None
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(str(error.filename)).name} is missing"
+    if isinstance(error, OSError):
+        return f"{Path(str(error.filename)).name} cannot be read: {in_words(error)}"
+    return str(error)
 
 
 _WORDS = {
@@ -225,7 +273,55 @@ def in_words(error: OSError) -> str:
     return _WORDS.get(error.errno or 0) or os.strerror(error.errno or 0) if error.errno else str(error)
 
 
-def _brief(error: BaseException) -> str:
-    """Return an error in one line."""
-    text: Any = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+class Damaged(UserError):
+    """Is raised where the bytes of a file are not those that were written. The message names the file."""
+
+
+class VerifiedItems:
+    """Reads items of files."""
+
+    def __init__(self, sums: Mapping[str, FileSum]) -> None:
+        """Take the sums of a checkpoint's files, by name."""
+        # file → byte at which an item begins → the byte at which it ends, and its sum
+        self._items: dict[str, dict[int, tuple[int, int]]] = {
+            name: dict(zip((0, *(end for end, _ in total.items)), total.items, strict=False))
+            for name, total in sums.items()
+            if total.items
+        }
+
+    @classmethod
+    def of(cls, folder: Path) -> VerifiedItems:
+        """Return the reader for a checkpoint. Raises Damaged for a damaged manifest."""
+        try:
+            return cls(read_manifest(folder))
+        except ValueError as error:
+            raise Damaged(str(error)) from error
+
+    def read(self, file: IO[bytes], name: str, start: int, into: memoryview) -> None:
+        """Fill `into` with the item that begins at `start` of the file `name`. Raises Damaged."""
+        self._read(file, name, start, len(into), (into[at : at + BLOCK] for at in range(0, len(into), BLOCK)))
+
+    def verify(self, file: IO[bytes], name: str, start: int, length: int) -> None:
+        """Read an item and keep nothing of it. Raises Damaged."""
+        block = memoryview(bytearray(min(BLOCK, length)))
+        self._read(file, name, start, length, (block[: length - at] for at in range(0, length, BLOCK)))
+
+    def _read(self, file: IO[bytes], name: str, start: int, length: int, blocks: Iterable[memoryview]) -> None:
+        """Fill blocks and sum up each while it is in the cache: the item is read from memory once."""
+        end, total = start + length, FoldedSum()
+        if (items := self._items.get(name)) is None:
+            raise Damaged(f"its {MANIFEST} has no sums of what is in {name}")
+        expected_end, expected = items.get(start, (-1, 0))
+        if expected_end != end:
+            raise Damaged(f"{name} is damaged: no item of it lies at bytes {start:,} to {end:,}")
+        at = start
+        for block in blocks:
+            left = block
+            while left:
+                count = os.preadv(file.fileno(), [left], at)
+                if not count:
+                    raise Damaged(f"{name} is damaged: it ends {end - at:,} bytes too early")
+                left, at = left[count:], at + count
+            total.update(block)
+        if total.value != expected:
+            raise Damaged(f"{name} is damaged: the sum of bytes {start:,} to {end:,} is not what was written")

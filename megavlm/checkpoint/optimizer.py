@@ -52,7 +52,7 @@ def sharded_optimizer_state(
     parts = _parts(optimizer)
     if not _is_shared(parts):  # groups number their parameters: each optimizer keeps its own groups
         states = [part.sharded_state_dict(dict(entries), is_loading=loading, metadata=dict(metadata)) for part in parts]
-        return states[0] if len(states) == 1 else {"parts": dict(enumerate(states))}
+        return states[0] if len(states) == 1 else {"parts": {str(number): each for number, each in enumerate(states)}}
     tensors = [
         tensor
         for each in shards
@@ -82,7 +82,7 @@ def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
             group["step"] = step
         return
     for index, part in enumerate(parts):
-        part.load_state_dict(dict(loaded) if len(parts) == 1 else loaded["parts"][index])
+        part.load_state_dict(dict(loaded) if len(parts) == 1 else loaded["parts"][str(index)])
 
 
 def _groups(parts: list[Any]) -> list[dict[str, Any]]:

@@ -1,44 +1,50 @@
-"""Load a distributed checkpoint without unpickling anything of it, and verify what is read while it is read.
+"""Load the newest checkpoint that is whole, without unpickling anything of it; one that is damaged is left out.
 
-megatron-core and torch unpickle three things: the descriptions (`.metadata`), entries that are no tensors (random
-states), and what is common to all ranks (`common.pt`). Here the first is read by `safety`, the others by
-`torch.load(weights_only=True)`, which makes tensors and plain values only.
+Every rank verifies what it reads while it reads it. What they find is shared before anything loaded is used, so that
+all ranks go on from the same checkpoint.
+
+megatron-core and torch unpickle the descriptions (`.metadata`), each tensor, and what is common to all ranks
+(`common.pt`). Here `items.json` and `state.json` say the same, and values are taken from the files as bytes.
 """
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
-from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from megavlm.backend import patches
-from megavlm.checkpoint.archives import plain_values, tensor_in
-from megavlm.checkpoint.safety import read_metadata
-from megavlm.checkpoint.verified import VerifiedItems
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.folders import Holds
+from megavlm.checkpoint.items import Record, read_items, read_state
+from megavlm.checkpoint.manifest import Damaged, VerifiedItems, first_look
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
+
+Loaded = TypeVar("Loaded")
+_NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
+_LOOKS = 10  # at folders in which another run saves and deletes
+_WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fill a sharded state dict from a checkpoint folder and return it; every rank calls it.
 
-    Raises UserError, on all ranks, for a checkpoint that is unsafe or damaged.
+    Raises UserError, on all ranks, for a checkpoint that is damaged.
     """
-    patches.read_checkpoints_with(reader=Reader, planner=Planner)
+    patches.read_checkpoints_with(Reader)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), common_strategy=_Common())
     except CheckpointException as error:  # every rank gets the failures of all ranks
@@ -57,48 +63,42 @@ def _damaged(folder: Path, error: BaseException, where: str = "") -> UserError:
 
 
 class Reader(FileSystemReader):
-    """Reads the tensors of checkpoint files in place of torch's reader, with metadata that `safety` has checked.
+    """Reads the tensors of checkpoint files in place of torch's reader, where `items.json` says that they are.
 
-    Each stored item is read once, in the order of the file, into memory that all items share, and verified there.
+    Each record is read once, in the order of the file, into memory that all of them share, and verified there.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Read the metadata here: torch would turn a UserError that a reader raises later into another error."""
+        """Read the description here: torch would turn a UserError that a reader raises later into another error."""
         super().__init__(folder)
-        self._folder = Path(folder)
-        self._metadata = read_metadata(self._folder)
+        self._metadata = read_items(Path(folder))
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        self._items = VerifiedItems.of(self._folder)
+        self._items = VerifiedItems.of(Path(folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of a plan. Raises Damaged for bytes that are not what was written."""
-        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        wanted: dict[Record, list[ReadItem]] = {}
         for each in plan.items:
-            place: _StorageInfo = self.storage_data[each.storage_index]
-            wanted.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), []).append(each)
-        largest = max((length for places in wanted.values() for _, length in places), default=0)
-        memory = torch.empty(largest, dtype=torch.uint8)
-        for name, places in wanted.items():
-            with open_regular(self._folder / name, buffering=0) as file:
-                for (start, length), items in sorted(places.items(), key=lambda entry: entry[0]):
-                    content = memory[:length]
-                    self._items.read(file, name, start, content.numpy().data)
-                    for item in items:
-                        _fill(item, content, planner, f"{self._folder / name}")
+            wanted.setdefault(self.storage_data[each.storage_index], []).append(each)
+        memory = torch.empty(max((record.length for record in wanted), default=0), dtype=torch.uint8)
+        for record, items in sorted(wanted.items(), key=lambda entry: (entry[0].file, entry[0].start)):
+            content = memory[: record.length]
+            with open_regular(record.file, buffering=0) as file:
+                self._items.read(file, record.file.name, record.start, content.numpy().data)
+            begin = record.values_at() - record.start
+            values = content[begin : begin + record.bytes].view(record.dtype).view(record.sizes)
+            for item in items:
+                _fill(item, values, planner, str(record.file))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _fill(item: ReadItem, content: Tensor, planner: LoadPlanner, name: str) -> None:
-    """Give a planner what it wants of a stored item."""
-    if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(content.numpy().tobytes()))
-        return
-    stored = tensor_in(content, name)
+def _fill(item: ReadItem, stored: Tensor, planner: LoadPlanner, name: str) -> None:
+    """Give a planner what it wants of a record."""
     for axis, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(axis, start, size)
     target = planner.resolve_tensor(item).detach()
@@ -108,29 +108,113 @@ def _fill(item: ReadItem, content: Tensor, planner: LoadPlanner, name: str) -> N
     planner.commit_tensor(item, target)
 
 
-class Planner(MCoreLoadPlanner):
-    """megatron-core's load planner, except that entries other than tensors are read as plain values only."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        target, place = (
-            (self.original_state_dict, self.mappings[name]) if self.flatten_state_dict else (self.state_dict, (name,))
-        )
-        set_element(target, place, plain_values(value, name))
-
-
 class _Common(TorchCommonLoadStrategy):
-    """megatron-core's loader of `common.pt`, except that it reads tensors and plain values only."""
+    """megatron-core's loader of what is common to all ranks, which reads `state.json` in place of `common.pt`."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return common_state(Path(checkpoint_dir))
+        return read_state(Path(checkpoint_dir))
 
 
-def common_state(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint has once for all ranks: positions and settings. Raises UserError if it is damaged."""
-    path = folder / COMMON_STATE_FNAME
-    with open_regular(path) as file:
-        found = plain_values(file, str(path))
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged (it holds no dict): use another checkpoint")
-    return found
+@dataclass(frozen=True)
+class Choices:
+    """The checkpoints that a run may start from, newest first, and a warning for each that is left out."""
+
+    folders: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+    fallback: bool = True  # whether an older one may stand in for a damaged one
+
+
+def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints of a folder that look whole, held. Raises UserError if there are some, all damaged.
+
+    Another run may write there: where it deletes one meanwhile, there is a newer one, and all are looked at anew.
+    """
+    for _ in range(_LOOKS):
+        whole, remarks, moved = [], [], False
+        for _, folder in reversed(folders.checkpoints(root)):
+            if not holds.add(folder):
+                moved = True
+                continue
+            problem = first_look(folder)
+            if problem is None:
+                whole.append(folder)
+            elif not whole:
+                remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
+                if not fallback:
+                    raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
+        if not moved:
+            break
+        holds.release()
+    if remarks and not whole:
+        raise UserError(f"{remarks[0]}, and no older one is whole: move the folders away to start anew")
+    return Choices(tuple(whole), tuple(remarks), fallback)
+
+
+def choices_of(path: Path, holds: Holds, *, fallback: bool = True) -> Choices:
+    """Return the checkpoints that `--load PATH` names, held: one, or all of a run. Raises UserError."""
+    if folders.is_checkpoint(path):
+        holds.add(path)
+        if problem := first_look(path):
+            raise UserError(f"--load {path} is damaged: {problem}. Give another checkpoint, or its run")
+        return Choices((path,))
+    for root in (path / "checkpoints", path):
+        if (found := choices_in(root, holds, fallback=fallback)).folders:
+            return found
+    if (path / "config.json").exists():
+        raise UserError(f"--load {path} is a Hugging Face folder: give it to --init-from")
+    raise UserError(f"--load {path} holds no complete checkpoint: give a run folder or one of its iter_* folders")
+
+
+def load_newest(
+    choices: Choices, *, check: Callable[[Path], None], load: Callable[[Path], Loaded], say: Callable[[str], None]
+) -> tuple[Path, Loaded]:
+    """Load the newest checkpoint that turns out to be whole; return it and what `load` returned. All ranks call it.
+
+    Raises UserError if none is, or if `check` finds that one does not belong to this run.
+    """
+    for number, folder in enumerate(choices.folders):
+        check(folder)
+        loaded, problem = _load_and_verify(folder, load)
+        if problem is None:
+            return folder, loaded
+        older = choices.folders[number + 1 :]
+        if older and not choices.fallback:
+            raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
+        if not older:
+            raise UserError(f"checkpoint {folder} is damaged: {problem}. No older one is whole: load another run's")
+        say(f"checkpoint {folder} is damaged: {problem}. Going on from {older[0].name}")
+    raise AssertionError("no checkpoint to choose from")
+
+
+def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any, str | None]:
+    """Return what `load` returns and None, or, on all ranks alike, what is wrong with the checkpoint."""
+    loaded, damaged, failure = None, None, None
+    try:
+        loaded = load(folder)
+    except _NOT_THE_FILES:
+        raise
+    except Damaged as error:
+        damaged = str(error)
+    except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
+        failure = error
+    said = None if failure is None else _in_one_line(failure, folder)
+    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(found, (damaged, said))
+    if problems := [each for each, _ in found if each]:
+        return loaded, problems[0]
+    if failures := [each for _, each in found if each]:
+        raise UserError(failures[0]) from failure  # every byte is what was written: an older one would not load either
+    return loaded, None
+
+
+def _in_one_line(error: BaseException, folder: Path) -> str:
+    """Return the reason of a failed load in one line: of a UserError its text, else the innermost cause."""
+    if isinstance(error, UserError):
+        return str(error)
+    inner = getattr(error, "failures", None)
+    if isinstance(inner, dict) and inner:
+        error = next(iter(inner.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{folder} cannot be loaded ({type(error).__name__}{': ' + lines[0][:200] if lines else ''})"

@@ -1,4 +1,4 @@
-"""Copy a rank's state into host memory that it shares with the process that writes its checkpoints.
+"""Copy a rank's state into memory that it shares with the process that writes it, and write its files from there.
 
 The memory has no name in any file system (`memfd`), so it is gone with the two processes and no limit of /dev/shm
 applies. It is kept for the next save. For a GPU it is pinned, so that copies run at the speed of the bus.
@@ -10,17 +10,33 @@ import io
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
 
 import torch
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from megavlm.backend.host_copies import pin as pin_memory
 from megavlm.backend.host_copies import unpin
-from megavlm.checkpoint.tensor_files import Item
+from megavlm.checkpoint.items import ITEMS, write_items
+from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
+from megavlm.files import open_new
+
+THREADS = 2  # files of a rank, each written by a thread
+_FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
 
 _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
+
+Item = tuple[MetadataIndex, torch.Tensor | io.BytesIO]
 
 
 @dataclass(frozen=True)
@@ -125,3 +141,148 @@ def _place(index: MetadataIndex, data: torch.Tensor | io.BytesIO, offset: int) -
     if isinstance(data, torch.Tensor):
         return Place(index, offset, data.numel() * data.itemsize, data.dtype, tuple(data.shape))
     return Place(index, offset, data.getbuffer().nbytes, None, ())
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the items of a rank's files are, and the sums of these files."""
+
+    results: Sequence[WriteResult]
+    sums: Mapping[str, FileSum]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.sums.values())
+
+
+class SaveError(Exception):
+    """Is raised when a file of a checkpoint cannot be written. The message says which and why, in one line."""
+
+
+class NotFinite(SaveError):
+    """Is raised for state that has a NaN or an infinity. The message is the name of the tensor."""
+
+
+def write_share(
+    folder: Path,
+    files: Mapping[str, Sequence[Item]],
+    whole: Mapping[str, bytes],
+    *,
+    go_on: Callable[[], None] = lambda: None,
+) -> Written:
+    """Write a rank's files; return where their items are, and the files' sums.
+
+    `go_on` is called before each piece of a file; what it raises ends the write.
+
+    Raises NotFinite for a tensor that has a NaN or an infinity, SaveError if a file cannot be written.
+    """
+    results: list[WriteResult] = []
+    sums: dict[str, FileSum] = {}
+    lock = threading.Lock()
+
+    def write(name: str) -> None:
+        items = files[name] if name in files else whole[name]
+        found, total = write_file(folder / name, items, go_on)
+        with lock:
+            results.extend(found)
+            sums[name] = total
+
+    with without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(write, [*files, *whole]):
+            pass  # an error of any is raised here
+    return Written(results, sums)
+
+
+def write_file(
+    path: Path, content: Sequence[Item] | bytes, go_on: Callable[[], None] = lambda: None
+) -> tuple[list[WriteResult], FileSum]:
+    """Write and flush one file; return where its items are and its sum. Raises SaveError."""
+    results = []
+    stream = None
+    try:
+        with open_new(path) as file, without_record_sums():
+            on_disk = _FlushedFile(file)
+            stream = SummingFile(cast(IO[bytes], on_disk), go_on)
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                for index, data in content:
+                    if _is_bad(data):
+                        raise NotFinite(index.fqn)
+                    start = stream.tell()
+                    if isinstance(data, io.BytesIO):
+                        stream.write(data.getbuffer())
+                    else:
+                        torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
+                    stream.end_item()
+                    length = stream.tell() - start
+                    results.append(WriteResult(index, length, _StorageInfo(path.name, start, length)))
+            on_disk.finish()
+    except OSError as error:
+        raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
+    except RuntimeError as error:
+        # torch's archive goes on after a write that failed, and complains of that.
+        cause = stream.error if stream is not None else None
+        if cause is not None and not isinstance(cause, OSError):
+            raise cause from error
+        raise SaveError(f"{path.name} cannot be written: {in_words(cause) if cause else error}") from error
+    return results, stream.sum
+
+
+class _FlushedFile:
+    """A file that waits for the disk now and then, while it is written, and in `finish`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._waiting = 0  # bytes that the disk may not have yet
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = self._file.write(data)
+        self._waiting += written
+        if self._waiting >= _FLUSH:
+            self.finish()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._waiting = 0
+
+
+def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
+    """Write `items.json`, which says where all ranks' tensors are, and torch's `.metadata`. Raises SaveError."""
+    try:
+        FileSystemWriter(folder).finish(metadata, [list(each.results) for each in written])
+        write_items(folder, metadata)
+    except OSError as error:
+        raise SaveError(f"{ITEMS} cannot be written: {in_words(error)}") from error
+
+
+def _is_bad(data: torch.Tensor | io.BytesIO) -> bool:
+    """Return whether a tensor has a NaN or an infinity; types of one byte are not looked at."""
+    if not isinstance(data, torch.Tensor) or not data.is_floating_point() or data.itemsize == 1 or not data.numel():
+        return False
+    return not bool(torch.stack(torch.aminmax(data)).isfinite().all())
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory, row-major in a storage of its own: `torch.save` writes storages as they are."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+@contextmanager
+def without_record_sums() -> Iterator[None]:
+    """Make `torch.save` skip the checksum of each record: it takes four times as long as writing, and nobody reads it.
+
+    Up to torch 2.12 the setting is the process's, later each thread's: the starter of threads and they enter it.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)

@@ -2,7 +2,7 @@
 
 What is saved: parameters and optimizer moments as sharded tensors under global names (they reshard), the common
 state once (iteration, data position, schedule position, the model and layout they belong to), and each rank's
-random states (restored only on the same layout: another one has other ranks).
+random states (restored only on the same layout and kind of device: another one has other generators).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
 
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint import reading
+from megavlm.checkpoint.items import STATE
 from megavlm.checkpoint.optimizer import (
     load_loss_scale,
     load_optimizer_state,
@@ -99,6 +101,7 @@ def save(
         data=data or {},
         metrics=metrics or {},
     )
+    summary["random"] = _sizes(state["random"])
     with _quiet():
         share = saver.division.share(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
         saver.begin(share, summary)
@@ -107,9 +110,9 @@ def save(
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = read_summary(folder)
-    same_layout = summary["plan"] == plan.to_json()
     state = _sharded_state(trained, loading=True)
-    if not same_layout:
+    resumes_random = summary["plan"] == plan.to_json() and summary.get("random") == _sizes(state["random"])
+    if not resumes_random:
         del state["random"]
     begins_averages = config.optimizer.ema_decay > 0 and not summary.get("averages", False)
     if begins_averages:
@@ -121,7 +124,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
         loaded = reading.load(state, folder)
-    common = folder / "common.pt"
+    common = folder / STATE
     if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
         raise UserError(f"{common} has no {' and no '.join(missing)} of a run: use another checkpoint")
     for index, chunk in enumerate(trained.chunks):
@@ -134,8 +137,8 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
             average(trained.optimizer, decay=0.0)
         load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
         position = Position(**loaded["position"])
-        if same_layout:
-            set_random_states(loaded["random"])
+        if resumes_random:
+            set_random_states(_nested(loaded["random"]))
     except (LookupError, TypeError, AttributeError) as error:  # values of a file that somebody else has written
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{common} is not as a run writes it ({what:.200}): use another checkpoint") from error
@@ -168,8 +171,32 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     return {
         **chunks,
         "optimizer": optimizer,
-        "random": ShardedObject("random", random_states(), (dist.get_world_size(),), (dist.get_rank(),)),
+        "random": _sharded_random_states(),
     }
+
+
+def _sharded_random_states() -> dict[str, ShardedTensor]:
+    """Return the states of this rank's random generators, each as a row of a tensor that has one for each rank."""
+    states = random_states()
+    flat = {**{f"tracker.{name}": state for name, state in states.pop("tracker").items()}, **states}
+    row = (0, dist.get_rank(), dist.get_world_size())
+    return {
+        name: ShardedTensor.from_rank_offsets(f"random.{name}", state[None].clone(), row)
+        for name, state in flat.items()
+    }
+
+
+def _nested(loaded: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return random states as `set_random_states` takes them, from those that `_sharded_random_states` returned."""
+    states: dict[str, Any] = {"tracker": {}}
+    for name, state in loaded.items():
+        of_tracker = name.startswith("tracker.")
+        (states["tracker"] if of_tracker else states)[name.removeprefix("tracker.")] = state[0]
+    return states
+
+
+def _sizes(random: Mapping[str, ShardedTensor]) -> dict[str, int]:
+    return {name: each.local_shape[-1] for name, each in random.items()}
 
 
 def _filled_in_place(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -21,10 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megavlm.checkpoint import folders, remote
-from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, attempt_in, attempt_of, read_manifest
-from megavlm.checkpoint.remote import RemoteCheckpoint
-from megavlm.checkpoint.retention import Holds, Keep, kept, metrics_in, metrics_of
-from megavlm.checkpoint.upload_shares import Nodes, answer
+from megavlm.checkpoint.folders import Holds, Keep, kept, metrics_of
+from megavlm.checkpoint.manifest import attempt_of
 from megavlm.errors import UserError
 from megavlm.resilience import events
 from megavlm.storage.store import Store, StoreError
@@ -43,7 +40,6 @@ class Mirror:
     root: Path  # RUN_DIR/checkpoints
     store: Store
     keep: Keep
-    nodes: Nodes
     _there: dict[int, str | None] | None = None  # complete in the store → which save wrote it
     _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     _parts: dict[tuple[int, str | None], set[str]] = field(default_factory=dict)  # files that are copied already
@@ -51,7 +47,7 @@ class Mirror:
 
     def due(self) -> Path | None:
         """Return the newest checkpoint that is to be copied next; None if there is none. Raises StoreError."""
-        here = self._here()
+        here = dict(folders.complete(self.root))
         wanted = self._wanted(here)
         for iteration in sorted(wanted & here.keys(), reverse=True):
             attempt = attempt_of(here[iteration])
@@ -60,8 +56,8 @@ class Mirror:
         return None
 
     def copy(self, folder: Path, go_on: remote.GoOn) -> int | None:
-        """Copy a checkpoint, with the other nodes' help at the first attempt; return its bytes, and None, without a
-        copy, if the run has deleted it meanwhile. Raises StoreError, and UserError for one that is not what was saved.
+        """Copy a checkpoint; return the bytes that moved, and None, without a copy, if the run has deleted it
+        meanwhile. Raises StoreError, and UserError for one that is not what was saved.
         """
         iteration, attempt = int(folder.name[5:]), attempt_of(folder)
         holds = Holds()
@@ -70,14 +66,7 @@ class Mirror:
                 return None
             self._copies().pop(iteration, None)
             done = self._parts.setdefault((iteration, attempt), set())
-            sums, first = read_manifest(folder), not done
-            remote.clear(folder, self.store, done=done)
-            if first:
-                self.nodes.ask(folder)
-            remote.send(folder, self.store, self.nodes.share(sums, 0) if first else sums, done=done, go_on=go_on)
-            if first:
-                self.nodes.wait(folder, go_on)
-            remote.complete(folder, self.store, done=done)
+            moved = remote.upload(folder, self.store, done=done, go_on=go_on)
         except UserError:
             self.refused.add((iteration, attempt))
             raise
@@ -85,17 +74,13 @@ class Mirror:
             holds.release()
         self._copies()[iteration] = attempt
         self._parts.clear()
-        return sum(total.bytes for total in sums.values())
-
-    def _here(self) -> dict[int, Path]:
-        """Return the checkpoints of this machine by iteration."""
-        return dict(folders.complete(self.root))
+        return moved
 
     def _copies(self) -> dict[int, str | None]:
         if self._there is None:
             found = remote.complete_in(self.store)
-            self._metrics |= {each.iteration: _metrics(each) for each in found} if self.keep.best else {}
-            self._there = {each.iteration: _attempt(each) for each in found}
+            self._metrics |= {each.iteration: each.metrics() for each in found} if self.keep.best else {}
+            self._there = {each.iteration: each.attempt() for each in found}
         return self._there
 
     def _wanted(self, here: Mapping[int, Path]) -> set[int]:
@@ -121,20 +106,12 @@ class Mirror:
 
         It is asked of the copies alone: newer checkpoints that are not copied yet must not take their place.
         """
-        newest = max(self._here(), default=-1)
+        newest = max(dict(folders.complete(self.root)), default=-1)
         there = [iteration for iteration in self._copies() if iteration <= newest]
         wanted = self._kept(there)
         for iteration in [each for each in there if each not in wanted]:
             remote.remove(self.store.below(folders.folder_for(Path(), iteration).name))
             del self._copies()[iteration]
-
-
-def _attempt(found: RemoteCheckpoint) -> str | None:
-    return attempt_in(found.folder.read(MANIFEST, at_most=LARGEST))
-
-
-def _metrics(found: RemoteCheckpoint) -> dict[str, float]:
-    return metrics_in(found.folder.read(SUMMARY, at_most=2**24)) if SUMMARY in found.files else {}
 
 
 class Uploader:
@@ -172,16 +149,6 @@ class Uploader:
             self._fail(None, f"older copies stay: {error}")
         return False
 
-    def help(self, node: int) -> bool:
-        """Copy what rank 0's process asks this node for; return whether that is nothing. After a failure, wait."""
-        try:
-            nothing = not answer(self._mirror.nodes, node, self._mirror.root, self._mirror.store)
-            self._failing, self._pause = None, 1.0
-            return nothing
-        except (StoreError, UserError, OSError, ValueError) as error:
-            self._fail(None, str(error))
-            return False
-
     def _beat(self, moved: int) -> None:
         self.success = time.monotonic()
 
@@ -213,14 +180,8 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
     threading.Thread(target=_listen, args=(finish,), daemon=True).start()
     run_dir = Path(job["run_dir"])
-    nodes = Nodes(run_dir / "uploads", *job["nodes"])
-    mirror = Mirror(run_dir / "checkpoints", Store.at(job["store"]), Keep(**job["keep"]), nodes)
+    mirror = Mirror(run_dir / "checkpoints", Store.at(job["store"]), Keep(**job["keep"]))
     uploader = Uploader(run_dir, mirror)
-    if job["node"]:
-        while True:
-            if uploader.help(job["node"]):
-                time.sleep(_LOOK)
-    shutil.rmtree(nodes.folder, ignore_errors=True)  # what an earlier attempt asked for
     while True:
         nothing_due = uploader.turn()
         if finish.is_set() and nothing_due:

@@ -1,22 +1,25 @@
 """List, verify, show, prune and copy checkpoints: `python tools/checkpoint.py list|verify|show|prune|copy …`.
 
-Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a mistake in the command, else 0.
+A folder on a disk is read like one in a store. Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a
+mistake in the command, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
-from megavlm.checkpoint import inspection, store_inspection
-from megavlm.checkpoint.retention import Keep
+from megavlm.checkpoint import folders, manifest, remote
+from megavlm.checkpoint.folders import Holds, Keep
+from megavlm.checkpoint.manifest import MANIFEST
+from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
 from megavlm.config.commands import Parser, reported
 from megavlm.config.messages import plain
 from megavlm.errors import UserError
-from megavlm.storage.store import StoreError
+from megavlm.storage.store import Store, StoreError
 from megavlm.storage.urls import is_url
 
 
@@ -31,63 +34,118 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _at(text: str) -> tuple[ModuleType, Path | str]:
-    """Return the functions for a place, which is a path or a URL, and the place as they take it."""
-    return (store_inspection, text) if is_url(text) else (inspection, Path(text))
+def checkpoints_of(place: str) -> list[StoredCheckpoint]:
+    """Return the checkpoints that a path or URL names: itself, or all of a run, oldest first. Raises UserError."""
+    store, only = remote.place_of(place)
+    if found := [each for each in remote.found_in(store) if only in (None, each.name)]:
+        return found
+    raise UserError(f"{place} holds no checkpoints: give a run folder or URL, its checkpoints, or one of them")
 
 
 def _list(options: argparse.Namespace) -> int:
-    functions, run = _at(options.run)
-    for entry in functions.entries(run):
-        parts = [entry.name, f"{entry.bytes / 1e9:10.3f} GB", f"{entry.saved:%Y-%m-%d %H:%M:%S}"]
-        parts += [f"{name} {value:.4g}" for name, value in entry.metrics.items()] + ["best"] * entry.is_best
-        print("  ".join([*parts, entry.state]))
+    found = checkpoints_of(options.run)
+    metrics = {each.iteration: each.metrics() for each in found}
+    best = _best(found[-1], metrics)
+    for each in found:
+        saved = each.folder.modified(MANIFEST if each.is_complete else min(each.files)).astimezone()
+        parts = [each.name, f"{each.bytes / 1e9:10.3f} GB", f"{saved:%Y-%m-%d %H:%M:%S}"]
+        parts += [f"{name} {value:.4g}" for name, value in metrics[each.iteration].items()]
+        parts += ["best"] * (each.iteration == best)
+        print("  ".join([*parts, remote.first_look(each) or "whole"]))
     return 0
+
+
+def _best(newest: StoredCheckpoint, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
+    """Return the iteration of the best checkpoint by the rule that the newest one names; None if there is no rule."""
+    try:
+        metric, mode = newest.summary()["keep_best"]
+        known = {iteration: each[metric] for iteration, each in metrics.items() if metric in each}
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    return folders.best_of(known, "max" if mode == "max" else "min")
 
 
 def _verify(options: argparse.Namespace) -> int:
     damaged = 0
-    for text in options.paths:
-        functions, place = _at(text)
-        for checkpoint in functions.checkpoints_of(place):
-            problem = functions.problem_of(checkpoint)
+    for place in options.paths:
+        for each in checkpoints_of(place):
+            problem = remote.damage(each)
             damaged += problem is not None
-            print(f"{checkpoint}: {problem or 'whole'}", flush=True)
+            print(f"{each}: {problem or 'whole'}", flush=True)
     return int(damaged > 0)
 
 
 def _show(options: argparse.Namespace) -> int:
-    functions, place = _at(options.checkpoint)
-    print(json.dumps(functions.summary_of(functions.checkpoints_of(place)[-1]), indent=2))
+    print(json.dumps(checkpoints_of(options.checkpoint)[-1].summary(), indent=2))
     return 0
 
 
 def _prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise UserError("--keep must be at least 1")
-    functions, run = _at(options.run)
     rule = Keep(options.keep, options.keep_every, options.keep_best, options.mode)
-    known = sorted({name for entry in functions.entries(run) for name in entry.metrics}) if rule.best else []
+    found = [each for each in checkpoints_of(options.run) if each.is_complete]
+    metrics = {each.iteration: each.metrics() for each in found} if rule.best else {}
+    known = sorted({name for each in metrics.values() for name in each})
     if rule.best and rule.best not in known:
         uses = f"use one of {', '.join(known)}" if known else "leave it out"
         raise UserError(f"--keep-best {plain(rule.best)} is a metric that no checkpoint has: {uses}")
-    for checkpoint in functions.doomed(run, rule):
+    values = {iteration: each[rule.best] for iteration, each in metrics.items() if rule.best in each}
+    keep = folders.kept([each.iteration for each in found], rule, values)
+    for each in found:
+        if each.iteration in keep:
+            continue
         if not options.delete:
-            print(f"{checkpoint} would be deleted: add --delete")
+            print(f"{each} would be deleted: add --delete")
+        elif is_url(options.run):
+            remote.remove(each.folder)
+            print(f"{each} is deleted")
         else:
-            print(f"{checkpoint} {'is deleted' if functions.delete(checkpoint) else 'stays: somebody loads it'}")
+            print(f"{each} {'is deleted' if folders.delete(Path(str(each))) else 'stays: somebody loads it'}")
     return 0
 
 
 def _copy(options: argparse.Namespace) -> int:
-    functions, place = _at(options.checkpoint)
-    source = functions.checkpoints_of(place)[-1]
+    source = checkpoints_of(options.checkpoint)[-1]
     if Path(options.to).name.startswith("iter_"):
         raise UserError(f"FOLDER {options.to} has the name of a checkpoint: name the folder to put a copy into")
-    in_a_store = is_url(options.checkpoint) or is_url(options.to)
-    copied = store_inspection.copy(source, options.to) if in_a_store else inspection.copy(source, Path(options.to))
-    print(f"{copied}: copied and verified")
+    print(f"{copy(source, options.to)}: copied and verified")
     return 0
+
+
+def copy(source: StoredCheckpoint, to: str) -> str:
+    """Copy a checkpoint between disks, or a disk and a store; verify it while it is read and once it is written.
+
+    Returns where it is. Raises UserError for one that is damaged or there already, and StoreError.
+    """
+    target, holds = Store.at(to), Holds()
+    if any(each.name == source.name for each in remote.found_in(target)):
+        raise UserError(f"{to}/{source.name} is already there: remove it, or copy to another place")
+    if is_url(to) and is_url(str(source)):
+        raise UserError(f"{source} is in a store like {to}: copy it to a folder first, and from there")
+    try:
+        if not is_url(str(source)):
+            holds.add(Path(str(source)))
+        if problem := remote.first_look(source):
+            raise UserError(f"{source} is damaged: {problem}")
+        if not is_url(to):
+            sums = source.sums()
+            remote.download(source, Path(to), sums, sums)
+            return str(remote.commit_download(source, Path(to)))
+        remote.upload(Path(str(source)), target, done=set())
+    except DamagedInStore:
+        shutil.rmtree(remote.temporary_for(Path(to), source.name), ignore_errors=True)
+        raise
+    except StoreError:
+        raise
+    except OSError as error:
+        raise UserError(f"{source} cannot be copied to {to}: {manifest.in_words(error)}") from error
+    finally:
+        holds.release()
+    (copied,) = (each for each in remote.complete_in(target) if each.name == source.name)
+    if problem := remote.damage(copied):
+        raise UserError(f"{copied} does not read back as it was written: {problem}")
+    return str(copied)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from megavlm.backend import Backend
 from megavlm.backend.accelerator import clock_of, peak_memory
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.begun import as_begun
-from megavlm.checkpoint.retention import Holds, Keep
+from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.derived import minutes_to_meet, overlapped

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megavlm.checkpoint import folders, manifest, remote
-from megavlm.checkpoint.remote import DamagedInStore, RemoteCheckpoint
+from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
 from megavlm.config.schema import Config
 from megavlm.errors import StoreLost, UserError
 from megavlm.parallel.groups import from_rank_0, on_rank_0
@@ -106,7 +106,7 @@ def _fetch(wanted: Fetch, phases: Phases) -> None:
         skipped.add(chosen.name)
 
 
-def _choose(wanted: Fetch, skipped: set[str]) -> RemoteCheckpoint | UserError | None:
+def _choose(wanted: Fetch, skipped: set[str]) -> StoredCheckpoint | UserError | None:
     """Return the newest checkpoint that is newer than all whole ones on the disk; None if there is none.
 
     An error is returned, since its type must reach all ranks.
@@ -138,12 +138,12 @@ def _choose(wanted: Fetch, skipped: set[str]) -> RemoteCheckpoint | UserError | 
     return None
 
 
-def _candidates(wanted: Fetch) -> list[RemoteCheckpoint]:
+def _candidates(wanted: Fetch) -> list[StoredCheckpoint]:
     store, only = remote.place_of(wanted.url) if wanted.flag == "--load" else (Store.at(wanted.url), None)
     return [each for each in remote.complete_in(store) if only in (None, each.name)]
 
 
-def _leave_out(wanted: Fetch, checkpoint: RemoteCheckpoint, problem: str) -> None:
+def _leave_out(wanted: Fetch, checkpoint: StoredCheckpoint, problem: str) -> None:
     """Warn of a damaged checkpoint. Raises UserError where no older one may stand in for it."""
     line = f"checkpoint {checkpoint.folder.url} is damaged: {problem}"
     if not wanted.fallback:
@@ -152,7 +152,7 @@ def _leave_out(wanted: Fetch, checkpoint: RemoteCheckpoint, problem: str) -> Non
         _warn(wanted, f"{line}. It is left out")
 
 
-def _copy(checkpoint: RemoteCheckpoint, root: Path) -> None:
+def _copy(checkpoint: StoredCheckpoint, root: Path) -> None:
     """Copy this rank's part of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sums = with_retries(checkpoint.sums)
@@ -168,7 +168,7 @@ def _copy(checkpoint: RemoteCheckpoint, root: Path) -> None:
     remote.download(checkpoint, root, names, sums, go_on=go_on)
 
 
-def _commit(checkpoint: RemoteCheckpoint, wanted: Fetch, began: float) -> None:
+def _commit(checkpoint: StoredCheckpoint, wanted: Fetch, began: float) -> None:
     try:
         folder = with_retries(partial(remote.commit_download, checkpoint, wanted.root))
     except OSError as error:
@@ -188,7 +188,7 @@ def _commit(checkpoint: RemoteCheckpoint, wanted: Fetch, began: float) -> None:
     print(f"copied and verified {folder} in {seconds:.1f} s", flush=True)
 
 
-def _check_room(checkpoint: RemoteCheckpoint, root: Path) -> None:
+def _check_room(checkpoint: StoredCheckpoint, root: Path) -> None:
     """Raise UserError if the disk has no room for a checkpoint."""
     root.mkdir(parents=True, exist_ok=True)
     begun = remote.temporary_for(root, checkpoint.name)
@@ -201,7 +201,7 @@ def _check_room(checkpoint: RemoteCheckpoint, root: Path) -> None:
         )
 
 
-def _size(checkpoint: RemoteCheckpoint) -> int:
+def _size(checkpoint: StoredCheckpoint) -> int:
     return sum(checkpoint.files.values())
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint import folders, state
+from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
-from megavlm.checkpoint.restoring import Choices, choices_in, choices_of, load_newest
-from megavlm.checkpoint.retention import Holds
+from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.data_loader import DataLoader

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import megavlm
-from megavlm.checkpoint.retention import Keep
+from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.uploader import FINISH
 from megavlm.resilience.phases import SAVE, Phases
 
@@ -24,30 +24,15 @@ _STARTS = 3  # of the process while the run waits for it
 _GRACE = 20.0  # seconds that a run which ends by an error leaves to a copy
 
 
-def _nodes(world: int) -> tuple[int, int]:
-    """Return the number of nodes and of ranks on each; one node where they are unequal, or nothing tells."""
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return (world // each, each) if each and world % each == 0 else (1, world)
-
-
 class Uploads:
-    """The process of a node that copies checkpoints. Whatever happens to it, the run goes on.
-
-    The first rank of each node has one. That of rank 0 decides what is copied, and asks the others for their part.
-    """
+    """The process that copies checkpoints. Whatever happens to it, the run goes on."""
 
     def __init__(self, run_dir: Path, store: str, keep: Keep) -> None:
-        """Start the process if this is the first rank of a node. Every rank makes one of these."""
-        rank, (nodes, ranks) = dist.get_rank(), _nodes(dist.get_world_size())
-        self._leads = rank == 0
+        """Start the process on rank 0, which alone has one. Every rank makes one of these."""
         self._finished = False
-        self._job = {
-            **{"run_dir": str(run_dir), "store": store, "keep": asdict(keep), "parent": os.getpid()},
-            **{"nodes": (nodes, ranks), "node": rank // ranks},
-        }
-        self._process: subprocess.Popen[str] | None = (
-            self._start() if rank % ranks == 0 and rank < nodes * ranks else None
-        )
+        self._starts = 0
+        self._job = {"run_dir": str(run_dir), "store": store, "keep": asdict(keep), "parent": os.getpid()}
+        self._process: subprocess.Popen[str] | None = self._start() if dist.get_rank() == 0 else None
 
     def ensure(self) -> None:
         """Start the process again if it died: it finds by itself what is to be copied."""
@@ -63,10 +48,8 @@ class Uploads:
         status: list[int | None] = [None]
         while status[0] is None:
             phases.enter(SAVE, "waits for the copies of checkpoints")
-            if self._leads:
-                status = [self._look()]
-            elif status[0] is None:
-                self.ensure()
+            if self._process is not None:
+                status = [self._look(self._process)]
             dist.broadcast_object_list(status, src=0)
         self._finished = True
         return status[0] == 0
@@ -75,7 +58,7 @@ class Uploads:
         """End the process. What it has not copied it copies when the run goes on."""
         if self._process is None:
             return
-        if self._leads and not self._finished:
+        if not self._finished:
             self._tell()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE)
@@ -99,22 +82,20 @@ class Uploads:
         return process
 
     def _tell(self) -> None:
-        self._starts = 1
+        """Let the process end once all is copied."""
+        self._starts += 1
         if self._process is not None:
             self.ensure()
             self._write(self._process, FINISH)
 
-    def _look(self) -> int | None:
+    def _look(self, process: subprocess.Popen[str]) -> int | None:
         """Return how the process ended, None while it runs. One that was killed is started again."""
-        assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        status = self._process.poll()
+            process.wait(1.0)
+        status = process.poll()
         if status in (None, 0, 1) or self._starts == _STARTS:
             return status
-        self._starts += 1
-        self._process = self._start()
-        self._write(self._process, FINISH)
+        self._tell()
         return None
 
     @staticmethod

@@ -31,7 +31,7 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
 
     from megavlm import backend
     from megavlm.checkpoint import state
-    from megavlm.checkpoint.retention import Keep
+    from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
@@ -122,7 +122,7 @@ def saved_again(argv: list[str], run_dir: str, into: str) -> None:
 
     from megavlm import backend
     from megavlm.checkpoint import state
-    from megavlm.checkpoint.retention import Keep
+    from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
     from megavlm.config.cli import parse
     from megavlm.config.rules import check
@@ -148,6 +148,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
     from megatron.core import dist_checkpointing
 
     found = dist_checkpointing.load_plain_tensors(folder)
+    found = {key: tensor for key, tensor in found.items() if not key.startswith("random.")}
     return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 

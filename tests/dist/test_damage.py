@@ -100,10 +100,10 @@ def slow(*case: object) -> object:
 
 
 CASES = [
-    (".metadata", cut),
-    slow(".metadata", empty),
-    slow(".metadata", Path.unlink),
-    slow(".metadata", flip),
+    ("items.json", cut),
+    slow("items.json", empty),
+    slow("items.json", Path.unlink),
+    slow("items.json", flip),
     ("megavlm.json", Path.unlink),
     slow("megavlm.json", cut),
     slow("megavlm.json", empty),
@@ -118,10 +118,10 @@ CASES = [
     ("__0_0.distcp", flip),
     slow("__0_1.distcp", flip),
     ("__0_0.distcp", of_another_iteration),
-    slow("common.pt", cut),
-    slow("common.pt", empty),
-    slow("common.pt", Path.unlink),
-    ("common.pt", flip),
+    slow("state.json", cut),
+    slow("state.json", empty),
+    slow("state.json", Path.unlink),
+    ("state.json", flip),
     slow("metadata.json", cut),
     slow("metadata.json", empty),
     slow("metadata.json", Path.unlink),
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loaded(
     assert [event["reason"] for event in events if event["kind"] == "damage"] == [line.removeprefix("warning: ")]
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", "common.pt"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.json"])
 def test_no_fallback_refuses_a_damaged_checkpoint(pools: Pools, three: Path, tmp_path: Path, file: str) -> None:
     shutil.copytree(three, tmp_path / "run")
     flip(tmp_path / "run/checkpoints/iter_0000003" / file)
@@ -212,19 +212,17 @@ def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tm
     assert [iteration for iteration, _ in folders.complete(root)] == [3, 4]
 
 
-def test_a_foreign_common_pt_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
+def test_a_foreign_state_is_named(pools: Pools, three: Path, tmp_path: Path) -> None:
     """Whoever writes the manifest anew may put any values into the file."""
-    import torch
-
     from tests.support.manifests import write_sums
 
     shutil.copytree(three / "checkpoints/iter_0000003", newest := tmp_path / "run/checkpoints/iter_0000003")
-    whole = torch.load(newest / "common.pt", weights_only=True)
+    whole = json.loads((newest / "state.json").read_text())
     for changed in ({}, {**whole, "position": {"x": 1}}, {**whole, "optimizer": {}}):
-        torch.save(changed, newest / "common.pt")
+        (newest / "state.json").write_text(json.dumps(changed))
         write_sums(newest)
         ((_, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
-        assert "common.pt" in error
+        assert "state.json" in error
         assert "use another checkpoint" in error
         assert "\n" not in error
 

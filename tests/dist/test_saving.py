@@ -40,7 +40,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
 
     from megavlm import backend
     from megavlm.checkpoint import saving, writer
-    from megavlm.checkpoint.tensor_files import SaveError
+    from megavlm.checkpoint.staging import SaveError
     from megavlm.config.cli import parse
     from megavlm.errors import UserError
     from megavlm.parallel.groups import destroy_groups
@@ -182,12 +182,12 @@ def with_a_commit_that_is_killed(argv: list[str], run_dir: str, where: str) -> N
     """Train with a writer of rank 0 that is killed once: in the commit of iteration 2, or as it prunes after that."""
     import torch.distributed as dist
 
-    from megavlm.checkpoint import folders, retention, writer
+    from megavlm.checkpoint import folders, writer
 
     module, name = {
         "before": (writer, "write_metadata"),
         "in it": (folders, "write_manifest"),
-        "after": (retention, "prune"),
+        "after": (folders, "prune"),
         "at its end": (writer, "_clear"),
         "reported": (writer, "_commit"),
     }[where]
@@ -239,7 +239,7 @@ def plans(run_dir: str) -> list[tuple[int, bool, list[str]]]:
     backend.activate()
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from megavlm.checkpoint.writing import Division
+    from megavlm.checkpoint.saving import Division
 
     told: list[int] = []
 
@@ -292,7 +292,7 @@ def test_no_async_save_waits(pools: Pools, undisturbed: Path, tmp_path: Path) ->
 
 def slowly(argv: list[str], output: str) -> None:
     """Run the program; it leaves a file at each phase of the save of iteration 4, and waits a little there."""
-    from megavlm.checkpoint import folders, manifest, reports, retention, staging, writer
+    from megavlm.checkpoint import folders, manifest, staging, writer
 
     folder = Path(output).parent
 
@@ -314,11 +314,11 @@ def slowly(argv: list[str], output: str) -> None:
     pausing(staging.Staging, "copy", "staged", about="", after="run/checkpoints/iter_0000002")
     pausing(manifest.SummingFile, "end_item", "writing", about="", after="read")
     pausing(writer, "write_share", "written")
-    pausing(reports.Reports, "leave", "reported", about="", after="written")
+    pausing(writer.Reports, "leave", "reported", about="", after="written")
     pausing(writer, "write_metadata", "described")
     pausing(folders, "write_manifest", "listed")
     pausing(Path, "rename", "pruning", about="tmp-iter_0000002", after="listed")
-    pausing(retention, "prune", "committed", about="", after="listed")
+    pausing(folders, "prune", "committed", about="", after="listed")
     run_program(argv, output)
 
 

@@ -14,7 +14,6 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz import bombs
 from tests.fuzz.campaign import CORPUS, corpus_of, fuzz
 from tests.fuzz.child import attempts, failing_input
 from tests.fuzz.mutations import mutated
@@ -22,7 +21,7 @@ from tests.fuzz.readers import READERS
 from tests.fuzz.structured import damaged
 
 TABLES = ("parquet", "arrow")
-BINARY = ("metadata", "distcp", "common.pt", "safetensors", "sentencepiece", *TABLES, "tar", "tar index", "image")
+BINARY = ("distcp", "safetensors", "sentencepiece", *TABLES, "tar", "tar index", "image")
 TEXT = ("chat template", "csv", "text", "jsonl", "events.jsonl", "metrics.jsonl", "feature cache")
 JSON = [name for name in READERS if name not in (*BINARY, *TEXT)]
 
@@ -38,14 +37,6 @@ def test_a_damaged_file_is_answered(name: str, tmp_path: Path) -> None:
     seeds = reader.seeds()
     few = [mutated(random.choice(seeds), random, others=seeds) for _ in range(reader.few)]
     check(name, [*corpus_of(name), seeds[0], *few], tmp_path / "attempts")
-
-
-@pytest.mark.parametrize("name", ["metadata", "common.pt"])
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_pickle_takes_time_and_memory_by_its_length(name: str, whole: bool, tmp_path: Path) -> None:
-    pickles = bombs.pickles(whole=whole)
-    inputs = pickles if name == "metadata" else [bombs.archived(each) for each in pickles]
-    check(name, inputs, tmp_path / "attempts")
 
 
 def test_the_corpus_belongs_to_readers() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from itertools import pairwise
 from pathlib import Path
 
-from megavlm.checkpoint.folded_sum import FoldedSum
-from megavlm.checkpoint.manifest import FileSum, write_manifest
-from megavlm.checkpoint.safety import read_metadata
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megavlm.checkpoint.items import read_items, write_items
+from megavlm.checkpoint.manifest import FileSum, FoldedSum, write_manifest
 
 
 def write_sums(folder: Path) -> None:
-    """Write the manifest; items are where `.metadata` says that they are, whatever the files hold there."""
+    """Write the manifest; items are where `items.json` says that they are, whatever the files hold there."""
     places: dict[str, list[tuple[int, int]]] = {}
-    for each in read_metadata(folder).storage_data.values():
-        places.setdefault(each.relative_path, []).append((each.offset, each.length))
+    for each in read_items(folder).storage_data.values():
+        places.setdefault(each.file.name, []).append((each.start, each.length))
     write_manifest(folder, {name: _summed((folder / name).read_bytes(), items) for name, items in places.items()})
 
 
@@ -29,3 +32,11 @@ def _folded(data: bytes) -> int:
     total = FoldedSum()
     total.update(memoryview(data))
     return total.value
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Save tensors by torch's own writer, and describe them as a save does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is one process
+        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    write_items(folder, dcp.FileSystemReader(folder).read_metadata())

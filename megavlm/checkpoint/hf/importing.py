@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -32,9 +32,10 @@ from megavlm.checkpoint.hf.checkpoint_reader import Stored
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
+from megavlm.checkpoint.items import STATE, write_items
 from megavlm.checkpoint.manifest import SUMMARY, FileSum, SummingFile
+from megavlm.checkpoint.staging import alone, without_record_sums
 from megavlm.checkpoint.summary import FORMAT
-from megavlm.checkpoint.tensor_files import without_record_sums
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
 from megavlm.files import open_new, replace_file
@@ -60,6 +61,7 @@ def import_checkpoint(
         )
     save_config(CheckpointingConfig("torch_dist"), str(temporary))
     torch.save({}, temporary / "common.pt")
+    replace_file(temporary / STATE, "{}\n")
     write_sidecar(pretrained, temporary / NAME)
     summary = {
         "format": FORMAT,
@@ -101,6 +103,10 @@ class _StreamingWriter(dcp.FileSystemWriter):
         super().__init__(*args, **kwargs)
         self.sums: dict[str, FileSum] = {}
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        write_items(Path(self.path), metadata)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items, lock = iter(plan.items), threading.Lock()
         results: list[WriteResult] = []
@@ -114,7 +120,7 @@ class _StreamingWriter(dcp.FileSystemWriter):
                 file = SummingFile(unsummed)
                 while (item := next_item()) is not None:
                     offset = file.tell()
-                    torch.save(planner.resolve_data(item), cast("IO[bytes]", file))
+                    torch.save(alone(cast(Tensor, planner.resolve_data(item))), cast("IO[bytes]", file))
                     file.end_item()
                     length = file.tell() - offset
                     results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -19,21 +18,22 @@ from megavlm import backend
 
 backend.activate()
 
-from megavlm.checkpoint import folders, inspection, manifest  # noqa: E402
+from megavlm.checkpoint import folders, manifest, remote  # noqa: E402
+from megavlm.checkpoint.folders import Holds  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E402
-from megavlm.checkpoint.reading import Planner, Reader, common_state  # noqa: E402
-from megavlm.checkpoint.restoring import choices_in  # noqa: E402
-from megavlm.checkpoint.retention import Holds  # noqa: E402
-from megavlm.checkpoint.safety import read_metadata  # noqa: E402
+from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
+from megavlm.checkpoint.reading import Reader, choices_in  # noqa: E402
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
 from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
+from megavlm.programs.checkpoint import checkpoints_of, copy  # noqa: E402
+from megavlm.storage.store import StoreError  # noqa: E402
 from tests.fuzz.child import Reader as Fuzzed  # noqa: E402
-from tests.support.manifests import write_sums  # noqa: E402
+from tests.support.manifests import save_tensors, write_sums  # noqa: E402
 
-STATE = {"weight": torch.arange(12.0).reshape(4, 3), "half": torch.ones(2).bfloat16(), "random/shard_0_1": ("a", 1)}
+TENSORS = {"weight": torch.arange(12.0).reshape(4, 3), "half": torch.ones(2).bfloat16()}
 
 
 @cache
@@ -41,10 +41,9 @@ def saved() -> dict[str, bytes]:
     """Return the files of a small checkpoint by name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        dcp.save(STATE, checkpoint_id=folder, no_dist=True)
-        buffer = io.BytesIO()
-        torch.save({"position": {"iteration": 3, "loader": {"consumed": 7}}, "loss_scale": None}, buffer)
-        (folder / "common.pt").write_bytes(buffer.getvalue())
+        save_tensors(folder, TENSORS)
+        state = {"position": {"iteration": 3, "step": {"tensor": [7], "dtype": "int64"}}, "loss_scale": None}
+        (folder / STATE).write_text(json.dumps(state))
         (folder / "megavlm.json").write_bytes(summary())
         manifest.write_manifest(folder, {})
         return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -78,31 +77,31 @@ def write(folder: Path, name: str, data: bytes) -> Path:
     return made
 
 
-def metadata(folder: Path, data: bytes) -> None:
-    read_metadata(write(folder, ".metadata", data))
+def items(folder: Path, data: bytes) -> None:
+    read_items(write(folder, ITEMS, data))
 
 
 def tensors(folder: Path, data: bytes) -> None:
     """Load a file of tensors as a run does, and read it as an export does."""
     made = write(folder, "__0_0.distcp", data)
     write_sums(made)
-    wanted = {"weight": torch.zeros(4, 3), "half": torch.zeros(2).bfloat16(), "random/shard_0_1": None}
+    wanted = {name: torch.zeros_like(value) for name, value in TENSORS.items()}
     with suppress(dcp.api.CheckpointException):  # which `reading.load` turns into a line
-        dcp.load(wanted, storage_reader=Reader(made), planner=Planner(), no_dist=True)
+        dcp.load(wanted, storage_reader=Reader(made), no_dist=True)
     records = CheckpointReader(made)
     for key, stored in records.stored.items():
         records.read(key, 0, stored.shape[0])
 
 
-def common(folder: Path, data: bytes) -> None:
-    common_state(write(folder, "common.pt", data))
+def state(folder: Path, data: bytes) -> None:
+    read_state(write(folder, STATE, data))
 
 
 def description(folder: Path, data: bytes) -> None:
     """Read `megavlm.json` as a resume, `--load` and the tools do."""
     made = write(folder, "megavlm.json", data)
     manifest.is_complete(made)
-    inspection.summary_of(made)
+    checkpoints_of(str(made))[0].summary()
     found = read_summary(made)
     config = resolved()
     expected = {"--seed": 1, "--datasets": [{"name": "a", "weight": 1.0, "files": [{"name": "a.json", "bytes": 8}]}]}
@@ -115,11 +114,12 @@ def listing(folder: Path, data: bytes) -> None:
     made = write(folder, "manifest.json", data)
     manifest.first_look(made)
     manifest.damage(made)
-    for entry in inspection.entries(folder):
-        assert len(entry.state.splitlines()) == 1, entry.state[:1000]
-        assert len(entry.state) < 1000
-    with suppress(UserError):
-        inspection.copy(made, folder / "copy")
+    (stored,) = checkpoints_of(str(folder))
+    state = remote.first_look(stored) or "whole"
+    assert len(state.splitlines()) == 1, state[:1000]
+    assert len(state) < 1000
+    with suppress(UserError, StoreError):
+        copy(stored, str(folder / "copy"))
     assert not (folder / "copy" / "link").exists()
     choices_in(folder, Holds())
 
@@ -140,10 +140,10 @@ def of(read: Callable[[Path, bytes], Any], *names: str, **options: Any) -> Fuzze
 
 
 READERS = {
-    "metadata": of(metadata, ".metadata"),
+    ITEMS: of(items, ITEMS),
     "distcp": of(tensors, "__0_0.distcp"),
     "megavlm.json": Fuzzed(description, lambda: [summary()]),
-    "common.pt": of(common, "common.pt"),
+    STATE: of(state, STATE),
     "manifest.json": of(listing, "manifest.json"),
     "sidecar": Fuzzed(
         sidecar, lambda: [b'{"spelling": 0, "files": {"a": "model.safetensors", "b": "model-2.safetensors"}}']

@@ -1,16 +1,23 @@
+"""Which folders are checkpoints, which of them are kept, and that none is deleted while it is read."""
+
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint import folders, retention
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.folders import Holds, Keep, kept
+from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.errors import UserError
 
 
-def write(root: Path, iteration: int) -> None:
-    (folders.prepare(root, iteration) / "data").write_text(str(iteration))
-    folders.commit(root, iteration)
+def write(root: Path, *iterations: int) -> None:
+    for iteration in iterations:
+        (folders.prepare(root, iteration) / "data").write_text(str(iteration))
+        folders.commit(root, iteration)
 
 
 def test_newest_complete_counts_and_unfinished_does_not(tmp_path: Path):
@@ -23,8 +30,7 @@ def test_newest_complete_counts_and_unfinished_does_not(tmp_path: Path):
 
 
 def test_order_is_by_number_not_by_name(tmp_path: Path):
-    write(tmp_path, 9_999_999)
-    write(tmp_path, 10_000_000)
+    write(tmp_path, 9_999_999, 10_000_000)
     assert folders.newest(tmp_path) == folders.folder_for(tmp_path, 10_000_000)
 
 
@@ -38,11 +44,10 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path):
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (2, [2, 3]), (9, [1, 2, 3])])
 def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path: Path, keep: int, left: list[int]):
-    for iteration in (1, 2, 3):
-        write(tmp_path, iteration)
+    write(tmp_path, 1, 2, 3)
     folders.prepare(tmp_path, 4)
-    retention.prune(tmp_path, retention.Keep(keep))
-    retention.sweep(tmp_path)
+    folders.prune(tmp_path, Keep(keep))
+    folders.sweep(tmp_path)
     assert [iteration for iteration, _ in folders.complete(tmp_path)] == left
     assert not list(tmp_path.glob("tmp-*"))
 
@@ -54,3 +59,88 @@ def test_a_user_may_name_a_checkpoint_a_run_or_its_checkpoints(tmp_path: Path):
         assert folders.resolve(named) == expected
     with pytest.raises(UserError, match="name a run folder"):
         folders.resolve(tmp_path / "nothing")
+
+
+LOSSES = {10: 2.0, 20: 1.0, 30: 1.0, 40: math.nan, 99: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Keep(0), {10, 20, 30, 40, 50}),
+        (Keep(2), {40, 50}),
+        (Keep(1, every=20), {20, 40, 50}),
+        (Keep(1, best="loss"), {30, 50}),
+        (Keep(1, best="loss", mode="max"), {10, 50}),
+    ],
+)
+def test_the_rule(rule: Keep, expected: set[int]) -> None:
+    assert kept([30, 10, 20, 50, 40], rule, LOSSES) == expected
+
+
+def test_the_best_survives_until_there_is_a_better_one(tmp_path: Path) -> None:
+    """By what each checkpoint says of itself; one that says nothing is not the best."""
+    for iteration, metrics in ((1, {"loss": 3.0}), (2, {"loss": 1.0}), (3, {"loss": 2.0}), (4, {}), (5, None)):
+        summary = {} if metrics is None else {"metrics": metrics}
+        (folders.prepare(tmp_path, iteration) / SUMMARY).write_text(json.dumps(summary))
+        folders.commit(tmp_path, iteration)
+        folders.prune(tmp_path, Keep(1, best="loss"))
+        assert left(tmp_path) == sorted({min(iteration, 2), iteration})
+
+
+def left(root: Path) -> list[int]:
+    return [iteration for iteration, _ in folders.complete(root)]
+
+
+def test_a_checkpoint_that_is_held_is_deleted_later(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    holds = Holds()
+    assert holds.add(folders.folder_for(tmp_path, 1))
+    assert folders.prune(tmp_path, Keep(1)) == [folders.folder_for(tmp_path, 2)]
+    assert left(tmp_path) == [1, 3]
+    holds.release()
+    folders.prune(tmp_path, Keep(1))
+    assert left(tmp_path) == [3]
+
+
+def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
+    assert not Holds().add(folders.folder_for(tmp_path, 1))
+
+
+def test_a_newest_checkpoint_that_vanishes_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a run that saves each step and keeps one."""
+    from megavlm.backend import activate
+
+    activate()
+    from megavlm.checkpoint.reading import choices_in
+
+    write(tmp_path, 1)
+    add, steps = Holds.add, iter(range(2, 5))
+
+    def slowly(self: Holds, folder: Path) -> bool:
+        if (step := next(steps, None)) is not None:
+            write(tmp_path, step)
+            folders.prune(tmp_path, Keep(1))
+        return add(self, folder)
+
+    monkeypatch.setattr(Holds, "add", slowly)
+    # A folder without a summary looks damaged; what counts here is which one is looked at.
+    monkeypatch.setattr("megavlm.checkpoint.reading.first_look", lambda folder: None)
+    assert choices_in(tmp_path, Holds()).folders == (folders.folder_for(tmp_path, 4),)
+
+
+def test_links_and_files_in_the_place_of_checkpoints_do_not_fail_a_save(tmp_path: Path) -> None:
+    """A checkpoint that was moved to another disk and linked is unlinked, and what has a new one's name makes way."""
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for number in (1, 2):
+        (folders.prepare(root, number) / "file").write_text("x")
+        if number == 2:
+            (root / "iter_0000002").write_text("in the way")
+        folders.commit(root, number)
+    assert (root / "iter_0000002" / "file").read_text() == "x"
+    (root / "iter_0000001").rename(elsewhere)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    assert folders.prune(root, Keep(newest=1)) == [root / "iter_0000001"]
+    folders.sweep(root)
+    assert [path.name for path in root.iterdir()] == ["iter_0000002"]
+    assert (elsewhere / "file").exists()

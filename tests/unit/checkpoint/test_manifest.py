@@ -16,7 +16,7 @@ from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum, SummingFile
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / SUMMARY).write_text("{}")
-    (tmp_path / "common.pt").write_bytes(bytes(range(100)))
+    (tmp_path / "state.json").write_bytes(bytes(range(100)))
     (tmp_path / "__0_0.distcp").write_bytes(bytes(9 * 2**20))
     manifest.write_manifest(tmp_path, {})
     return tmp_path
@@ -42,11 +42,11 @@ def test_a_flipped_bit_of_tensors_is_found_by_reading_them(folder: Path, at: int
 
 
 def test_a_flipped_bit_of_any_other_file_is_seen_at_once(folder: Path) -> None:
-    flip(folder / "common.pt", 50)
-    assert "common.pt is damaged" in str(manifest.first_look(folder))
+    flip(folder / "state.json", 50)
+    assert "state.json is damaged" in str(manifest.first_look(folder))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "state.json"])
 def test_what_a_load_reads_is_listed(folder: Path, name: str) -> None:
     listed = json.loads((folder / MANIFEST).read_text())
     del listed["files"][name]

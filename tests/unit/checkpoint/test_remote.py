@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from megavlm.checkpoint import folders, manifest, remote, store_inspection, upload_shares
+from megavlm.checkpoint import folders, manifest, remote
+from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
 from megavlm.checkpoint.remote import DamagedInStore
-from megavlm.checkpoint.retention import Holds, Keep
-from megavlm.checkpoint.upload_shares import Nodes, answer
 from megavlm.checkpoint.uploader import Mirror, Uploader
 from megavlm.errors import UserError
+from megavlm.programs import checkpoint as program
 from megavlm.resilience.events import events
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
@@ -57,15 +58,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def fetch(checkpoint: remote.RemoteCheckpoint, root: Path, world: int = 1) -> Path:
+def fetch(checkpoint: remote.StoredCheckpoint, root: Path, world: int = 1) -> Path:
     sums = checkpoint.sums()
     for rank in range(world):
         remote.download(checkpoint, root, remote.share(sums, rank=rank, world=world), sums)
     return remote.commit_download(checkpoint, root)
 
 
-def mirror_of(root: Path, store: Store, *, nodes: int = 1, **keep: Any) -> Mirror:
-    return Mirror(root, store, Keep(**keep), Nodes(root.parent / "uploads", nodes, 1))
+def mirror_of(root: Path, store: Store, **keep: Any) -> Mirror:
+    return Mirror(root, store, Keep(**keep))
 
 
 class Failing:
@@ -265,66 +266,24 @@ def test_a_checkpoint_that_is_damaged_here_is_refused_once(store: Store, root: P
     assert mirror.refused
 
 
-def test_each_node_copies_what_its_ranks_wrote(store: Store, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not answer loses nothing: the next attempt copies its files, too."""
-    sent: list[set[str]] = []
-    send = remote.send
-
-    def sending(folder: Path, to: Store, names: Any, **options: Any) -> int:
-        sent.append(set(names) - options["done"])
-        return send(folder, to, names, **options)
-
-    monkeypatch.setattr(remote, "send", sending)
-    mirror = mirror_of(root, store, newest=2, nodes=2)
-
-    def other_node(moved: int) -> None:
-        answer(mirror.nodes, 1, root, store)
-
-    mirror.copy(save(root, 10), other_node)  # which is called while node 0 waits
-    assert sorted(map(len, sent)) == [1, 4]
-    assert {"__1_0.distcp"} in sent
-    assert remote.damage(remote.complete_in(store)[0]) is None
-    assert not list((root.parent / "uploads").iterdir())
-
-    monkeypatch.setattr(upload_shares, "_SILENCE", 0.1)
-    folder = save(root, 20)
-    with pytest.raises(StoreError, match=r"__1_0\.distcp has None bytes"):
-        mirror.copy(folder, lambda moved: None)
-    sent.clear()
-    mirror.copy(folder, lambda moved: None)
-    assert sent == [{"__1_0.distcp"}]
-    assert [each.iteration for each in remote.complete_in(store)] == [10, 20]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_answer_that_nobody_waits_for_is_no_failure(
-    store: Store, root: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+def test_copies_between_disk_and_store_are_verified(
+    store: Store, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nodes = Nodes(root.parent / "uploads", 2, 1)
-    nodes.ask(save(root, 10))
-
-    def give_up(*_: Any, **__: Any) -> bool:
-        shutil.rmtree(nodes.folder)
-        return True
-
-    monkeypatch.setattr(*{"before": (Holds, "add"), "after": (remote, "send")}[moment], give_up)
-    assert not answer(nodes, 1, root, store)
-
-
-def test_copies_between_disk_and_store_are_verified(store: Store, root: Path, tmp_path: Path) -> None:
-    folder = save(root, 10, loss=1.0)
-    assert store_inspection.copy(folder, store.url) == f"{store.url}/iter_0000010"
-    with pytest.raises(UserError, match="already there"):
-        store_inspection.copy(folder, store.url)
-    (entry,) = store_inspection.entries(store.url)
-    assert (entry.iteration, entry.state, entry.is_best) == (10, "whole", True)
-    (there,) = store_inspection.checkpoints_of(f"{store.url}/iter_0000010")
-    assert store_inspection.summary_of(there)["iteration"] == 10
-    copied = Path(store_inspection.copy(there, str(tmp_path / "back")))
-    assert contents(copied) == contents(folder)
-    assert manifest.damage(copied) is None
-    with pytest.raises(UserError, match="copy it to a folder first"):
-        store_inspection.copy(there, "memory://elsewhere")
+    folder, back = save(root, 10, loss=1.0), tmp_path / "back"
+    assert program.main(["copy", str(folder), store.url]) == 0
+    assert program.main(["copy", str(folder), store.url]) == 2
+    assert "already there" in capsys.readouterr().err
+    assert program.main(["list", store.url]) == 0
+    assert re.match(r"iter_0000010 .* loss 1  best  whole$", capsys.readouterr().out)
+    assert program.main(["show", f"{store.url}/iter_0000010"]) == 0
+    assert json.loads(capsys.readouterr().out)["iteration"] == 10
+    assert program.main(["copy", store.url, str(back)]) == 0
+    assert contents(back / folder.name) == contents(folder)
+    assert manifest.damage(back / folder.name) is None
+    assert program.main(["copy", store.url, "memory://elsewhere"]) == 2
+    assert "copy it to a folder first" in capsys.readouterr().err
+    assert program.main(["prune", store.url, "--keep", "1", "--delete"]) == 0
+    assert [each.name for each in remote.complete_in(store)] == [folder.name]
 
 
 def test_failures_are_told_once_and_stop_nothing(
@@ -342,7 +301,7 @@ def test_failures_are_told_once_and_stop_nothing(
     folder = save(root, 10)
     assert [uploader.turn(), uploader.turn()] == [False, False]
     with monkeypatch.context() as patched:
-        patched.setattr(remote, "send", _break)
+        patched.setattr(remote, "upload", _break)
         assert not uploader.turn()
         shutil.rmtree(folder)
         assert uploader.turn()

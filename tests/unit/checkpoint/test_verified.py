@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from megavlm.checkpoint.archives import tensor_in
-from megavlm.checkpoint.folded_sum import BLOCK, FoldedSum
-from megavlm.checkpoint.manifest import FileSum, SummingFile
-from megavlm.checkpoint.verified import Damaged, VerifiedItems
-from megavlm.errors import UserError
+from megavlm.checkpoint.manifest import BLOCK, Damaged, FileSum, FoldedSum, SummingFile, VerifiedItems
 
 ITEMS = [bytes([number]) * length for number, length in enumerate((1, BLOCK - 1, 2 * BLOCK + 5, BLOCK))]
 STARTS = [sum(map(len, ITEMS[:number])) for number in range(len(ITEMS))]
@@ -128,40 +122,3 @@ def test_the_sum_finds_each_flipped_bit() -> None:
         data = bytearray(RANDOM)
         data[place // 8] ^= 1 << place % 8
         assert folded(bytes(data)) != folded(RANDOM), place
-
-
-def stored(value: object) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24.0).reshape(2, 3, 4),
-        torch.arange(6).reshape(2, 3).T,
-        torch.tensor(3.5, dtype=torch.bfloat16),
-        torch.arange(10, dtype=torch.uint8)[3:7],
-        torch.empty(0, 4),
-    ],
-    ids=["rows", "transposed", "one number", "a part", "empty"],
-)
-def test_tensors_are_found_in_their_bytes_without_a_copy(tensor: torch.Tensor) -> None:
-    content = stored(tensor)
-    found = tensor_in(content, "a")
-    assert found.dtype == tensor.dtype
-    assert found.equal(tensor)
-    assert not tensor.numel() or found.untyped_storage().data_ptr() == content.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("value", [{"a": 1}, torch.eye(3).to_sparse()], ids=["a dict", "sparse"])
-def test_anything_else_is_no_tensor(value: object) -> None:
-    with pytest.raises(UserError, match="something else"):
-        tensor_in(stored(value), "a")
-
-
-def test_values_that_are_cut_off_are_refused() -> None:
-    content = stored(torch.ones(1000))
-    with pytest.raises(UserError):
-        tensor_in(content[:2000], "a")

@@ -94,7 +94,7 @@ def test_copy_verifies(tool: ModuleType, run: Path, tmp_path: Path, capsys: pyte
     assert tool.main(["copy", str(run / "checkpoints/iter_0000030"), str(other)]) == 2
     error = capsys.readouterr().err
     assert "already there" in error
-    assert "__0_0.distcp is not what was saved" in error
+    assert "__0_0.distcp is damaged" in error
     assert [path.name for path in other.iterdir()] == ["iter_0000020"]
     assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(tmp_path / "iter_0000020")]) == 2
     assert "has the name of a checkpoint: name the folder to put a copy into" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Describe a checkpoint in JSON: where its tensors are (`items.json`), and what all ranks have once (`state.json`).
+
+torch and megatron-core describe both by pickles, and each tensor by one more, which can run code when it is read. A
+save writes these too, so that other programs read the checkpoint; megavlm reads none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megavlm.errors import UserError
+from megavlm.files import replace_file
+from megavlm.json_files import read_json
+from megavlm.paths import inside
+from megavlm.storage.file_range import FileRange
+
+ITEMS, STATE = "items.json", "state.json"
+_LARGEST = 2**30  # bytes of a JSON file: 2,000 ranks with 5,000 pieces each stay below
+_MOST_DIMENSIONS = 16
+_DTYPES = {str(each)[6:]: each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A block of a tensor, saved by `torch.save` as `length` bytes at `start` of a file."""
+
+    file: Path
+    start: int
+    length: int
+    offsets: tuple[int, ...]  # where in the tensor the block begins
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Return the number of bytes that the values take."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def values_at(self) -> int:
+        """Return the byte of the file at which the values begin, row-major. Raises UserError for a damaged record.
+
+        `torch.save` writes a zip archive whose entry `data/0` holds the values, neither compressed nor in parts.
+        """
+        if not self.bytes:
+            return self.start
+        try:
+            with FileRange(self.file, self.start, self.length).open() as part, zipfile.ZipFile(part) as archive:
+                [entry] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
+                part.seek(entry.header_offset)
+                header = part.read(30)
+            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            begin = entry.header_offset + len(header) + names
+            stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == self.bytes
+            if stored and len(header) == 30 and begin + self.bytes <= self.length:
+                return self.start + begin
+            reason = "its values are not as described"
+        except Exception as error:  # damaged bytes may raise any error
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise UserError(f"{self.file} is damaged ({reason}): use another checkpoint")
+
+
+def write_items(folder: Path, metadata: Metadata) -> None:
+    """Write `items.json` from torch's description of a checkpoint, which has tensors alone."""
+    described = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+        pieces = []
+        for chunk in entry.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            pieces.append([*map(list, (chunk.offsets, chunk.sizes)), place.relative_path, place.offset, place.length])
+        described[name] = {"type": str(entry.properties.dtype)[6:], "size": list(entry.size), "pieces": pieces}
+    lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in described.items()]
+    replace_file(folder / ITEMS, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_items(folder: Path) -> Metadata:
+    """Return the description of a checkpoint's tensors, as torch has it, with a `Record` as the place of each piece.
+
+    Raises UserError if it is incomplete, or contradicts itself or the files.
+    """
+    found = Metadata({}, storage_data={})
+    vars(found)["mcore_data"] = {}  # which megatron-core looks for
+    files: dict[str, tuple[Path, int]] = {}
+    try:
+        for name, described in read_json(folder / ITEMS, at_most=_LARGEST).items():
+            size, dtype = _shape(described["size"]), _DTYPES[described["type"]]
+            records = list(_records(described["pieces"], size, dtype, folder, files))
+            if sum(math.prod(each.sizes) for each in records) != math.prod(size):
+                raise ValueError(f"pieces of {name:.80} do not make up {list(size)}")
+            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in records]
+            found.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), chunks)
+            for chunk, record in zip(chunks, records, strict=True):
+                found.storage_data[MetadataIndex(name, chunk.offsets)] = record
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        raise UserError(f"{folder / ITEMS} is damaged ({reason}): use another checkpoint") from error
+    return found
+
+
+def _records(
+    pieces: Any, size: tuple[int, ...], dtype: torch.dtype, folder: Path, files: dict[str, tuple[Path, int]]
+) -> Iterator[Record]:
+    for offsets, sizes, file, start, length in pieces:
+        if file not in files:
+            files[file] = (inside(folder, file), (folder / file).stat().st_size)
+        path, there = files[file]
+        record = Record(path, _whole(start), _whole(length), _shape(offsets), _shape(sizes), dtype)
+        if any(at + many > whole for at, many, whole in zip(record.offsets, record.sizes, size, strict=True)):
+            raise ValueError("a piece goes beyond its tensor")
+        if record.start + record.length > there or record.bytes > record.length:
+            raise ValueError(f"{file} is too short for a piece")
+        yield record
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    if type(values) is not list or len(values) > _MOST_DIMENSIONS:
+        raise ValueError("the size of a tensor is no shape")
+    return tuple(map(_whole, values))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r:.80} is no size")
+    return value
+
+
+def state_as_json(state: Mapping[str, Any]) -> bytes:
+    """Return plain values and small tensors, such as counters of optimizers, as the content of `state.json`."""
+    return json.dumps(state, default=_tensor_as_json).encode()
+
+
+def _tensor_as_json(value: Any) -> dict[str, Any]:
+    assert isinstance(value, Tensor), f"{type(value).__name__} cannot be part of a checkpoint's common state"
+    return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint has once for all ranks: positions and settings. Raises UserError if it is damaged."""
+    try:
+        return {name: _with_tensors(value) for name, value in read_json(folder / STATE).items()}
+    except (LookupError, TypeError, ValueError, RuntimeError, RecursionError, OverflowError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder / STATE} is damaged ({type(error).__name__}): use another checkpoint") from error
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_tensors(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tensor", "dtype"}:
+        return torch.tensor(value["tensor"], dtype=_DTYPES[value["dtype"]])
+    return {name: _with_tensors(each) for name, each in value.items()}

@@ -1,0 +1,169 @@
+"""No pickle of a checkpoint is read, and what its JSON says stays within the folder and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megavlm import backend
+
+backend.activate()
+
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
+from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state, state_as_json  # noqa: E402
+from megavlm.checkpoint.reading import Reader  # noqa: E402
+from megavlm.checkpoint.staging import without_record_sums  # noqa: E402
+from megavlm.errors import UserError  # noqa: E402
+from tests.support.manifests import save_tensors, write_sums  # noqa: E402
+
+VALUES = {
+    "weight": torch.arange(6.0).reshape(2, 3),
+    "half": torch.ones(2).bfloat16(),
+    "empty": torch.zeros(0, 3),
+    "bytes": torch.arange(9, dtype=torch.uint8),
+}
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """Read a checkpoint as a run does."""
+    found = {name: torch.full_like(value, 7) for name, value in VALUES.items()}
+    dcp.load(found, storage_reader=Reader(folder), no_dist=True)
+    return found
+
+
+@pytest.mark.parametrize("summed", [True, False], ids=["sums of records", "no sums"])
+def test_what_is_saved_is_read_without_its_pickles(tmp_path: Path, summed: bool) -> None:
+    if summed:
+        save_tensors(tmp_path, VALUES)
+    else:
+        with without_record_sums():
+            save_tensors(tmp_path, VALUES)
+    write_sums(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    found, reader = loaded(tmp_path), CheckpointReader(tmp_path)
+    for name, value in VALUES.items():
+        assert torch.equal(found[name], value)
+        assert torch.equal(reader.read(name, 0, len(value)), value)
+    assert torch.equal(reader.read("weight", 1, 2), VALUES["weight"][1:])
+
+
+def piece(at: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Change an element of the only piece of a tensor: its offsets, sizes, file, first byte or length."""
+    return lambda items: items["weight"]["pieces"][0].__setitem__(at, value)
+
+
+def shape(size: list[int]) -> Callable[[dict[str, Any]], None]:
+    def change(items: dict[str, Any]) -> None:
+        items["weight"]["size"] = size
+        items["weight"]["pieces"][0][:2] = [0] * len(size), size
+
+    return change
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "longer": piece(4, 10**6),
+    "before the file": piece(3, -4),
+    "shifted": piece(0, [1, 0]),
+    "larger": lambda items: items["weight"].update(size=[2**40, 3]),
+    "larger in all": shape([2**40, 3]),
+    "too many dimensions": shape([1] * 17),
+    "negative": shape([2, -1]),
+    "beyond 64 bits": shape([2**62]),
+    "no whole number": piece(3, 0.0),
+    "truth": piece(3, False),
+    "absolute": piece(2, "/etc/passwd"),
+    "above": piece(2, "../outside"),
+    "link": piece(2, "link"),
+    "fifo": piece(2, "fifo"),
+    "missing": piece(2, "missing"),
+    "no name": piece(2, ""),
+    "long name": piece(2, "x" * 5000),
+    "not text": piece(2, ["a"]),
+    "other type": lambda items: items["weight"].update(type="load"),
+    "no type": lambda items: items["weight"].pop("type"),
+    "no object": lambda items: items.update(weight=[1]),
+    "no pieces": lambda items: items["weight"].update(pieces=[]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_descriptions_stay_within_the_folder_and_its_files(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    (tmp_path / "outside").write_bytes(b"x" * 2**20)
+    folder = tmp_path / "checkpoint"
+    save_tensors(folder, VALUES)
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    items = json.loads((folder / ITEMS).read_text())
+    change(items)
+    (folder / ITEMS).write_text(json.dumps(items))
+    with pytest.raises(UserError, match=r"^\S+items\.json is damaged .*use another checkpoint$"):
+        read_items(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 10**5, b"\xff", b'{"a": 1}', b'{"a": ' + b"9" * 5000 + b"}"])
+def test_any_other_json_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ITEMS).write_bytes(content)
+    with pytest.raises(UserError, match=r"^\S+items\.json [^\n]*$"):
+        read_items(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["another type", "another size", "no archive", "compressed"])
+def test_values_are_where_they_are_described(tmp_path: Path, damage: str) -> None:
+    save_tensors(tmp_path, {"weight": VALUES["weight"]})
+    items = json.loads((tmp_path / ITEMS).read_text())
+    [(offsets, _, file, start, length)] = items["weight"]["pieces"]
+    content = bytearray((tmp_path / file).read_bytes())
+    if damage == "another type":
+        items["weight"]["type"] = "float64"
+    elif damage == "another size":
+        items["weight"].update(size=[2, 2], pieces=[[offsets, [2, 2], file, start, length]])
+    elif damage == "no archive":
+        content[start : start + length] = bytes(length)
+    else:
+        entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))  # of the list at the end
+        content[entry + 10] = 8
+    (tmp_path / ITEMS).write_text(json.dumps(items))
+    (tmp_path / file).write_bytes(content)
+    reader = CheckpointReader(tmp_path)
+    with pytest.raises(UserError, match=r"^\S+ is damaged \([^\n]*\): use another checkpoint$"):
+        reader.read("weight", 0, 2)
+
+
+def test_the_state_of_all_ranks_comes_back_exactly(tmp_path: Path) -> None:
+    state = {
+        "optimizer": {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95], "max": math.inf}]},
+        "scale": torch.tensor([2.0**16], dtype=torch.float32),
+        "step": torch.tensor(3),
+        "position": {"iteration": 2**60, "none": None, "text": "ä", "yes": True},
+    }
+    (tmp_path / STATE).write_bytes(state_as_json(state))
+    found = read_state(tmp_path)
+    for name in ("scale", "step"):
+        tensor = found.pop(name)
+        assert tensor.dtype == state[name].dtype  # type: ignore[union-attr]
+        assert torch.equal(tensor, state.pop(name))  # type: ignore[arg-type]
+    assert found == state
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "7",
+        "[]",
+        '{"a": {"tensor": 1, "dtype": "load"}}',
+        '{"a": {"tensor": "x", "dtype": "float32"}}',
+        '{"a": {"tensor": [[1], 2], "dtype": "float32"}}',
+    ],
+)
+def test_a_state_of_any_other_kind_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATE).write_text(content)
+    with pytest.raises(UserError, match=r"^\S+state\.json [^\n]*$"):
+        read_state(tmp_path)
