@@ -91,7 +91,7 @@ def built(folder: Path, *, layers: int, flags: Sequence[str] = ()) -> Any:
     from megavlm import backend
 
     chosen = backend.activate()
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.train.build import build
     from megavlm.world import world_of
 

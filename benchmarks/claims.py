@@ -18,13 +18,13 @@ from tables import with_table
 
 from megavlm.arch.dims import Dims, with_dims
 from megavlm.arch.scenario import Sharding
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.collectives import group_of, ring, with_servers
 from megavlm.planner.hardware import PROFILES, Hardware, Link, profile
 from megavlm.planner.step import StepEstimate
+from megavlm.rules.defaults import resolve_model
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 GIB, GB = 2**30, 1e9

@@ -72,10 +72,10 @@ def measured(argv: Sequence[str]) -> tuple[int, int, float, float, float]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.pipeline.schedule import Schedule
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

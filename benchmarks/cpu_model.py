@@ -119,8 +119,8 @@ def our_engine(options: Config, backend: Backend) -> Any:
 
     from megavlm.arch.dims import dims_of
     from megavlm.arch.plan import make_plan
-    from megavlm.config.resolve import resolve
     from megavlm.parallel.groups import build_groups, start
+    from megavlm.rules.defaults import resolve
     from megavlm.train.build_engine import build_engine
 
     start(backend, timeout_minutes=5)
@@ -196,8 +196,8 @@ def their_batch(batch: MicroBatch, options: Config) -> dict[str, Tensor]:
 
 def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write Transformers' weights under megavlm's names and in its shapes."""
-    from megavlm.config.resolve import resolve
     from megavlm.families.llava import FAMILY as LLAVA
+    from megavlm.rules.defaults import resolve
     from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}

@@ -29,8 +29,8 @@ from megavlm.arch.kinds import is_transformer, saved_bytes
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, part_of
 from megavlm.arch.packing import assign, pack
 from megavlm.arch.scenario import Offloaded, Recompute, Scenario, Sharding, scenario_of
+from megavlm.arch.tensor_split import language_split
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
-from megavlm.config.tensor_split import language_split
 from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds
 from megavlm.planner.hardware import Hardware, profile

@@ -16,8 +16,7 @@ from gpu_side import MODEL_FILE, Side, Watch, pinned
 from torch import Tensor
 
 from megavlm.config.derived import overlapped
-from megavlm.config.device_defaults import with_device_defaults
-from megavlm.config.resolve import resolve
+from megavlm.rules.defaults import resolve, with_device_defaults
 
 
 class Ours(Side):
@@ -53,7 +52,7 @@ class Ours(Side):
         start(self.backend, timeout_minutes=5)
         destroy_groups()
         dims = dims_of(config, world=1)
-        config = overlapped(with_device_defaults(resolve(config), on_gpu=self.on_gpu, dp=dims.dp), dp=dims.dp)
+        config = overlapped(with_device_defaults(resolve(config), on_gpu=self.on_gpu), dp=dims.dp)
         plan = make_plan(config, dims)
         groups = build_groups(plan.dims, tied_owners=(), seed=1, timeout_minutes=5)
         weights = _random if task["weights"] is None else _loading(config, shape, task["weights"])

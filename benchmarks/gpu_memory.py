@@ -104,7 +104,7 @@ def used_mib() -> int | None:
 
 def runs(options: argparse.Namespace) -> dict[str, Any]:
     """Return what three steps with a save, and the run that goes on from it, took and needed."""
-    from megavlm.config.load import to_yaml
+    from megavlm.rules.load import to_yaml
 
     shape = gpu_model.shapes(small=options.small)[0]
     shape = shape if options.small else shape.with_layers(options.layers)

@@ -21,9 +21,7 @@ from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, kind_of, layer_names
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.workload import Workload, image_workload, sliding_squares
-from megavlm.config.cli import parse
-from megavlm.config.load import to_yaml
-from megavlm.config.rules import check
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.types import Sample
@@ -33,6 +31,8 @@ from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.patches import Image
 from megavlm.planner.memory import Memory, rank_memory
+from megavlm.rules.check import check
+from megavlm.rules.load import to_yaml
 
 LEAST_LAYERS = 3  # language layers below which the output layer is most of the language model
 _PAD, _RESERVED = 0, 8  # tokens at the end of the vocabulary that text leaves alone

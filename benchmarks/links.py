@@ -80,9 +80,9 @@ def steps(argv: Sequence[str], rate: float, count: int) -> tuple[float, float, i
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from tables import with_table
 
-from megavlm.config.resolve import resolve
 from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, profile
 from megavlm.planner.host_memory import HostMemory
 from megavlm.planner.search import search
 from megavlm.programs import plan
+from megavlm.rules.defaults import resolve
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 GPUS = {"7b": {2**15: 8, 2**17: 16, 2**20: 64}, "72b": {2**15: 64, 2**17: 64, 2**20: 256}}

@@ -28,10 +28,10 @@ from record import append, circumstances
 
 from megavlm.arch.kinds import kind_in
 from megavlm.arch.layers import layer_names
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
+from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.config.schema import OptimizerConfig
-from megavlm.config.update_rules import newton_schulz_flops
+from megavlm.rules.defaults import resolve
 from tests.support.pool import Pools
 from tests.support.training import metrics, train
 

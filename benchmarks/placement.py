@@ -143,10 +143,10 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
 def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
     """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
     from megavlm.arch.dims import dims_of
-    from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
+    from megavlm.command_line.parsing import parse
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import profile as hardware_of
+    from megavlm.rules.defaults import resolve
 
     def seconds(flags: str) -> float:
         config = resolve(parse([*SHARED.split(), *question.model.split(), *flags.split()]))
@@ -177,8 +177,8 @@ def vision_share(argv: Sequence[str]) -> float:
     from megavlm.arch.kinds import layer_cost
     from megavlm.arch.layers import encoder_names, layer_names
     from megavlm.arch.workload import typical_workload
-    from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
+    from megavlm.command_line.parsing import parse
+    from megavlm.rules.defaults import resolve
 
     config = resolve(parse(list(argv)))
     work = typical_workload(config)
@@ -217,7 +217,7 @@ def _work(rank: int, world: int, port: int, argvs: Sequence[Sequence[str]], step
 def _time(argv: Sequence[str], chosen: Any, *, steps: int) -> Timing:
     import torch.distributed as dist
 
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
     from megavlm.train.loop import close

@@ -96,8 +96,8 @@ def run_workers(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def config_of(flags: str) -> Any:
-    from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
+    from megavlm.command_line.parsing import parse
+    from megavlm.rules.defaults import resolve
 
     return resolve(parse([*MODEL.split(), *flags.split()]))
 
@@ -120,8 +120,8 @@ def worker(steps: int, rounds: int) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.config.rules import check
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

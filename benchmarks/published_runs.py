@@ -16,7 +16,6 @@ import placement_paper
 from megavlm.arch.dims import Dims, dims_of, with_dims
 from megavlm.arch.flops import step_flops
 from megavlm.arch.workload import times, typical_workload
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import (
     Config,
     DataConfig,
@@ -29,6 +28,7 @@ from megavlm.config.schema import (
 from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, profile
+from megavlm.rules.defaults import resolve_model
 
 MEGATRON = {"name": "gpt_7_1b", "world": 96, "batch": 576, "seq_length": 4096}  # layout and batch are not published
 LLAMA = {"name": "llama3_70b", "world": 64, "batch": 128, "seq_length": 8192}

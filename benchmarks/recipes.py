@@ -21,14 +21,14 @@ from megavlm.arch.flops import step_flops
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import times, typical_workload
-from megavlm.config.load import from_yaml_file
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.planner.auto import predict
 from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, for_precision, profile
 from megavlm.planner.search import search
 from megavlm.planner.step import StepEstimate
+from megavlm.rules.defaults import resolve
+from megavlm.rules.load import from_yaml_file
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DOCUMENT = FOLDER.parent / "docs" / "recipes.md"

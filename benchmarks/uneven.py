@@ -29,7 +29,6 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Recompute, scenario_of
 from megavlm.arch.schedules import PipelineShape
 from megavlm.arch.timeline import Durations, simulate
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
 from megavlm.data.look import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource
@@ -38,6 +37,7 @@ from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.uneven import micro_batches
+from megavlm.rules.defaults import resolve
 from tests.support.pool import Pools
 from tests.support.training import SMALL
 

@@ -17,10 +17,10 @@ from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.matrices import HiddenWeight
 from megavlm.arch.scenario import Scenario
+from megavlm.arch.tensor_split import Part, share_of, share_runs
 from megavlm.arch.workload import Workload
 from megavlm.config.registry import from_code, registered
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
-from megavlm.config.tensor_split import Part, share_of, share_runs
 
 HfNames = Mapping[str, str]  # names in Hugging Face folders, by those in the module
 

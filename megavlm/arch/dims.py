@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megavlm.arch.tensor_split import context_heads
 from megavlm.config.derived import expert_tensor_parallel
 from megavlm.config.schema import Config
-from megavlm.config.tensor_split import context_heads
 from megavlm.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1"]

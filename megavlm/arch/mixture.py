@@ -13,10 +13,10 @@ from dataclasses import replace
 from megavlm.arch.kind import FP32, Communication, Exchange, LayerCost
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
+from megavlm.arch.tensor_split import share_of
 from megavlm.arch.transformer import LanguageLayer, LanguageLayerSizes, LayerSizes, RoutedRows, mlp_weights
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
-from megavlm.config.tensor_split import share_of
 
 
 class MixtureLayer(LanguageLayer):

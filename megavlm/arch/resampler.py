@@ -13,7 +13,7 @@ from megavlm.arch.connector import Split
 from megavlm.arch.kind import FP32, norm_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
-from megavlm.config.tensor_split import share_of
+from megavlm.arch.tensor_split import share_of
 
 
 @dataclass(frozen=True)

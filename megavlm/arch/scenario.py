@@ -27,7 +27,6 @@ from megavlm.config.derived import (
     sequence_parallel,
 )
 from megavlm.config.lora import clipped_parts
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -192,7 +191,7 @@ def scenario_of(
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         offload=offloaded(config),
-        optimizer=resolve(config).optimizer,
+        optimizer=config.optimizer.resolved(config.precision.dtype),
         clipped=_clipped(config),
         moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),

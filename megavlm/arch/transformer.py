@@ -10,10 +10,10 @@ from math import gcd
 from megavlm.arch.kind import FP32, Communication, LayerCost, LayerKind, Stream, norm_bytes, stream_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
+from megavlm.arch.tensor_split import language_split, mlp_share, share_of
 from megavlm.arch.workload import Workload, attends_in_windows
 from megavlm.config.derived import attends_in_window, masks_attention
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
-from megavlm.config.tensor_split import language_split, mlp_share, share_of
 
 
 class TransformerKind(LayerKind):

@@ -11,18 +11,18 @@ from typing import Any
 
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint.manifest import SUMMARY
-from megavlm.config.extensions import extensions_of, missing_extensions
-from megavlm.config.fields import options
-from megavlm.config.load import as_data, from_dict
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import shown
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import out_of_range
 from megavlm.config.schema import Config
 from megavlm.data.records import difference
 from megavlm.errors import UserError
 from megavlm.json_files import OBJECT, TEXT, check, read_json, whole
 from megavlm.precision.fp8_state import history_of
+from megavlm.rules.check import out_of_range
+from megavlm.rules.defaults import resolve
+from megavlm.rules.extensions import extensions_of, missing_extensions
+from megavlm.rules.fields import options
+from megavlm.rules.load import as_data, from_dict
 
 FORMAT = 1
 _LARGEST = 2**26  # bytes of a description

@@ -1,1 +1,1 @@
-"""The configuration: `schema` declares it, `cli.parse` reads it, `rules.check` validates it, `resolve` fills it in."""
+"""The configuration: every option is declared here, with what follows from it alone."""

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megavlm.config.needs import DATASETS, data_kind
 from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_1,
     DATA,
+    DATASETS,
     FRACTION,
     KEY_ONLY,
     POSITIVE,
     SHARE,
     Needs,
     Valid,
+    data_kind,
     option,
 )
 from megavlm.config.registry import SourceSections

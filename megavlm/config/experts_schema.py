@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.needs import EXPERTS
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Needs, Valid, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, EXPERTS, POSITIVE, Needs, Valid, option
 
 
 @dataclass(frozen=True)

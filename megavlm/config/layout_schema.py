@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megavlm.config.needs import COLOCATED, EXPERTS
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, LAYOUT, POSITIVE, PRECISION, Needs, option
+from megavlm.config.option import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    COLOCATED,
+    EXPERTS,
+    KEY_ONLY,
+    LAYOUT,
+    POSITIVE,
+    PRECISION,
+    Needs,
+    option,
+)
 
 FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add --fp8 hybrid")
 DELAYED_SCALING = (

@@ -1,4 +1,4 @@
-"""Options of a model: what it consists of, and what of it is trained. Part of the schema (`schema.py`)."""
+"""The options of a model: what it consists of, what of it is trained, and what it minimises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
-from megavlm.config.objective_schema import ObjectiveConfig
 from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -18,7 +17,7 @@ from megavlm.config.option import (
     Needs,
     option,
 )
-from megavlm.config.registry import ConnectorSections
+from megavlm.config.registry import ConnectorSections, ObjectiveSections
 from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
 
 
@@ -42,6 +41,9 @@ CONVOLUTION = Needs(
     "use --set model.projector.merge=convolution",
 )
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
+EMBEDDINGS = Needs(
+    lambda config: config.model.objective.kind != "next-token", "without embeddings", "add --objective contrastive"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,70 @@ class ProjectorConfig:
         valid=AT_LEAST_1,
     )
     connectors: ConnectorSections = field(default_factory=ConnectorSections)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What the last layer computes from hidden states, and the loss that is formed of it."""
+
+    kind: Literal["next-token", "contrastive", "sigmoid"] = option(
+        "next-token",
+        "Loss: next-token, or of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP).",
+        flag="--objective",
+        point="objectives",
+    )
+    pooling: Literal["last", "mean"] = option(
+        "last",
+        "Embedding of a text: the state of its last token, or the mean over its tokens.",
+        flag="--pooling",
+        needs=EMBEDDINGS,
+    )
+    temperature: float = option(
+        None,
+        "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1.",
+        valid=POSITIVE,
+        needs=EMBEDDINGS,
+    )
+    learn_temperature: bool = option(
+        None, "Train the temperature; default: with --objective sigmoid.", flag=KEY_ONLY, needs=EMBEDDINGS
+    )
+    sigmoid_bias: float = option(
+        -10.0,
+        "Objective sigmoid: learned number that is added to each score, at first.",
+        flag=KEY_ONLY,
+        needs=(
+            EMBEDDINGS,
+            Needs(
+                lambda config: config.model.objective.kind == "sigmoid",
+                "with another objective",
+                "use --objective sigmoid",
+            ),
+        ),
+    )
+    symmetric: bool = option(
+        True,
+        "Objective contrastive: also find the query of a document among all queries; off: documents alone.",
+        flag=KEY_ONLY,
+        needs=(
+            EMBEDDINGS,
+            Needs(
+                lambda config: config.model.objective.kind == "contrastive",
+                "with another objective",
+                "use --objective contrastive",
+            ),
+        ),
+    )
+    matryoshka_widths: tuple[int, ...] = option(
+        (),
+        "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
+        "channels alone.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=EMBEDDINGS,
+    )
+    query_prefix: str = option("", "Embeddings: text, such as an instruction, put before each query.", needs=EMBEDDINGS)
+    document_prefix: str = option("", "Embeddings: text before each document.", needs=EMBEDDINGS)
+    losses: ObjectiveSections = field(default_factory=ObjectiveSections)
 
 
 @dataclass(frozen=True)

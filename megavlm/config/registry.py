@@ -1,20 +1,26 @@
 """What extensions add under names: connectors, sources of samples and the like, and the options that these bring.
 
 An extension is a value of type `Extension` that a package declares. This module holds the ones of this process, in one
-table that only grows, before anything reads it: `extensions.py` fills it from what the user names. What the package
-itself has to offer at these points is an extension too (`BUILT_IN`), found by its name like a user's, because the
-configuration knows none of the parts that are built on it.
+table that only grows, before anything reads it: `megavlm.arch` enters the connectors of this package, which the
+configuration does not know, and `rules/extensions.py` what the user names.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-BUILT_IN = ("megavlm.arch.connectors",)
+from megavlm.config.messages import described, did_you_mean, plain
+from megavlm.errors import UserError
+
+BUILT_IN = "megavlm"  # the name of what this package enters itself
+FLAG = "--extension"
 
 
 class Named(Protocol):
@@ -132,7 +138,7 @@ class Registry:
             (
                 owner
                 for owner, found in self._extensions.items()
-                if owner not in BUILT_IN and any(each.name == name for each in getattr(found, point))
+                if owner != BUILT_IN and any(each.name == name for each in getattr(found, point))
             ),
             None,
         )
@@ -140,11 +146,40 @@ class Registry:
 
 @cache
 def registry() -> Registry:
-    """Return the process's table, which begins with what the package itself offers."""
-    found = Registry()
-    for name in BUILT_IN:
-        found.add(name, from_code(f"{name}:EXTENSION"))
-    return found
+    """Return the process's table."""
+    return Registry()
+
+
+def imported(name: str) -> Extension:
+    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names.
+
+    Modules are found where Python finds them, and then in the working directory. Raises UserError.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    found = entry_points_by_name()
+    module_name, _, attribute = found.get(name, name).partition(":")
+    attribute = attribute or "EXTENSION"
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            hint = did_you_mean(name, found) or ": install it, or add its folder to PYTHONPATH"
+            raise UserError(f"{FLAG} {plain(name)}: Python finds no module {plain(error.name)}{hint}") from error
+        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
+    except Exception as error:
+        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
+    if not isinstance(extension := getattr(module, attribute, None), Extension):
+        raise UserError(
+            f"{FLAG} {plain(name)}: {plain(module_name)} has no {plain(attribute)} of type "
+            f"megavlm.extension.Extension: declare {plain(attribute)} = Extension(…) in it"
+        )
+    return extension
+
+
+def entry_points_by_name() -> dict[str, str]:
+    """Return what installed packages name as extensions, by the names under which they do."""
+    return {point.name: point.value for point in entry_points(group="megavlm.extensions")}
 
 
 @cache
@@ -190,14 +225,14 @@ class Sections(dict[str, Any]):
         raise TypeError("sections of options do not change: make others")
 
     def __reduce__(self) -> Any:
-        return _restored, (type(self), tuple(self.items()), tuple(name for name in registry() if name not in BUILT_IN))
+        return _restored, (type(self), tuple(self.items()), tuple(name for name in registry() if name != BUILT_IN))
 
 
 def _restored(kind: type[Sections], items: tuple[tuple[str, Any], ...], extensions: tuple[str, ...]) -> Sections:
     """Return the sections in a process to which they were sent, with the extensions that the sender has."""
-    from megavlm.config.extensions import load_extensions
-
-    load_extensions(extensions)
+    for name in extensions:
+        if name not in registry():
+            registry().add(name, imported(name))
     return kind(items)
 
 

@@ -15,19 +15,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megavlm.config.data_schema import DataConfig, DatasetConfig
-from megavlm.config.evaluation_schema import EvaluationConfig
 from megavlm.config.experts_schema import ExpertsConfig
 from megavlm.config.layout_schema import ExecutionConfig, ParallelConfig, PlacementConfig, PrecisionConfig
-from megavlm.config.logging_schema import LoggingConfig
-from megavlm.config.model_schema import LanguageConfig, LoraConfig, ModelConfig, ProjectorConfig, VisionConfig
-from megavlm.config.needs import DATASETS
-from megavlm.config.numerics_schema import NumericsConfig
-from megavlm.config.objective_schema import ObjectiveConfig
+from megavlm.config.model_schema import (
+    LanguageConfig,
+    LoraConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    ProjectorConfig,
+    VisionConfig,
+)
+from megavlm.config.monitoring_schema import EvaluationConfig, LoggingConfig, NumericsConfig
 from megavlm.config.optimizer_schema import OptimizerConfig
 from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     DATA,
+    DATASETS,
     FILES,
     KEY_ONLY,
     MODEL,

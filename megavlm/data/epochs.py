@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.config.messages import several
-from megavlm.config.needs import data_kind
-from megavlm.config.run_rules import with_train_iters
+from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import bins_of
 from megavlm.data.files import FilesSource
@@ -23,6 +22,7 @@ from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource
 from megavlm.data.types import Skipped
 from megavlm.data.windows import Windows
 from megavlm.errors import UserError
+from megavlm.rules.run_rules import with_train_iters
 
 MEASURED = 8192  # records that are encoded at most, and a window more: about ten seconds
 _MEASURED_OF_STREAM = 2048  # samples, whose images are read with them

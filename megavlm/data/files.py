@@ -11,7 +11,6 @@ import numpy as np
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.objectives import objective_of
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
@@ -40,6 +39,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.sampling import Budget
+from megavlm.rules.defaults import resolve
 
 # The number of records that the order of a blend assumes for a stream, whose length is unknown.
 _ENDLESS = 2**62

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.inputs.patches import Image
+from megavlm.rules.defaults import resolve
 
 VOCABULARY = 256  # number of tokens if model.language.vocab_size is not given
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member, identity_of
 from megavlm.data.source import ComputedSource
 from megavlm.data.synthetic import VOCABULARY, SyntheticSource
 from megavlm.data.types import Sample
+from megavlm.rules.defaults import resolve
 
 _PARTS = 4  # of a sequence, which is cut evenly: a text has one or two of them
 _SAME = 5  # one of so many records has the document of the record before it

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.members import POSITIVE, QUERY, identity_of
 from megavlm.data.source import ComputedSource
@@ -19,6 +18,7 @@ from megavlm.demo.canvases import MAX_DIGITS, Canvases, Scene
 from megavlm.demo.digits import tokenizer_of
 from megavlm.errors import UserError
 from megavlm.inputs.patches import Image
+from megavlm.rules.defaults import resolve
 
 _KIND = "which digits"  # its answer is all that a canvas shows
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, HeldOutPrompt, generator
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
@@ -18,6 +17,7 @@ from megavlm.data.types import HeldOut, Sample
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError
 from megavlm.inputs.patches import Image
+from megavlm.rules.defaults import resolve
 
 VOCABULARY = 160  # tokens; enough for each word of the captions to be one token
 _TOKENIZER_TEXTS = 500

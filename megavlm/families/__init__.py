@@ -16,8 +16,7 @@ from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.registry import Entry, registered
-from megavlm.config.resolve import resolve_model
-from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.config.schema import Config, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import SHARED, NamedTemplate
 from megavlm.families.shared.connectors import connector_families
@@ -26,6 +25,8 @@ from megavlm.families.shared.settings import Settings
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import VideoReader, class_of, video_class_of
 from megavlm.inputs.video import VideoProcessor
+from megavlm.rules.defaults import resolve_model
+from megavlm.rules.fields import options, value_at, with_values
 
 
 def _declared() -> tuple[Family, ...]:
@@ -57,6 +58,7 @@ PUBLISHED: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
 # "<image>" first: tokenizers of newer families are made from older ones and may have several of these.
 IMAGE_TEXTS: tuple[str, ...] = tuple(dict.fromkeys(("<image>", *(family.image_text for family in FAMILIES))))
 
+_PUBLISHED = ("model", "published")
 # The vision tower of a language model that is planned for by itself: no image passes it.
 _NO_VISION = VisionConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, image_size=8)
 
@@ -140,3 +142,36 @@ def published_model(name: str, *, option: str = "--model") -> ModelConfig:
     if family.parts != ALL_PARTS:
         model = replace(model, vision=_NO_VISION, projector=ProjectorConfig(kind="linear"))
     return resolve_model(model)
+
+
+def with_published(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
+    """Return a copy of `config` with the values at the given paths replaced.
+
+    The name of a published model brings its sizes; a value beside it counts, as it does beside a default.
+    """
+    if (name := values.get(_PUBLISHED, config.model.published)) != config.model.published:
+        config = without_published(config)
+    if name is not None and _PUBLISHED in values:
+        config = with_values(config, _published_sizes(name))
+    return with_values(config, values)
+
+
+def without_published(config: Config) -> Config:
+    """Return the configuration with the defaults in place of the sizes that --published-model brought."""
+    if config.model.published is None:
+        return config
+    sizes = _published_sizes(config.model.published)
+    defaults = {option.path: option.default for option in options()}
+    same = (path for path, value in sizes.items() if value_at(config, path) == value)
+    return with_values(config, {_PUBLISHED: None} | {path: defaults[path] for path in same})
+
+
+def _published_sizes(name: str) -> dict[tuple[str, ...], Any]:
+    """Return the value of each option that describes a published model. Raises UserError for an unknown name."""
+    model = replace(Config(), model=published_model(name, option="--published-model"))
+    found = {option: value_at(model, option.path) for option in options() if option.path[0] == "model"}
+    return {
+        option.path: value
+        for option, value in found.items()
+        if option.path[1] in ("vision", "projector", "language") or value != option.default
+    }

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.fields import options, value_at
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import replace_file
@@ -18,6 +17,7 @@ from megavlm.metrics.background import Background
 from megavlm.metrics.callback import Callback
 from megavlm.metrics.secrets import without_secrets
 from megavlm.paths import read_bytes
+from megavlm.rules.fields import options, value_at
 
 ID_FILE = "{}-run-id.txt"
 # Name → module and class of the tracker. The package that it needs and its extra of pyproject.toml have the same name.

@@ -2,7 +2,7 @@
 
 `CoreAttention` stands where megatron-core's DotProductAttention would: that one materialises the score matrix and
 refuses packed sequences. Tensor-parallel ranks may share key/value heads, or have query heads of
-zeros (`config/tensor_split.py`). `LogitAttention` also takes the largest logit of each query head, for `--qk-clip`
+zeros (`arch/tensor_split.py`). `LogitAttention` also takes the largest logit of each query head, for `--qk-clip`
 (`optim/qk_clip.py`).
 
 Legend: S positions, B samples, N local query heads, G local key/value heads, D head width; of shared heads L slots of a
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
+from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
-from megavlm.config.tensor_split import HeadSplit
 from megavlm.model import varlen
 from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, in_rows, in_sequence

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import Grid, tokens_per_grid
+from megavlm.arch.tensor_split import share_of
 from megavlm.config.derived import block_channels, projector_inputs
-from megavlm.config.tensor_split import share_of
 from megavlm.model.norm import Norm
 from megavlm.model.vision import VisionLayout
 from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat

@@ -17,8 +17,8 @@ from torch import Tensor
 from megavlm.arch.encoder_ends import Projector
 from megavlm.arch.kinds import KINDS
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of
+from megavlm.arch.tensor_split import Part, language_split, mlp_share, share_runs
 from megavlm.config.schema import ModelConfig
-from megavlm.config.tensor_split import Part, language_split, mlp_share, share_runs
 
 
 def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megavlm.arch.resampler import AttentionBlock, MlpBlock
-from megavlm.config.tensor_split import share_of
+from megavlm.arch.tensor_split import share_of
 
 
 class Part(MegatronModule):

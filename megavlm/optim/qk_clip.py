@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
+from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
-from megavlm.config.tensor_split import HeadSplit, language_split, vision_split
 from megavlm.model.attention import LogitAttention
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer

@@ -1,4 +1,4 @@
-"""The computation of each update rule, by its name; `config/update_rules.py` declares the rules without torch.
+"""The computation of each update rule, by its name; `config/optimizer_schema.py` declares the rules without torch.
 
 AdamW (Loshchilov & Hutter 2019), with g divided by a divisor first, where there is one, as in Lion:
 
@@ -30,9 +30,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megavlm.config import update_rules
+from megavlm.config import optimizer_schema
+from megavlm.config.optimizer_schema import RULES
 from megavlm.config.schema import OptimizerConfig
-from megavlm.config.update_rules import RULES
 from megavlm.model.specs import DTYPES
 from megavlm.optim.elementwise import ElementwiseRule
 from megavlm.optim.matrices import MatrixRule
@@ -66,7 +66,7 @@ def _adamw_update(shards: Sequence[Shard], group: Mapping[str, Any], divisor: Te
     )
 
 
-ADAMW = ElementwiseRule(update_rules.ADAMW.state, _adamw_group, _adamw_update)
+ADAMW = ElementwiseRule(optimizer_schema.ADAMW.state, _adamw_group, _adamw_update)
 
 
 def _lion_group(options: OptimizerConfig) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _lion_update(shards: Sequence[Shard], group: Mapping[str, Any], divisor: Ten
         momentum.lerp_(gradient, 1 - beta2)
 
 
-LION = ElementwiseRule(update_rules.LION.state, _lion_group, _lion_update)
+LION = ElementwiseRule(optimizer_schema.LION.state, _lion_group, _lion_update)
 
 
 MATCHES_ADAMW = 0.2  # root mean square of AdamW's updates (Liu et al. 2025)
@@ -107,7 +107,7 @@ class Muon:
 
     @property
     def state(self) -> tuple[str, ...]:
-        return update_rules.MUON.state
+        return optimizer_schema.MUON.state
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Update the momentum with a part of a gradient, which becomes that part of U."""

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from megavlm.arch.layers import encoder_names, part_of, trained_layers
 from megavlm.backend.accelerator import profiler_range
-from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import ImageBatch, MicroBatch, join_sizes
 from megavlm.model.language import unpack
 from megavlm.parallel.groups import ENCODER_RNG, Groups
 from megavlm.pipeline.feature_cache import FeatureCache
+from megavlm.rules.defaults import chunk_patches
 
 
 class EncoderPasses:

@@ -10,10 +10,7 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.derived import offloaded
-from megavlm.config.device_defaults import chunk_patches
 from megavlm.config.messages import several
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.candidates import Space
@@ -23,6 +20,8 @@ from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
 from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encoder, encoder_layers, step_of
+from megavlm.rules.check import check
+from megavlm.rules.defaults import chunk_patches, resolve
 
 
 def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:

@@ -15,8 +15,6 @@ from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_workload
-from megavlm.config.device_defaults import chunk_patches
-from megavlm.config.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.config.lora import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
@@ -36,6 +34,8 @@ from megavlm.planner.step import (
     step_of,
 )
 from megavlm.planner.uneven import MicroBatches, encoder_works, micro_batches
+from megavlm.rules.defaults import chunk_patches
+from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
 
 GIB = 2**30
 _LARGE = 1 / 8  # of a device: a whole encoder that takes less of it is not what is in the way

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.rules import check
+from megavlm.command_line.commands import Parser, reported
 from megavlm.config.schema import (
     Config,
     DataConfig,
@@ -34,6 +33,7 @@ from megavlm.config.schema import (
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
+from megavlm.rules.check import check
 from megavlm.train.calibration import TimedLayer, fit, predicted, row_tile
 from megavlm.world import world_of
 

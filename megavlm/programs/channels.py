@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.fields import Kind
+from megavlm.command_line.commands import Parser, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
@@ -30,6 +29,7 @@ from megavlm.files import write_out
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.vision_inputs import ARRAY, NAME, VisionInput, channels_json, measured, vision_input_of
 from megavlm.program import program
+from megavlm.rules.fields import Kind
 
 
 @reported("channels")

@@ -16,7 +16,7 @@ from megavlm.checkpoint import folders, manifest, remote
 from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.manifest import MANIFEST
 from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import plain
 from megavlm.errors import UserError
 from megavlm.storage.store import Store, StoreError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.derived import starts_from
-from megavlm.config.rules import check, usable_world
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.rules.check import check, usable_world
 from megavlm.storage.cache import is_here
 
 

@@ -15,18 +15,18 @@ from megavlm.arch.dims import dims_of
 from megavlm.arch.image_tokens import grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
-from megavlm.config.cli import parse
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.parsing import parse
 from megavlm.config.derived import replica_size
-from megavlm.config.extensions import without_extensions
-from megavlm.config.load import to_yaml
 from megavlm.config.lora import frozen_parts, trained_whole
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.program import program, started_as
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve
+from megavlm.rules.extensions import without_extensions
+from megavlm.rules.load import to_yaml
 from megavlm.storage.cache import local_path
 
 

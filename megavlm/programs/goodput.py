@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.programs.preview.account import Account, Scaling, point_of, records_of, scaling_of

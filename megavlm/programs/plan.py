@@ -15,16 +15,12 @@ from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.timeline import Timeline
 from megavlm.arch.workload import typical_workload
-from megavlm.config.cli import parse
-from megavlm.config.commands import Parser, reported
-from megavlm.config.extensions import load_extensions, without_extensions
-from megavlm.config.fields import with_values
-from megavlm.config.load import extensions_in_file, from_yaml_file, to_yaml
+from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from megavlm.errors import UserError
-from megavlm.families import PUBLISHED, published_model
+from megavlm.families import PUBLISHED, published_model, with_published
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
@@ -33,6 +29,10 @@ from megavlm.planner.search import SearchResult, search, timeline_of
 from megavlm.programs import gantt
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
+from megavlm.rules.defaults import resolve
+from megavlm.rules.extensions import load_extensions, without_extensions
+from megavlm.rules.fields import with_values
+from megavlm.rules.load import extensions_in_file, to_yaml, values_in_file
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
@@ -230,7 +230,7 @@ def configuration(options: argparse.Namespace) -> Config:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
     if options.config is not None:
         load_extensions(extensions_in_file(options.config))
-        config = from_yaml_file(options.config)
+        config = with_published(Config(), values_in_file(options.config))
     else:
         config = Config(
             train=TrainConfig(global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.fields import Kind
+from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import several
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
@@ -28,6 +27,7 @@ from megavlm.errors import UserError
 from megavlm.files import check_folder
 from megavlm.inputs.vision_inputs import RGB, vision_input_of
 from megavlm.program import program
+from megavlm.rules.fields import Kind
 
 
 @reported("prepare")

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
 from megavlm.files import write_out
 from megavlm.programs.preview.report import page
 from megavlm.programs.preview.run_data import read_run

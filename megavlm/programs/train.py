@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megavlm.config.cli import parse
-from megavlm.config.commands import complaint
+from megavlm.command_line.commands import complaint
+from megavlm.command_line.parsing import parse
 from megavlm.config.derived import launches_in_order, replica_size
-from megavlm.config.needs import has_validation
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check, usable_world
+from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import start_table
 from megavlm.errors import RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.exit_file import note_cause, note_exit
@@ -27,6 +24,8 @@ from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
+from megavlm.rules.check import check, usable_world
+from megavlm.rules.defaults import resolve, start_table
 from megavlm.world import World, world_of
 
 _FEWEST_FILES, _MOST_FILES = 256, 65536

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.programs.preview.account import records_of
 from megavlm.programs.preview.history import history_of

@@ -22,9 +22,6 @@ from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.derived import minutes_to_meet, overlapped
-from megavlm.config.device_defaults import with_device_defaults
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource
@@ -36,6 +33,8 @@ from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases
 from megavlm.resilience.status import note_failure
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve, with_device_defaults
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
@@ -160,7 +159,7 @@ def _choose(asked: Config, backend: Backend) -> _Chosen:
     run_dir = Path(given.run.run_dir)
     source = build_source(given, run_dir=run_dir, rank=dist.get_rank(), barrier=dist.barrier)
     config = resolve(given, vocab_size=source.vocab_size)
-    config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu, dp=dims.dp_cp), dp=dims.dp_cp)
+    config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu), dp=dims.dp_cp)
     return _Chosen(asked, given, config, source, make_plan(config, dims))
 
 

@@ -15,7 +15,6 @@ from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
 from megavlm.config.lora import beyond_adapters
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import start_table, starts_from_weights
 from megavlm.metrics.callback import Callback
 from megavlm.metrics.expert_loads import ExpertLoadsSink
 from megavlm.metrics.progress import ProgressLine
@@ -28,6 +27,7 @@ from megavlm.planner.auto import offload_memory_error
 from megavlm.precision.device import device_at_hand
 from megavlm.resilience import events
 from megavlm.resilience.status import write_status
+from megavlm.rules.defaults import start_table, starts_from_weights
 
 _METRICS = "metrics.jsonl"
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megavlm.arch.layers import PATCH_EMBED
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
-from megavlm.config.needs import has_validation
-from megavlm.config.run_rules import with_train_iters
+from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
 from megavlm.data.epochs import RunLength, prepare_data, run_length, windows_of
 from megavlm.data.files import FilesSource
@@ -25,6 +24,7 @@ from megavlm.data.summary import data_table
 from megavlm.data.validation import ValidationSamples, validation_samples
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, from_rank_0, on_rank_0
+from megavlm.rules.run_rules import with_train_iters
 
 
 @dataclass(frozen=True)

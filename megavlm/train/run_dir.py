@@ -24,12 +24,12 @@ from megavlm.checkpoint.hf.exporting import keep_untrained
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar
 from megavlm.config.derived import starts_from
-from megavlm.config.load import to_yaml
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import with_start_defaults
 from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
 from megavlm.parallel.groups import from_rank_0, on_rank_0
+from megavlm.rules.defaults import with_start_defaults
+from megavlm.rules.load import to_yaml
 from megavlm.storage.hub import commit_of
 
 

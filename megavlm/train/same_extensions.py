@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megavlm.config.extensions import FLAG, fingerprint
 from megavlm.errors import UserError
+from megavlm.rules.extensions import FLAG, fingerprint
 
 
 def check_same_extensions(names: Sequence[str]) -> None:

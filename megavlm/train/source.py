@@ -7,9 +7,8 @@ from pathlib import Path
 
 from megavlm.arch.objectives import objective_of
 from megavlm.config.messages import described
-from megavlm.config.needs import data_kind
+from megavlm.config.option import data_kind
 from megavlm.config.registry import Entry, registered
-from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.source import ComputedSource
@@ -20,6 +19,7 @@ from megavlm.demo.digit_pairs import DigitPairs
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
+from megavlm.rules.defaults import is_set, resolve
 
 
 def build_source(

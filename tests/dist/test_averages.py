@@ -105,9 +105,9 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

@@ -33,9 +33,9 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     from megavlm.checkpoint import state
     from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.live_bytes import LiveBytes, standing_tensors
@@ -124,9 +124,9 @@ def saved_again(argv: list[str], run_dir: str, into: str) -> None:
     from megavlm.checkpoint import state
     from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

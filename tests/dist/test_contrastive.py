@@ -144,7 +144,7 @@ def gradients_with_and_without_a_cache(argv: list[str], run_dir: str) -> dict[st
     import torch
 
     from megavlm import backend
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.model.vlm import bare_chunk
     from megavlm.parallel.groups import destroy_groups, random_states, set_random_states
     from megavlm.train.build import build
@@ -211,7 +211,7 @@ def outputs_of_both_passes(argv: list[str], run_dir: str) -> tuple[list[Any], li
     from unittest.mock import patch
 
     from megavlm import backend
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.pipeline import gradient_cache
     from megavlm.train.build import build

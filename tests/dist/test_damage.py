@@ -50,10 +50,10 @@ def resume(argv: list[str], run_dir: str) -> tuple[str, str]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.errors import UserError
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import fit
 

@@ -97,9 +97,9 @@ def built(argv: list[str], run_dir: str) -> tuple[Any, Any]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
 
     config = parse([*argv, "--run-dir", run_dir])

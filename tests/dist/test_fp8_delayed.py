@@ -73,7 +73,7 @@ def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
     from megavlm import backend
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.precision.fp8_state import histories
     from megavlm.train.build import build

@@ -33,9 +33,9 @@ def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 
@@ -121,7 +121,7 @@ def test_frozen_weights_stay_as_they_are(pools: Pools, tmp_path: Path) -> None:
 
 def _in_fp8(argv: Sequence[str], run_dir: str) -> set[str]:
     from megavlm import backend
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build
     from megavlm.train.loop import close

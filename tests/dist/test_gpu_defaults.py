@@ -1,4 +1,4 @@
-"""What a GPU runs by default, run on gloo: every default of `config/device_defaults.py` at its GPU value, both overlaps
+"""What a GPU runs by default, on gloo: the default of `rules/defaults.py` that differs at its GPU value, both overlaps
 of communication with buckets of a few layers, and layers of Transformer Engine's parts (stand-ins).
 
 Six steps at a learning rate of 1e-2 without warm-up: a replica that trains on numbers of the step before is off by 1e-3
@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.device_defaults import DEVICE_DEFAULTS, with_device_defaults
+from megavlm.command_line.parsing import parse
+from megavlm.rules.defaults import with_device_defaults
 from tests.support.flags import DROPOUT, MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
@@ -39,13 +39,12 @@ class Case(NamedTuple):
     model: str
     flags: str = ""
     te: bool = False  # Transformer Engine's parts of layers, which own their norms
-    exercises: tuple[str, ...] = ()  # options of the table that change what this case computes
 
 
 FAST = [
     Case(2, "qwen2.5-vl"),
     Case(2, "frozen-vision", te=True),
-    Case(2, "rich", COLOCATED, te=True, exercises=("placement.encoder_chunk_patches",)),
+    Case(2, "rich", COLOCATED, te=True),
     Case(2, "plain", FULL),
     Case(4, "lora", "--pp 2 --vpp 2"),
 ]
@@ -67,11 +66,7 @@ SLOW = [
 
 def as_on_gpu(config: Any) -> Any:
     """The configuration with the defaults of a GPU run."""
-    import torch.distributed as dist
-
-    parallel = config.parallel
-    replicas = dist.get_world_size() // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    return with_device_defaults(config, on_gpu=True, dp=replicas)
+    return with_device_defaults(config, on_gpu=True)
 
 
 def train_as_on_gpu(argv: list[str], run_dir: str, te: bool = False) -> None:
@@ -195,11 +190,7 @@ def test_a_parameter_that_nothing_waits_for_ends_the_run(pools: Pools, tmp_path:
         pools(2).run(read_without_waiting, argv, str(tmp_path))
 
 
-def test_every_default_that_differs_is_run_here() -> None:
-    differing = {default.option for default in DEVICE_DEFAULTS}
-    assert differing == {option for case in FAST for option in case.exercises}
-    for case in FAST:
-        config = parse([*SMALL, *MODELS_HERE[case.model].split(), *case.flags.split()])
-        for default in DEVICE_DEFAULTS:
-            if default.option in case.exercises:
-                assert default.gpu(config, 2) != default.cpu(config, 2)
+def test_the_default_that_differs_is_run_here() -> None:
+    configs = (parse([*SMALL, *MODELS_HERE[case.model].split(), *case.flags.split()]) for case in FAST)
+    values = [[with_device_defaults(each, on_gpu=on_gpu) for on_gpu in (False, True)] for each in configs]
+    assert any(cpu != gpu for cpu, gpu in values)

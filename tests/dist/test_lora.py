@@ -19,8 +19,7 @@ activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.files import HfFolder  # noqa: E402
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.config.cli import parse  # noqa: E402
-from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config  # noqa: E402
 from megavlm.data.collate import CollateSpec, collate  # noqa: E402
 from megavlm.data.synthetic import SyntheticSource  # noqa: E402
@@ -28,6 +27,7 @@ from megavlm.families import family_of  # noqa: E402
 from megavlm.inputs.batch import MicroBatch  # noqa: E402
 from megavlm.programs import convert  # noqa: E402
 from megavlm.programs.inference import chat  # noqa: E402
+from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.harness import difference  # noqa: E402

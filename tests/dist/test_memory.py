@@ -197,12 +197,12 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     from megavlm import backend
     from megavlm.arch.kinds import local_parameters
     from megavlm.arch.language_ends import vocabulary_shard
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import PROFILES
     from megavlm.planner.host_memory import HostMemory
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.live_bytes import step_counts

@@ -20,10 +20,10 @@ from tests.support.training import SMALL, metrics, train, without_wall_time
 activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.config.cli import parse  # noqa: E402
-from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config  # noqa: E402
 from megavlm.data.files import FilesSource  # noqa: E402
+from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support.processors import CASES, picture  # noqa: E402
 from tests.support.whole_models import answer_of_transformers, whole_folder  # noqa: E402
 

@@ -41,7 +41,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     from megavlm import backend
     from megavlm.checkpoint import saving, writer
     from megavlm.checkpoint.staging import SaveError
-    from megavlm.config.cli import parse
+    from megavlm.command_line.parsing import parse
     from megavlm.errors import UserError
     from megavlm.parallel.groups import destroy_groups
     from megavlm.resilience.phases import Phases

@@ -94,10 +94,10 @@ def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

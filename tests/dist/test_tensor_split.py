@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import transformers
 
+from megavlm.arch import tensor_split
 from megavlm.backend import activate
-from megavlm.config import tensor_split
 from tests.support.answers import answers
 from tests.support.flags import FOUR, HALF, TWO
 from tests.support.pool import Pools

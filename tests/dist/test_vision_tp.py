@@ -16,9 +16,9 @@ def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
 

@@ -37,9 +37,9 @@ LENGTHS = (160, 176, 96, 80)  # of samples that share a sequence
 
 
 def config_of(flags: Sequence[str]) -> Any:
-    from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
+    from megavlm.rules.check import check
+    from megavlm.rules.defaults import resolve
 
     config = parse([*MODEL, *flags])
     check(config, world=1)

@@ -18,10 +18,10 @@ from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import PROJECTOR
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.model.vision import VisionLayout
+from megavlm.rules.defaults import resolve
 from tests.support.flags import resolved
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, randomize
 

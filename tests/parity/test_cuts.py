@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.plan import Plan
-from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
+from megavlm.rules.defaults import resolve, resolve_model
 from tests.support import hf
 from tests.support.harness import Single, assert_same
 

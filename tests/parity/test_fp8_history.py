@@ -12,7 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import nn
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.precision.fp8_state import histories, history_of, prepare, restore, sharded_histories
 from tests.support.harness import Single
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError

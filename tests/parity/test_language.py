@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from megavlm.arch.layers import EMBEDDING, layer_names
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.language import language_table
+from megavlm.rules.defaults import resolve_model
 from tests.support.gates import hold
 from tests.support.harness import (
     OUTPUT_TOLERANCE,

@@ -14,8 +14,8 @@ activate()  # before the modules below import megatron-core
 
 from megavlm.arch.layers import part_of  # noqa: E402
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
-from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
+from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.hf_families import FAMILIES, SINGLE  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402

@@ -18,10 +18,10 @@ def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.data.collate import CollateSpec
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.generate import generate
     from megavlm.train.loop import close

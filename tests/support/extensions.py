@@ -25,7 +25,7 @@ def forget() -> None:
     """Remove the extensions of a test from this process, which others use after it."""
     from megavlm.config.registry import BUILT_IN, registry
 
-    for name in [name for name in registry() if name not in BUILT_IN]:
+    for name in [name for name in registry() if name != BUILT_IN]:
         registry().remove(name)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
+from megavlm.rules.defaults import resolve
 
 QWEN3 = (
     "--set model.vision.activation=gelu_tanh model.vision.position_embedding=learned_rope2d "

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from megavlm.arch.image_tokens import grid_of
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
 from megavlm.inputs.patches import patchify
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.schedule import pipeline_config
+from megavlm.rules.defaults import resolve
 from megavlm.train.engine import Engine
 from tests.support.gates import hold
 

@@ -23,7 +23,6 @@ from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.load import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import (
     CheckpointConfig,
     Config,
@@ -42,6 +41,7 @@ from megavlm.inputs.patches import Image, LoadedImage, patchify, spanning
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.programs import convert
+from megavlm.rules.defaults import resolve
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes

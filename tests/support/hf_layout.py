@@ -62,10 +62,10 @@ def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
     from megavlm.arch.plan import make_plan
     from megavlm.checkpoint.hf.load import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-    from megavlm.config.cli import parse
-    from megavlm.config.resolve import resolve
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.rules.check import check
+    from megavlm.rules.defaults import resolve
     from megavlm.train.build_engine import build_engine
     from tests.support import hf
 

@@ -89,9 +89,9 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
     distance that it went; and so its average.
     """
     from megavlm import backend
-    from megavlm.config.cli import parse
-    from megavlm.config.rules import check
+    from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
+    from megavlm.rules.check import check
     from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.float64 import float64

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from megavlm.config.fields import Option, options
+from megavlm.command_line.words import RUN_FLAGS
 from megavlm.config.schema import Config
-from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
+from megavlm.rules.fields import Option, options
 
 T = TypeVar("T")
 SECTIONS = "|".join(field.name for field in fields(Config))

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
-from megavlm.config.fields import options
-from megavlm.config.unknown_words import RUN_FLAGS
+from megavlm.command_line.words import RUN_FLAGS
+from megavlm.rules.fields import options
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import (
     Config,
     DataConfig,
@@ -12,6 +11,7 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
+from megavlm.rules.defaults import resolve_model
 
 SMALL = Config(
     model=resolve_model(

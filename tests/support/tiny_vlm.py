@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
 from megavlm.inputs.batch import MicroBatch
+from megavlm.rules.defaults import resolve_model
 
 VOCABULARY = 80
 

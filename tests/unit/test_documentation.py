@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config import cli
-from megavlm.config.extensions import load_extensions
-from megavlm.config.fields import options
+from megavlm.command_line import parsing
 from megavlm.programs.launch import launch
 from megavlm.programs.main import COMMANDS
+from megavlm.rules.extensions import load_extensions
+from megavlm.rules.fields import options
 from tests.support import extensions
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def programs() -> dict[str, set[str]]:
     """Return the flags of each program, by its path."""
     extensions.install()  # docs/extensions.md shows those of examples/
     load_extensions(extensions.PACKAGES)
-    run = flags_of(cli._parser(all_options=True))
+    run = flags_of(parsing._parser(all_options=True))
     extensions.forget()
     found = {"pretrain_vlm.py": run, "megavlm train": run}
     for name, script in TOOLS.items():

@@ -26,8 +26,9 @@ ROOT = Path(__file__).parents[2]
 RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.errors", "megavlm.paths", "megavlm.files", "megavlm.json_files", "megavlm.program", "megavlm.world"),
     ("megavlm.resilience", "megavlm.storage"),
-    ("megavlm.config", "megavlm.recipes"),  # `config.cli` lists the recipes, and these are configurations
+    ("megavlm.config",),
     ("megavlm.arch",),
+    ("megavlm.rules",),
     ("megavlm.planner",),
     ("megavlm.backend",),
     ("megavlm.parallel",),
@@ -44,6 +45,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.html",),
     ("megavlm.metrics",),
     ("megavlm.train",),
+    ("megavlm.command_line",),
     ("megavlm.programs.configuration",),
     ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),
     ("megavlm.programs.evaluation", "megavlm.programs.launch"),
@@ -77,6 +79,8 @@ OPTIONAL = (
     *("huggingface_hub", "transformers", "tokenizers", "megatron.energon", "pyarrow", "sklearn", "wandb", "mlflow"),
     *("google", "gcsfs", "s3fs", "transformer_engine"),
 )
+OF_A_MODULE = re.compile(r"megavlm(\.\w+)+(:\w+)?")  # "package.module:name" names what is in it
+TORCH_BY_NAME = ("megavlm.arch.connectors",)  # declarations of extensions say so where their torch half is
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")
 RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
 
@@ -178,6 +182,16 @@ def import_direction(module: Module) -> Iterator[Finding]:
             yield i.line, f"imports {i.target}, which comes later in RANKS"
 
 
+def strings(module: Module) -> Iterator[Finding]:
+    """Yield names of modules in strings, by which a module would depend on a later one without an import."""
+    own = rank_of(module.name)
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and OF_A_MODULE.fullmatch(node.value):
+            its = rank_of(node.value.partition(":")[0])
+            if own is not None and its is not None and its > own and not within(module.name, *TORCH_BY_NAME):
+                yield node.lineno, f"names {node.value}, which comes later in RANKS, by a string"
+
+
 def forbidden_names(module: Module) -> Iterator[Finding]:
     for line, name in module.mentions:
         if within(name, *PARALLEL_STATE) and module.name != GROUPS:
@@ -249,6 +263,7 @@ Rule = Callable[[Module], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     everywhere,
     import_direction,
+    strings,
     forbidden_names,
     cpu_backend,
     code_out_of_files,
@@ -294,11 +309,28 @@ def test_every_module_has_a_rank() -> None:
     assert [module.name for module in SHIPPED if rank_of(module.name) is None] == []
 
 
+def test_packages_form_no_circle() -> None:
+    """A package is in one row, so that the order of rows is one of packages; `programs` is ordered within."""
+    row_of: dict[str, set[int]] = {}
+    for row, names in enumerate(RANKS):
+        for name in names:
+            row_of.setdefault(".".join(name.split(".")[:2]), set()).add(row)
+    assert {name for name, rows in row_of.items() if len(rows) > 1} <= {"megavlm.programs"}
+    uses: dict[str, set[str]] = {}
+    for module in modules_in("megavlm"):
+        package = ".".join(module.name.split(".")[:2])
+        uses.setdefault(package, set()).update(".".join(i.target.split(".")[:2]) for i in module.imports)
+    while free := [name for name, used in uses.items() if not (used & uses.keys()) - {name}]:
+        for name in free:
+            del uses[name]
+    assert not uses, f"packages of a circle, and those that import them: {', '.join(sorted(uses))}"
+
+
 def test_every_name_of_a_rule_is_a_module() -> None:
     """A rule about a module that was renamed or removed would never fire."""
     modules = {module.name for module in SHIPPED}
     named = {name for row in RANKS for name in row}.union(
-        TORCH_FREE, DEVICE_FREE, WITHOUT_PLANNER, (GROUPS, BACKEND, CPU_BACKEND)
+        TORCH_FREE, DEVICE_FREE, WITHOUT_PLANNER, TORCH_BY_NAME, (GROUPS, BACKEND, CPU_BACKEND)
     )
     folders = {"tools", "benchmarks"}  # without an __init__
     assert sorted(named - modules - folders) == []
@@ -326,7 +358,7 @@ EARLY = (
     "megavlm.checkpoint.hf.pretrained",
     "megavlm.programs.convert",
     "megavlm.programs.train",
-    "megavlm.config.cli",
+    "megavlm.command_line.parsing",
     "megavlm.programs.preview.collect",
     "pretrain_vlm",
 )
@@ -370,7 +402,8 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.data.rank_loader", "from megavlm.train import loop", "later in RANKS"),
         ("megavlm.data.rank_loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
         ("megavlm.data.rank_loader", "from ..train.loop import fit", "later in RANKS"),
-        ("megavlm.config.rules", "from megavlm.arch.dims import Dims", "later in RANKS"),
+        ("megavlm.config.derived", "from megavlm.arch.dims import Dims", "later in RANKS"),
+        ("megavlm.config.registry", "found = load('megavlm.arch.connectors:ALL')", "by a string"),
         ("megavlm.arch.dims", "from megavlm.parallel import groups", "later in RANKS"),
         ("megavlm.data.costs", "from megavlm.model.context import MicroBatchContext", "later in RANKS"),
         ("megavlm.precision.emulated", "from megavlm.optim.build import build", "later in RANKS"),

@@ -8,7 +8,7 @@ import pkgutil
 from importlib import import_module
 
 from megavlm.arch.connector import Connector
-from megavlm.config.registry import Extension
+from megavlm.config.registry import BUILT_IN, Extension, registry
 
 
 def _declared() -> tuple[Connector, ...]:
@@ -18,4 +18,5 @@ def _declared() -> tuple[Connector, ...]:
     return tuple({id(connector): connector for connector in found}.values())
 
 
-EXTENSION = Extension(connectors=_declared())
+if BUILT_IN not in registry():
+    registry().add(BUILT_IN, Extension(connectors=_declared()))

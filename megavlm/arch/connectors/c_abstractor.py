@@ -13,10 +13,10 @@ from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, norm_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
+from megavlm.arch.tensor_split import share_of
 from megavlm.arch.workload import Workload
 from megavlm.config.option import AT_LEAST_1, POSITIVE, option
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.config.tensor_split import share_of
 
 TAPS = 9  # weights of a 3 × 3 convolution for each channel
 

@@ -10,10 +10,10 @@ from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.matrices import HiddenWeight, hidden_weight
 from megavlm.arch.scenario import Scenario
+from megavlm.arch.tensor_split import share_of
 from megavlm.arch.workload import Workload
 from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.config.tensor_split import share_of
 from megavlm.errors import UserError
 
 # The linear layers of each kind.

@@ -19,11 +19,10 @@ from megavlm.arch.objectives import is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.checkpoint.hf.sizes import check_connector, check_size
-from megavlm.config.fields import options, without_published
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.families import family_of
+from megavlm.families import family_of, without_published
 from megavlm.families.shared.connectors import decided_of, with_connector
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.table import (
@@ -38,6 +37,7 @@ from megavlm.families.shared.table import (
     matches,
     row_pairs,
 )
+from megavlm.rules.fields import options
 from megavlm.storage.cache import local_path
 
 PATCH_WEIGHT = f"{PATCH_EMBED}.proj.weight"

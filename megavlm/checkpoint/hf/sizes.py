@@ -8,10 +8,10 @@ from typing import Any
 
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names, part_of
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
+from megavlm.rules.defaults import resolve_model
 
 _SLACK = 2  # so much less than the description may be there: what exactly is missing is listed later
 

@@ -10,15 +10,15 @@ import hashlib
 import os
 from typing import Any
 
-from megavlm.config.fields import options
-from megavlm.config.load import as_data
 from megavlm.config.messages import plain, shown
-from megavlm.config.needs import data_kind
+from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.order import weights_of
 from megavlm.data.records.opening import files_of, is_stream, name_of
 from megavlm.paths import open_regular
+from megavlm.rules.fields import options
+from megavlm.rules.load import as_data
 
 _ENDS = 2**16  # bytes at each end of a file that are hashed: the first and the last records
 _COMPUTED = (

@@ -9,12 +9,12 @@ from typing import Any
 
 from megavlm.arch.connector import Connector, connector_of
 from megavlm.arch.layers import PROJECTOR
-from megavlm.config.fields import record_of
 from megavlm.config.registry import ConnectorSections, registered
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Rename, Table
+from megavlm.rules.fields import record_of
 
 _SECTION = "megavlm"  # of the config.json of an exported connector: its options
 

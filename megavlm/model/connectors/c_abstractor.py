@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.connectors.c_abstractor import C_ABSTRACTOR, ConvBlock
 from megavlm.arch.image_tokens import Grid
-from megavlm.config.tensor_split import share_of
+from megavlm.arch.tensor_split import share_of
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
 from megavlm.model.resampler import Mlp, Part

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megavlm.config.commands import Parser, complaint
+from megavlm.command_line.commands import Parser, complaint
 from megavlm.errors import RankError, UserError
 from megavlm.files import write_out
 from megavlm.programs.doctor.collect import collect

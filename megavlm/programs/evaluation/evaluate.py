@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.extensions import without_extensions
+from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.programs.evaluation.answers import AnswerFolder
@@ -31,6 +30,7 @@ from megavlm.programs.evaluation.scores import results_json, scored, scores_of
 from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
 from megavlm.programs.inference.exports import model_folder
 from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
+from megavlm.rules.extensions import without_extensions
 from megavlm.world import World, world_of
 
 _PAUSE = 1.0  # seconds between two looks at the answers of other processes

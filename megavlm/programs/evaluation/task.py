@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.fields import Kind
 from megavlm.config.messages import shown
 from megavlm.config.option import option
 from megavlm.config.schema import DatasetConfig
@@ -22,6 +21,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.evaluation.choices import LETTERS, chosen_letter, question_with_choices
 from megavlm.programs.evaluation.metrics import ANNOTATORS, METRICS
+from megavlm.rules.fields import Kind
 
 
 @dataclass(frozen=True)

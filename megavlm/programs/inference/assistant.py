@@ -19,7 +19,6 @@ from torch import Tensor
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.reference import transformers_model
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
@@ -30,6 +29,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import check, listed, number, read_json, whole
 from megavlm.programs.inference.own_model import OwnAnswers, config_of_parts
 from megavlm.programs.inference.streaming import Streamer
+from megavlm.rules.defaults import resolve
 
 _TOKEN = whole(0, 2**31 - 1)
 _GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}

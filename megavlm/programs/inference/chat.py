@@ -6,13 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.extensions import without_extensions
+from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.inference.exports import model_folder
 from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.programs.inference.talk import Talk
+from megavlm.rules.extensions import without_extensions
 
 _COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
 

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.extensions import without_extensions
-from megavlm.config.fields import Kind
+from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.container import Container
@@ -36,6 +34,8 @@ from megavlm.programs.inference.assistant import DTYPES
 from megavlm.programs.inference.embedder import Embedder
 from megavlm.programs.inference.exports import model_folder
 from megavlm.programs.inference.options import device_of
+from megavlm.rules.extensions import without_extensions
+from megavlm.rules.fields import Kind
 
 
 @reported("embed")

@@ -16,7 +16,6 @@ from torch import Tensor
 from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_embedding_file
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.reference import transformers_model
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
@@ -24,6 +23,7 @@ from megavlm.data.types import Sample, Turn
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.inputs.batch import MicroBatch
 from megavlm.programs.inference.own_model import config_of_parts, own_model
+from megavlm.rules.defaults import resolve
 
 Pooled = Callable[[MicroBatch, Sequence[int]], Tensor]  # a batch of texts of these lengths → [texts, H] fp32
 

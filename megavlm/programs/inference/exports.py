@@ -13,12 +13,12 @@ from pathlib import Path
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.manifest import MANIFEST
-from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
 from megavlm.paths import read_bytes
 from megavlm.program import program
+from megavlm.rules.load import from_yaml_file
 from megavlm.storage.cache import local_path
 
 EXPORTS = "exports"  # in a run folder

@@ -13,13 +13,13 @@ from torch import Tensor
 from megavlm.checkpoint.hf.embedding_files import read_file_of_parts
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
 from megavlm.checkpoint.hf.safetensors_writer import DTYPES
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.programs.inference.streaming import Streamer
+from megavlm.rules.defaults import resolve
 
 _PRECISIONS: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.float32: "fp32",

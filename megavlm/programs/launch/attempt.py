@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.exit_file import read_exit

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.arch.dims import dims_of
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.auto import complaint
 from megavlm.planner.hardware import profile
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
+from megavlm.rules.defaults import resolve
 from megavlm.storage.urls import is_url
 from megavlm.train.source import vocab_size_of
 

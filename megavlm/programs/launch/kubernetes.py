@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
 from megavlm.programs.launch.checks import check_flags

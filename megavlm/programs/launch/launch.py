@@ -7,12 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 
-from megavlm.config.commands import Parser, reported
-from megavlm.config.fields import options as training
-from megavlm.config.unknown_words import RUN_FLAGS
+from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.launch import agent, kubernetes, local, slurm, vertex
 from megavlm.programs.launch.profile import read_profile
+from megavlm.rules.fields import options as training
 
 
 @reported("launch")

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.metrics.secrets import without_secrets

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.packing import pack
-from megavlm.config.needs import data_kind
-from megavlm.config.resolve import resolve
+from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
@@ -22,6 +21,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.processor import Processor
 from megavlm.programs.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, stretches_of
+from megavlm.rules.defaults import resolve
 
 
 def look(config: Config, *, shown: int, title: str) -> PreviewContent:

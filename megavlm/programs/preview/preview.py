@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.config.cli import parse
-from megavlm.config.commands import Parser, reported
-from megavlm.config.rules import check
+from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, ParallelConfig
 from megavlm.programs.configuration import with_model
+from megavlm.rules.check import check
 
 
 @reported("preview")

@@ -11,7 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.load import from_yaml_file
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.json_files import read_json
@@ -23,6 +22,7 @@ from megavlm.programs.preview.expert_loads import mean_loads
 from megavlm.programs.preview.history import History, history_of
 from megavlm.programs.preview.lines import Point
 from megavlm.resilience.events import events, json_lines
+from megavlm.rules.load import from_yaml_file
 
 _LARGEST = 1e15  # larger values of a file are taken for damage
 _WARM_UP = 2  # first steps, which are slower and count for no rate

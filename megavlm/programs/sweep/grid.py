@@ -14,11 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.load import read_yaml
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
+from megavlm.rules.load import read_yaml
 
 _MOST = 1000  # variants; SLURM's own limit of an array (MaxArraySize) is 1001 by default
 

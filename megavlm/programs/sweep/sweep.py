@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.config.commands import Parser, reported
+from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.programs.launch.checks import check_job
 from megavlm.programs.launch.job import Job

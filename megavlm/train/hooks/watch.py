@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megavlm.config.needs import data_kind
+from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.callback import Value

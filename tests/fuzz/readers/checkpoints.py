@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megavlm import backend
+from megavlm.rules.defaults import resolve
 
 backend.activate()
 
@@ -25,7 +26,6 @@ from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
 from megavlm.checkpoint.reading import Reader, choices_in  # noqa: E402
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
-from megavlm.config.resolve import resolve  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 from megavlm.programs.checkpoint import checkpoints_of, copy  # noqa: E402

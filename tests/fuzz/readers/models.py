@@ -15,7 +15,6 @@ from safetensors.torch import save
 
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.chat import ChatFormat
 from megavlm.data.preprocessors import processor_for
@@ -26,6 +25,7 @@ from megavlm.data.types import Conversation, Turn
 from megavlm.families import PUBLISHED, family_of, processor_from
 from megavlm.families.shared.settings import Settings
 from megavlm.json_files import read_json
+from megavlm.rules.defaults import resolve
 from tests.fuzz.child import Reader
 from tests.support import chat_templates, tokenizers
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.callback import StepEnd, Stop

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint.hf.compose import composed_config
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.settings import Settings
+from megavlm.rules.defaults import resolve_model
 
 MODEL = resolve_model(ModelConfig(vision=VisionConfig(post_norm=False)))
 

@@ -13,9 +13,9 @@ from megavlm.backend import activate
 activate()  # before the module below imports megatron-core
 
 from megavlm.checkpoint.summary import check_model  # noqa: E402
-from megavlm.config.cli import parse  # noqa: E402
-from megavlm.config.resolve import resolve  # noqa: E402
+from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
+from megavlm.rules.defaults import resolve  # noqa: E402
 
 
 def test_another_vocabulary_does_not_fit(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.programs.configuration import configured
 from megavlm.programs.main import COMMANDS
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.commands import as_typed
+from megavlm.command_line.commands import as_typed
 from megavlm.program import program as what_starts
 from megavlm.program import started_as
 from megavlm.programs.main import COMMANDS, program

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint.begun import as_begun
-from megavlm.config.changed import changed_options
-from megavlm.config.cli import parse
-from megavlm.config.load import to_yaml
-from megavlm.config.start_defaults import with_start_defaults
+from megavlm.checkpoint.begun import as_begun, changed_options
+from megavlm.command_line.parsing import parse
+from megavlm.rules.defaults import with_start_defaults
+from megavlm.rules.load import to_yaml
 
 GIVEN = "--init-from F --datasets a.json --tp 2 --train-iters 100".split()
 

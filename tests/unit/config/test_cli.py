@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megavlm.config.cli import parse
-from megavlm.config.fields import options, value_at
-from megavlm.config.load import from_dict, to_yaml
+from megavlm.command_line.parsing import parse
+from megavlm.command_line.recipes import RECIPES
+from megavlm.command_line.words import RUN_FLAGS
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.registry import Sections, registered
-from megavlm.config.rules import check
 from megavlm.config.schema import Config, TrainConfig
-from megavlm.config.unknown_words import RUN_FLAGS
 from megavlm.errors import UserError
-from megavlm.recipes import RECIPES
+from megavlm.rules.check import check
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.load import from_dict, to_yaml
 
 
 def leaves(section: Any, prefix: str = "") -> list[str]:
@@ -284,7 +284,7 @@ def test_a_mistake_prints_nothing_and_never_exits(capsys: pytest.CaptureFixture[
 
 def test_parsing_imports_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from megavlm.config.cli import parse; from megavlm.config.rules import check; "
+        "import sys; from megavlm.command_line.parsing import parse; from megavlm.rules.check import check; "
         "check(parse([]), world=1); heavy = ('torch', 'megatron', 'numpy', 'sklearn', 'yaml'); "
         "print([m for m in heavy if m in sys.modules])"
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.config.cli import parse
-from megavlm.config.elsewhere import ELSEWHERE
-from megavlm.config.fields import options
-from megavlm.config.load import from_dict, in_yaml
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
+from megavlm.rules.elsewhere import ELSEWHERE
+from megavlm.rules.fields import options
+from megavlm.rules.load import from_dict, in_yaml
 from tests.support.remedies import answer, followed
 
 FLAGS = {flag: option for option in options() for flag in (*option.flags, *option.negations)}

@@ -13,9 +13,14 @@ import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megavlm.config import registry as module
-from megavlm.config.cli import parse
-from megavlm.config.extensions import (
+from megavlm.command_line.parsing import parse
+from megavlm.config.option import AT_LEAST_1, option
+from megavlm.config.registry import Entry, Extension, registry
+from megavlm.errors import UserError
+from megavlm.inputs.vision_inputs import VisionInput, vision_input_of
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve
+from megavlm.rules.extensions import (
     extensions_of,
     fingerprint,
     load_extensions,
@@ -23,14 +28,8 @@ from megavlm.config.extensions import (
     without_extensions,
     words_after,
 )
-from megavlm.config.fields import options
-from megavlm.config.load import as_data, from_dict, to_yaml
-from megavlm.config.option import AT_LEAST_1, option
-from megavlm.config.registry import Entry, Extension, registry
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
-from megavlm.errors import UserError
-from megavlm.inputs.vision_inputs import VisionInput, vision_input_of
+from megavlm.rules.fields import options
+from megavlm.rules.load import as_data, from_dict, to_yaml
 from tests.support.extensions import EXAMPLES, PACKAGES, forget, install
 
 POOLED = "--extension pooled_attention --projector-kind pooled".split()
@@ -169,7 +168,7 @@ def test_names_that_are_taken_are_refused_in_one_line(
     extension: Extension, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_extensions(["pooled_attention"])
-    monkeypatch.setattr("megavlm.config.extensions._imported", lambda name: extension)
+    monkeypatch.setattr("megavlm.rules.extensions.imported", lambda name: extension)
     known = options()
     with pytest.raises(UserError) as refused:
         load_extensions(["mine"])
@@ -184,7 +183,7 @@ def test_an_input_of_the_tower_is_found_by_its_name(monkeypatch: pytest.MonkeyPa
     def declared(name: str) -> Extension:
         return Extension(inputs=(Entry(name, f"{__name__}:MIRRORED"),))
 
-    monkeypatch.setattr("megavlm.config.extensions._imported", declared)
+    monkeypatch.setattr("megavlm.rules.extensions.imported", declared)
     config = parse(["--extension", "mirrored", "--vision-input", "mirrored"])
     assert vision_input_of("mirrored", 3) is MIRRORED
     assert extensions_of(config) == ("mirrored",)
@@ -260,8 +259,3 @@ def test_words_of_programs_with_flags_of_their_own() -> None:
     assert words_after("--extension", argv) == ("pooled_attention", "counting_dots", "json_x")
     assert without_extensions(["export", "run", "--extension", "pooled_attention", "--x"]) == ["export", "run", "--x"]
     assert "pooled_attention" in registry()
-
-
-def test_the_package_itself_is_an_extension() -> None:
-    assert module.BUILT_IN == ("megavlm.arch.connectors",)
-    assert {"linear", "mlp", "gated"} <= registry().at("connectors").keys()

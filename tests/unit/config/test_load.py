@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megavlm.config.load import from_dict, from_yaml_file, to_yaml
+from megavlm.command_line.recipes import recipe
 from megavlm.config.schema import (
     Config,
     TrainConfig,
 )
 from megavlm.errors import UserError
-from megavlm.recipes import RECIPES, recipe
+from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -61,15 +58,6 @@ def test_yaml_follows_the_schema_and_has_no_tags() -> None:
 def test_anchors_are_plain_yaml(tmp_path: Path) -> None:
     config = from_yaml_file(written(tmp_path, "data: {image_sizes: &a [8, 16], images_per_sample: *a}"))
     assert config.data.images_per_sample == (8, 16)
-
-
-def test_a_recipe_is_its_module_s_function_and_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(train=TrainConfig(seed=9))
-    module: Any = types.ModuleType("megavlm.demo.recipe")
-    module.demo = lambda: config
-    monkeypatch.setitem(sys.modules, "megavlm.demo.recipe", module)
-    assert "demo" in RECIPES
-    assert recipe("demo") == config
 
 
 def test_an_unknown_recipe_is_refused() -> None:

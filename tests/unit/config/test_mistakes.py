@@ -17,16 +17,16 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from megavlm.config import cli
-from megavlm.config.cli import parse
-from megavlm.config.fields import Option, options, value_at, with_values
-from megavlm.config.layout_rules import WORLD_RULES
-from megavlm.config.load import from_dict
-from megavlm.config.rules import RULES, check
-from megavlm.config.start_defaults import with_start_defaults
-from megavlm.config.unknown_words import RUN_FLAGS
+from megavlm.command_line import parsing
+from megavlm.command_line.parsing import parse
+from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.sweep.grid import check_variants, read_grid, variants_of
+from megavlm.rules.check import RULES, check
+from megavlm.rules.defaults import with_start_defaults
+from megavlm.rules.fields import Option, options, value_at, with_values
+from megavlm.rules.layout_rules import WORLD_RULES
+from megavlm.rules.load import from_dict
 from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
 
 MUON, LION = "--optimizer muon", "--optimizer lion"
@@ -1233,7 +1233,7 @@ def complaint(argv: list[str], *, world: int) -> str:
 def one_parser() -> Iterator[None]:
     """Build the parser of all options once: the tests here ask it a thousand times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "_parser", functools.cache(cli._parser))
+        patch.setattr(parsing, "_parser", functools.cache(parsing._parser))
         yield
 
 

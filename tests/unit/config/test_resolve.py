@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.fields import options, value_at
-from megavlm.config.resolve import resolve, resolve_model
-from megavlm.config.run_rules import with_train_iters
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve, resolve_model
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.run_rules import with_train_iters
 
 GIVEN = (
     "--set model.language.num_query_groups=2 model.language.kv_channels=16 model.language.vocab_size=97 "

@@ -11,13 +11,15 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megavlm.config.cli import _without_others, parse
-from megavlm.config.effects import idle, without_idle
-from megavlm.config.fields import PUBLISHED, Kind, Option, options, with_values
-from megavlm.config.load import from_dict, from_yaml_file, to_yaml
+from megavlm.command_line.parsing import _without_others, parse
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
+from megavlm.families import with_published
+from megavlm.rules.check import idle, without_idle
+from megavlm.rules.fields import Kind, Option, options, with_values
+from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
 
+PUBLISHED = ("model", "published")
 MODELS = ("qwen2_5_vl_7b", "llava_1_5_7b", "qwen3_vl_30b_a3b")  # of model.published, which brings their sizes
 
 # A flag has no white space around the names of columns.
@@ -69,7 +71,11 @@ def overrides(draw: st.DrawFn) -> dict[Option, Any]:
 
 
 def config_of(values: dict[Option, Any]) -> Config:
-    return with_values(Config(), {option.path: value for option, value in values.items()})
+    return with_published(Config(), by_path(values))
+
+
+def by_path(values: dict[Option, Any]) -> dict[tuple[str, ...], Any]:
+    return {option.path: value for option, value in values.items()}
 
 
 def plain(value: Any) -> Any:
@@ -122,7 +128,7 @@ def test_partial_yaml_fills_in_defaults(values: dict[Option, Any]) -> None:
         for name in option.path[:-1]:
             section = section.setdefault(name, {})
         section[option.path[-1]] = plain(value)
-    assert from_dict(yaml.safe_load(yaml.safe_dump(data))) == config_of(values)
+    assert from_dict(yaml.safe_load(yaml.safe_dump(data))) == with_values(Config(), by_path(values))
 
 
 @settings(deadline=None)
@@ -141,14 +147,13 @@ def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any
     above = {option: value for option, value in above.items() if not is_none_as_text(value) or option.kind.choices}
     argv = [word for option, value in above.items() for word in words_for(option, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megavlm.config.load.from_yaml_file", lambda path: config_of(below))
+        patch.setattr("megavlm.rules.load.values_in_file", lambda path: by_path(below))
         config = parse(["--config", "a.yaml", *argv])
     # A flag also takes the place of the other option that says the same.
-    flags = _without_others({option.path: value for option, value in above.items()})
-    values = {option.path: value for option, value in below.items()} | flags
+    flags = _without_others(by_path(above))
     # What only the flags leave without effect returns to its default.
     kept = {*flags, *(option.path for option, _ in idle(config_of(below)))}
-    assert config == without_idle(with_values(Config(), values), kept)
+    assert config == without_idle(with_published(Config(), by_path(below) | flags), kept)
 
 
 def refusal(read: Callable[[Any], Config], source: object) -> str | None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.derived import launches_in_order, minutes_to_meet, overlapped, sequence_parallel
-from megavlm.config.fields import options
-from megavlm.config.precision_rules import fp8_fits_the_widths
-from megavlm.config.rules import check
 from megavlm.config.schema import Config
 from megavlm.families import published_model
+from megavlm.rules.check import check
+from megavlm.rules.fields import options
+from megavlm.rules.precision_rules import fp8_fits_the_widths
 
 # The bounds of these depend on other options; rules.py and the planner check them.
 UNRANGED = {"model.vision.feature_layer", "model.objective.sigmoid_bias", "placement.pipeline_cuts"}

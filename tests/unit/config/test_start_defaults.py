@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint.begun import as_begun
-from megavlm.config.cli import parse
-from megavlm.config.fields import options, value_at
-from megavlm.config.load import from_dict, to_yaml
+from megavlm.command_line.parsing import parse
 from megavlm.config.lora import beyond_adapters, frozen_parts
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import START_DEFAULTS, is_start_default, start_table, with_start_defaults
+from megavlm.rules.check import check
+from megavlm.rules.defaults import START_DEFAULTS, is_start_default, resolve, start_table, with_start_defaults
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.load import from_dict, to_yaml
 
 KEYS = [default.option for default in START_DEFAULTS]
 TOY = [(), "fp32", 1e-3, None, None, None, 0, 64, 0, None]

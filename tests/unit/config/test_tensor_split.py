@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
-from megavlm.config.rules import check
-from megavlm.config.tensor_split import HeadSplit, Part, head_split, mlp_share, share_of, share_runs
+from megavlm.arch.tensor_split import HeadSplit, Part, head_split, mlp_share, share_of, share_runs
+from megavlm.command_line.parsing import parse
+from megavlm.rules.check import check
 
 
 @st.composite

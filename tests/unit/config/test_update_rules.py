@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megavlm.config.effects import idle
+from megavlm.config.optimizer_schema import RULES, newton_schulz_flops
 from megavlm.config.schema import Config, OptimizerConfig
-from megavlm.config.update_rules import RULES, newton_schulz_flops
+from megavlm.rules.check import idle
 
 
 @pytest.mark.parametrize("kind", RULES)

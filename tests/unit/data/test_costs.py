@@ -7,9 +7,9 @@ import pytest
 from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.workload import Workload, window_squares
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.costs import CostModel
+from megavlm.rules.defaults import resolve_model
 
 MODEL = resolve_model(
     ModelConfig(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data import epochs
 from megavlm.data.collate import CollateSpec

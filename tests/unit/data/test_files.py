@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data import visuals
 from megavlm.data.batch_sampler import PackedBatchSampler

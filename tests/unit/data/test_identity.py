@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data.records import data_identity, difference
 
 

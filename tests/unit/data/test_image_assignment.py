@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megavlm.arch.anyres import TileGroup
-from megavlm.config.resolve import resolve, resolve_model
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator
@@ -20,6 +19,7 @@ from megavlm.data.types import Segment
 from megavlm.inputs.batch import ImageBatch, ImageSizes
 from megavlm.inputs.patches import Image
 from megavlm.pipeline.encoder import split_into_passes
+from megavlm.rules.defaults import resolve, resolve_model
 
 MODEL = resolve_model(
     ModelConfig(

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from megavlm.arch.data_window import FIELDS, DataWindow
-from megavlm.config.load import to_yaml
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
@@ -23,6 +21,8 @@ from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.planner.uneven import micro_batches
 from megavlm.programs import plan
+from megavlm.rules.defaults import resolve
+from megavlm.rules.load import to_yaml
 from tests.support.data_files import record, write_llava, write_tokenizer
 from tests.support.small_run import SMALL
 

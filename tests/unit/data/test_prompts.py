@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.data.files import FilesSource
 from megavlm.data.prompts import choose_prompts, in_turn
 from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, HeldOut, ImageRef, Turn
 from megavlm.data.validation import validation_samples
 from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve
 from tests.support.data_files import WORDS, record, sources_of, write_all
 from tests.support.training import SMALL
 

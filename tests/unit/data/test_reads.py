@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.arch.flops import forward_share
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
@@ -22,6 +21,7 @@ from megavlm.data.records.split import is_held_out, key_of
 from megavlm.data.summary import samples_per_sequence
 from megavlm.data.validation import cost_line, validation_samples
 from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve
 from tests.support.data_files import record, write_all
 from tests.support.training import SMALL
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megavlm.arch.anyres import TileGroup
 from megavlm.arch.image_tokens import tokens_per_grid
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.rank_loader import stats

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Skipped
 from megavlm.data.validation import ValidationBatchSampler, ValidationSamples, spread
 from megavlm.data.windows import Windows

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data import workers
 from megavlm.data.files import FilesSource
 from megavlm.data.types import EncodedRecord, Sample, Segment, Skipped

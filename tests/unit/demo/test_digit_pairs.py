@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data.members import POSITIVE, QUERY, identity_of
 from megavlm.data.types import HeldOut
 from megavlm.demo.canvases import Canvases

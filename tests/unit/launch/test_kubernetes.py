@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.programs.launch import node
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.kubernetes_job import Options, complaints, objects

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch import agent, slurm
 from megavlm.programs.launch.checks import complaints, filesystem_of

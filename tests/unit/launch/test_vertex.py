@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.programs.launch import vertex
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.launch import main

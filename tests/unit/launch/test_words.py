@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed.elastic.utils import macros
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch import agent, kubernetes_job, vertex_job
 from megavlm.programs.launch.job import Command, Job

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.metrics.callback import Generation, Samples, Start, Stop
 from megavlm.metrics.samples_page import Question, changes, compared, samples_page
 from megavlm.metrics.samples_sink import MOST_MOMENTS, Moments, SamplesSink

@@ -1,6 +1,6 @@
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.metrics.secrets import without_secrets
 from megavlm.metrics.trackers import settings_of
 

@@ -9,10 +9,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import OptimizerConfig
 from megavlm.optim.chained import LearningRate, learning_rate
+from megavlm.rules.defaults import resolve
 
 PEAK, STEPS = 0.3, 20
 STYLES = ("constant", "linear", "cosine", "WSD")

@@ -9,7 +9,7 @@ from megavlm.backend import activate
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.config.tensor_split import head_split  # noqa: E402
+from megavlm.arch.tensor_split import head_split  # noqa: E402
 from megavlm.optim.qk_clip import ClipOptions, row_factors  # noqa: E402
 
 WIDTH = 3

@@ -13,7 +13,7 @@ activate()  # before the modules below import megatron-core
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
-from megavlm.config.tensor_split import Part, share_of, share_runs  # noqa: E402
+from megavlm.arch.tensor_split import Part, share_of, share_runs  # noqa: E402
 from megavlm.model.rank_parts import laid_out  # noqa: E402
 from megavlm.parallel.shards import boxes, shard_layout  # noqa: E402
 

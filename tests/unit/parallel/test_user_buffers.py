@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megavlm.backend import Backend
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.parallel.user_buffers import start_user_buffers
 

@@ -14,7 +14,6 @@ from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE, Scenario, scenario_of
 from megavlm.arch.workload import typical_workload
-from megavlm.config.rules import check
 from megavlm.config.schema import Config, DataConfig, ExpertsConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.auto import planned, predict
@@ -26,6 +25,7 @@ from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.search import search
 from megavlm.planner.terms import exchange_seconds, product_seconds
 from megavlm.programs import plan
+from megavlm.rules.check import check
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

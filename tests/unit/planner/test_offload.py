@@ -9,8 +9,6 @@ import pytest
 from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import saved_bytes
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, scenario_of
-from megavlm.config.load import from_dict, to_yaml
-from megavlm.config.rules import check
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
@@ -20,6 +18,8 @@ from megavlm.planner.host_memory import host_line, host_memory, node_memory_erro
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.search import search
 from megavlm.programs.plan_report import report
+from megavlm.rules.check import check
+from megavlm.rules.load import from_dict, to_yaml
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]

@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Scenario, scenario_of
-from megavlm.config.update_rules import newton_schulz_flops
+from megavlm.config.optimizer_schema import newton_schulz_flops
 from megavlm.planner.cost import host_update_seconds
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.host_memory import host_memory

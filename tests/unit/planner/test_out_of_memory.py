@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megavlm.arch.dims import Dims
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.planner.auto import explain, memory_of, peak_line
 from megavlm.planner.memory import Memory
+from megavlm.rules.defaults import resolve
 
 DIMS = Dims(tp=1, pp=1, vpp=1, dp=2)
 GIB = float(2**30)

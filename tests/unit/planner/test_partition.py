@@ -11,10 +11,10 @@ import pytest
 from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import Recompute, scenario_of
 from megavlm.arch.schedules import Held, PipelineShape, held_at_peaks
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config
 from megavlm.planner.layer_profiles import LayerProfiles, RecomputeProfile
 from megavlm.planner.partition import NoPartition, Partition, best_partition, simulate_partition
+from megavlm.rules.defaults import resolve
 
 
 def drawn(seed: int, layers: int) -> LayerProfiles:

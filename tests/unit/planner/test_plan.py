@@ -13,10 +13,10 @@ from megavlm.arch.kinds import layer_cost
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.plan import even_cuts, make_plan, table
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve, resolve_model
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve, resolve_model
 from tests.support.flags import resolved
 
 WORDS = ("--set", "model.language.vocab_size=256")

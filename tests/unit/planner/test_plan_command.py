@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
-from megavlm.config.rules import check
+from megavlm.command_line.parsing import parse
 from megavlm.programs import plan
 from megavlm.programs.plan_report import reasons, ties
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve
 
 NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".split()
 

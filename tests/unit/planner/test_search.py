@@ -15,8 +15,6 @@ from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.timeline import Timeline
-from megavlm.config.load import from_dict, to_yaml
-from megavlm.config.rules import check
 from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
@@ -28,6 +26,8 @@ from megavlm.planner.memory import Memory
 from megavlm.planner.search import search, timeline_of
 from megavlm.planner.step import EncoderEstimate, overlappable
 from megavlm.programs.plan_report import report
+from megavlm.rules.check import check
+from megavlm.rules.load import from_dict, to_yaml
 from tests.support.small_run import SMALL
 
 

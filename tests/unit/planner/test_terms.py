@@ -11,7 +11,7 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters, waiting_bytes
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.schedules import shape_of
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds, optimizer_seconds, update_bytes
 from megavlm.planner.hardware import profile

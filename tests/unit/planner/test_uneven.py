@@ -14,7 +14,6 @@ from megavlm.arch.scenario import scenario_of
 from megavlm.arch.schedules import PipelineShape
 from megavlm.arch.timeline import Durations, simulate
 from megavlm.arch.workload import typical_workload
-from megavlm.config.resolve import resolve
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.candidates import Space, candidates
@@ -25,6 +24,7 @@ from megavlm.planner.partition import Partition, best_partition, simulate_partit
 from megavlm.planner.search import search
 from megavlm.planner.step import least_pipeline_time
 from megavlm.planner.uneven import MicroBatches, micro_batches
+from megavlm.rules.defaults import resolve
 from tests.support.small_run import SMALL
 
 H100 = for_precision(PROFILES["h100"], "bf16")

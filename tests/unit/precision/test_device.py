@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.precision.device import check_device, check_te_fp8
 

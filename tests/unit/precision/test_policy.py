@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megavlm.arch.layers import layer_names
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.config.derived import layer_precision, sequence_multiple
-from megavlm.config.rules import check
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.model.vision import VisionLayout
+from megavlm.rules.check import check
 
 FP8 = "--precision bf16 --fp8 hybrid"
 

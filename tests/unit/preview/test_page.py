@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data.types import Skipped
 from megavlm.inputs.bad_sample import Reason
 from megavlm.inputs.patches import patchify

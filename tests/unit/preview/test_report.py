@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.load import to_yaml
+from megavlm.command_line.parsing import parse
 from megavlm.programs import report
 from megavlm.programs.preview.lines import Line, chart, short, thinned, ticks
 from megavlm.programs.preview.report import page
 from megavlm.programs.preview.run_data import RunData, differing, read_run
+from megavlm.rules.load import to_yaml
 from tests.support.html import told
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.cli import parse
-from megavlm.config.rules import usable_world
+from megavlm.command_line.parsing import parse
 from megavlm.errors import Stopped
 from megavlm.resilience import status
 from megavlm.resilience.status import read_status, wait_as_spare, write_status
+from megavlm.rules.check import usable_world
 from tests.support.training import SMALL
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch.job import Job
 from megavlm.programs.sweep import array, jobs, local, sweep

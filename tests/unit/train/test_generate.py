@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.config.cli import parse
+from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample

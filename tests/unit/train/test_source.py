@@ -10,12 +10,12 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.flops import step_flops
 from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
-from megavlm.config.cli import parse
-from megavlm.config.resolve import resolve
+from megavlm.command_line.parsing import parse
 from megavlm.data.files import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve
 from megavlm.train.source import vocab_size_of
 from tests.support.data_files import write_tokenizer
 

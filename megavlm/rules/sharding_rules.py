@@ -1,11 +1,105 @@
-"""Rules about data-parallel sharding (optimizer state, gradients, weights). `rules.py` defines what a rule is."""
+"""Rules about context parallelism, the order of a pipeline's passes, and data-parallel sharding."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from megavlm.config.derived import shards_gradients
+from megavlm.arch.tensor_split import context_heads, local_heads
+from megavlm.config.derived import masks_attention, sequence_parallel, shards_gradients
+from megavlm.config.messages import divisors, nearest
 from megavlm.config.schema import Config
+
+
+def heads_divide_over_context(config: Config) -> str | None:
+    """Refuse --cp-comm-type a2a where CP does not divide the query heads of a tensor-parallel rank."""
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    if config.parallel.cp_comm_type == "a2a" and (heads := local_heads(config)) % cp:
+        return (
+            f"--context-parallel-size {cp} does not divide the {heads} query heads of a rank "
+            f"(model.language.num_attention_heads {config.model.language.num_attention_heads}, "
+            f"--tensor-model-parallel-size {tp}): set it to {divisors(heads)}, or use --cp-comm-type auto"
+        )
+    return None
+
+
+def sequence_divides_over_context(config: Config) -> str | None:
+    cp, length = config.parallel.context_parallel_size, config.train.seq_length
+    tp = config.parallel.tensor_model_parallel_size if sequence_parallel(config) else 1
+    groups = cp // context_heads(config)
+    multiple = math.lcm(cp * tp, 2 * groups if groups > 1 else 1)
+    if cp > 1 and length % multiple:
+        return (
+            f"--seq-length {length} is not divisible by {multiple}, the parts into which ranks split a sequence "
+            f"(--context-parallel-size {cp}{f' × --tensor-model-parallel-size {tp}' if tp > 1 else ''}"
+            f"{f', two parts each for {groups} groups that gather keys' if groups > 1 else ''}): "
+            f"{nearest(length, multiple)}"
+        )
+    return None
+
+
+def gathered_keys_have_no_masks(config: Config) -> str | None:
+    cp, heads = config.parallel.context_parallel_size, context_heads(config)
+    if heads < cp and masks_attention(config.model.language):
+        return (
+            f"--context-parallel-size {cp} gathers keys and values, as only {heads} of the ranks can exchange heads; "
+            "that supports no sliding windows and no images that attend both ways: use a --cp that divides the heads "
+            "of a rank, with --cp-comm-type a2a"
+        )
+    return None
+
+
+CONTEXT_RULES: tuple[Callable[[Config], str | None], ...] = (
+    heads_divide_over_context,
+    sequence_divides_over_context,
+    gathered_keys_have_no_masks,
+)
+
+
+def schedule_has_stages(config: Config) -> str | None:
+    schedule, pp = config.parallel.schedule, config.parallel.pipeline_model_parallel_size
+    if schedule is None or pp > 1:
+        return None
+    return f"--schedule {schedule} orders the passes of pipeline stages, but there is one: use --pp 2, or leave it out"
+
+
+def schedule_fits_chunks(config: Config) -> str | None:
+    """Interleaving is for several chunks per stage; each of the other orders is for one."""
+    schedule, vpp = config.parallel.schedule, config.parallel.virtual_pipeline_model_parallel_size
+    if schedule == "interleaved" and vpp == 1:
+        return "--schedule interleaved is for several chunks per stage: add --vpp 2, or leave it out"
+    if schedule not in (None, "interleaved") and vpp > 1:
+        return f"--schedule {schedule} has one chunk per stage, but there are --vpp {vpp}: use --vpp 1, or leave it out"
+    return None
+
+
+def split_backward_has_whole_gradients(config: Config) -> str | None:
+    """ZeRO-2 and 3 reduce a layer's gradients as its backward pass ends, when those of its weights are not there."""
+    if config.parallel.schedule != "zb-h1" or not shards_gradients(config):
+        return None
+    return (
+        f"--schedule zb-h1 computes weight gradients later than --data-parallel-sharding "
+        f"{config.parallel.data_parallel_sharding} reduces them: use --data-parallel-sharding optimizer, or another "
+        "schedule"
+    )
+
+
+def split_backward_has_no_buffers(config: Config) -> str | None:
+    """Transformer Engine computes no weight gradient later where its products overlap with communication."""
+    if config.parallel.schedule != "zb-h1" or not config.parallel.tp_comm_overlap:
+        return None
+    return (
+        "--schedule zb-h1 computes weight gradients later, which --tp-comm-overlap computes beside communication: "
+        "leave --tp-comm-overlap out, or use another schedule"
+    )
+
+
+SCHEDULE_RULES: tuple[Callable[[Config], str | None], ...] = (
+    schedule_has_stages,
+    schedule_fits_chunks,
+    split_backward_has_whole_gradients,
+    split_backward_has_no_buffers,
+)
 
 
 def param_gather_overlaps_what_exists(config: Config) -> str | None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.config.derived import masks_attention, rotary_channels
-from megavlm.config.expert_rules import EXPERT_MODEL_RULES
 from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, never_run, unmatched
 from megavlm.config.messages import divisors, nearest
-from megavlm.config.needs import data_kind
+from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import is_set, resolve_model
 from megavlm.config.schema import Config
+from megavlm.rules.defaults import is_set, resolve_model
+from megavlm.rules.expert_rules import EXPERT_MODEL_RULES
 
 
 def vision_heads_divide_hidden(config: Config) -> str | None:

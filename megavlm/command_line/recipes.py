@@ -1,9 +1,15 @@
-"""`--recipe demo`: a model that learns to read handwritten digits in a few minutes on two CPU cores."""
+"""Predefined configurations. A recipe is a function that returns a Config.
+
+The demos train a model that learns to read handwritten digits in a few minutes on two CPU cores.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
+from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.schema import (
     CheckpointConfig,
     Config,
@@ -21,6 +27,8 @@ from megavlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
+from megavlm.errors import UserError
+from megavlm.rules.fields import value_at, with_values
 
 
 def demo() -> Config:
@@ -93,3 +101,35 @@ def demo_embed() -> Config:
         run=replace(answers.run, run_dir="runs/demo-embed"),
         evaluation=EvaluationConfig(eval_interval=100, eval_samples=200),
     )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {"demo": demo, "demo-embed": demo_embed, "demo-moe": demo_moe}
+
+Path = tuple[str, ...]  # of an option: (section, field)
+
+_LENGTH: Path = ("train", "train_iters")
+_STYLE: Path = ("optimizer", "lr_decay_style")
+_WSD: Path = ("optimizer", "lr_wsd_decay_iters")
+# Options counted in iterations, with the lower bound of each.
+_SCHEDULES: Mapping[Path, int] = {("optimizer", "lr_warmup_iters"): 0, ("optimizer", "lr_decay_iters"): 1, _WSD: 1}
+
+
+def recipe(name: str, given: Mapping[Path, Any] | None = None) -> Config:
+    """Return the configuration of a recipe, with its learning-rate schedule scaled to the values that a user gave.
+
+    If the number of iterations is given, warm-up and decay keep their fraction of the run, rounded down. The length of
+    the WSD decay is unset if another decay style is given. Raises UserError, with a suggestion, for an unknown name.
+    """
+    if name not in RECIPES:
+        hint = did_you_mean(name, RECIPES) or f": choose one of {', '.join(RECIPES)}"
+        raise UserError(f"unknown recipe {plain(name)}{hint}")
+    config, given = RECIPES[name](), given or {}
+    values: dict[Path, Any] = {}
+    before, now = value_at(config, _LENGTH), given.get(_LENGTH)
+    if before is not None and now is not None:
+        for path, least in _SCHEDULES.items():
+            if (length := value_at(config, path)) is not None:
+                values[path] = max(least, length * now // before)
+    if given.get(_STYLE, "WSD") != "WSD":
+        values[_WSD] = None
+    return with_values(config, values)

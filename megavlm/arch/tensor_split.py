@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 # Rows of tensor cores' products in bf16 must be a multiple of 16 bytes long, and FP8 takes multiples of 16 elements.
@@ -267,8 +266,9 @@ def context_heads(config: Config) -> int:
 
 def local_heads(config: Config) -> int:
     """Return the query heads of the language model on each tensor-parallel rank, padding included."""
-    language = resolve_model(config.model).language
-    return language_split(language, config.parallel.tensor_model_parallel_size).local_heads
+    language = config.model.language
+    heads, groups = language.num_attention_heads, language.num_query_groups or language.num_attention_heads
+    return head_split(heads, groups, 1, config.parallel.tensor_model_parallel_size).local_heads
 
 
 def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:

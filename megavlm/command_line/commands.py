@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.removeprefix("argument ").split())
-        from megavlm.config.fields import options
+        from megavlm.rules.fields import options
 
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
             words = unknown[1].split()
@@ -63,7 +63,7 @@ def complaint(command: str, error: UserError, argv: Sequence[str]) -> str:
 
 def as_typed(message: str, argv: Sequence[str]) -> str:
     """Return a message in which each option that was typed by another of its names has that name (`--tp`)."""
-    from megavlm.config.fields import options
+    from megavlm.rules.fields import options
 
     typed = {word.partition("=")[0] for word in argv}
     for option in options():

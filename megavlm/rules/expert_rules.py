@@ -9,9 +9,8 @@ from functools import wraps
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
 from megavlm.config.lora import trained_whole
 from megavlm.config.messages import divisors, nearest
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
-from megavlm.config.start_defaults import starts_from_weights
+from megavlm.rules.defaults import resolve_model, starts_from_weights
 
 
 def tokens_find_experts(config: Config) -> str | None:

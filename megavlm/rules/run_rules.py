@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.config.messages import shown
-from megavlm.config.needs import has_validation
-from megavlm.config.optimizer_rules import OPTIMIZER_RULES
+from megavlm.config.option import has_validation
 from megavlm.config.registry import registered
-from megavlm.config.resolve import is_set, resolve
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
 from megavlm.resilience.bad_steps import iterations
+from megavlm.rules.defaults import is_set, resolve
+from megavlm.rules.training_rules import OPTIMIZER_RULES
 from megavlm.storage.urls import complaint as url_complaint
 from megavlm.storage.urls import is_url, without_secrets
 

@@ -7,23 +7,24 @@ a UserError of one line, which the entry point prints once. (tyro prints boxed m
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NoReturn
 
-from megavlm.config.commands import Parser
-from megavlm.config.effects import idle, options_have_an_effect, without_idle
-from megavlm.config.extensions import load_extensions, words_after
-from megavlm.config.fields import Option, options, with_values
-from megavlm.config.help import Formatter, described, key_table, metavar
-from megavlm.config.keys import assigned
+from megavlm.command_line.commands import Parser
+from megavlm.command_line.recipes import RECIPES, recipe
+from megavlm.command_line.words import assigned, unexpected, wrong_values
 from megavlm.config.messages import plain
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.schema import Config
-from megavlm.config.unknown_words import unexpected, wrong_values
 from megavlm.errors import UserError
-from megavlm.recipes import RECIPES, recipe, with_user_values
+from megavlm.rules.check import idle, options_have_an_effect, without_idle
+from megavlm.rules.extensions import load_extensions, words_after
+from megavlm.rules.fields import Kind, Option, options, with_values
 
 
 def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = None) -> Config:
@@ -54,12 +55,12 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
     values = _without_others(values) | ({("run", "extension"): tuple(dict.fromkeys(extensions))} if extensions else {})
     if given.recipe is not None:
-        config = without_idle(with_user_values(recipe(given.recipe), values), values)
+        config = without_idle(_with_sizes(recipe(given.recipe, values), values), values)
     else:
-        base = _from_file(given.config) if given.config is not None else Config()
-        config = without_idle(with_values(base, values), {*values, *(option.path for option, _ in idle(base))})
+        base = _with_sizes(Config(), _in_file(given.config)) if given.config is not None else Config()
+        config = without_idle(_with_sizes(base, values), {*values, *(option.path for option, _ in idle(base))})
     if given.print_config:
-        from megavlm.config.load import to_yaml  # here and below: YAML is imported only where it is used
+        from megavlm.rules.load import to_yaml  # here and below: YAML is imported only where it is used
 
         print(to_yaml(complete(config) if complete else config), end="")
         raise SystemExit(0)
@@ -92,15 +93,24 @@ def _of_file(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the extensions that the file of `--config` names."""
     if not (paths := words_after("--config", argv)):
         return ()
-    from megavlm.config.load import extensions_in_file
+    from megavlm.rules.load import extensions_in_file
 
     return extensions_in_file(paths[-1])
 
 
-def _from_file(path: str) -> Config:
-    from megavlm.config.load import from_yaml_file
+def _with_sizes(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
+    """Return the configuration with these values, of which the name of a published model brings its sizes."""
+    if config.model.published is None and ("model", "published") not in values:
+        return with_values(config, values)
+    from megavlm.families import with_published  # and all families, of which few command lines need one
 
-    return from_yaml_file(path)
+    return with_published(config, values)
+
+
+def _in_file(path: str) -> dict[tuple[str, ...], Any]:
+    from megavlm.rules.load import values_in_file
+
+    return values_in_file(path)
 
 
 class _Help(argparse.Action):
@@ -239,3 +249,65 @@ def _is_odd_negative(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", dict: "MAPPING"}
+
+
+class Formatter(argparse.HelpFormatter):
+    """Prints each option as a paragraph that begins with its flags, with one metavar after the last of them."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        names = self._format_action_invocation(action)
+        return _paragraph(names, self._expand_help(action), self._width) + "\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flags = ", ".join(action.option_strings)
+        several = " ..." if action.nargs in ("*", "+") else ""
+        return flags if action.nargs == 0 else f"{flags} {action.metavar}{several}"
+
+
+def metavar(kind: Kind) -> str:
+    """Return what stands for a value: {fp32,bf16}|none, N, PATH[,KEY=VALUE…]."""
+    what = f"{{{','.join(kind.choices)}}}" if kind.choices else _METAVARS.get(kind.scalar, "PATH[,KEY=VALUE…]")
+    return f"{what}|none" if kind.optional else what
+
+
+def described(option: Option, *, on: str = "on", off: str = "off") -> str:
+    """Return the sentence of an option with its default as a user would type it, unless it explains a missing one."""
+    value = option.default
+    if value in (None, ()) and "default:" in option.help.lower():
+        return option.help
+    if isinstance(value, bool):
+        text = on if value else off
+    elif isinstance(value, tuple):
+        text = " ".join(map(str, value)) or "empty"
+    else:
+        text = "none" if value is None else str(value)
+    return f"{option.help} (default: {text or 'empty'})"
+
+
+def key_table() -> str:
+    """Return lines with the keys of all options that have no flag, by section."""
+    return "\n".join(_lines_of_keys(shutil.get_terminal_size().columns - 2))
+
+
+def _lines_of_keys(width: int) -> Iterator[str]:
+    yield from textwrap.wrap(
+        "Options without a flag: lines of a file for --config, or words after --set, as --set "
+        "model.language.num_layers=2 or --set 'model.vision.full_attention_layers=[1, 3]'. A model that is given with "
+        "--init-from brings its shape.",
+        width,
+    )
+    for section, found in groupby((option for option in options() if not option.flag), key=lambda each: each.section):
+        yield f"\n{section}:"
+        for option in found:
+            what = metavar(replace(option.kind, optional=False))
+            what = f"[{what}, …]" if option.kind.many else what
+            name = f"{option.path[-1]}={what}{'|null' if option.kind.optional else ''}"
+            yield _paragraph(name, described(option, on="true", off="false"), width)
+
+
+def _paragraph(names: str, text: str, width: int) -> str:
+    lines = textwrap.wrap(f"{names}  {text}", width - 2, subsequent_indent=" " * 4, break_on_hyphens=False)
+    return textwrap.indent("\n".join(lines), "  ")

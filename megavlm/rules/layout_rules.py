@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from megavlm.config.context_rules import CONTEXT_RULES
+from megavlm.arch.tensor_split import share_runs
 from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel
-from megavlm.config.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
-from megavlm.config.needs import data_kind
+from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
-from megavlm.config.resolve import is_set, resolve_model
-from megavlm.config.schedule_rules import SCHEDULE_RULES
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.config.sharding_rules import SHARDING_RULES
-from megavlm.config.tensor_split import share_runs
+from megavlm.rules.defaults import is_set, resolve_model
+from megavlm.rules.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
+from megavlm.rules.sharding_rules import CONTEXT_RULES, SCHEDULE_RULES, SHARDING_RULES
 
 
 def every_rank_has_a_part_of_mlps(config: Config) -> str | None:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection
 
-from megavlm.config.update_rules import RULES
+from megavlm.config.optimizer_schema import RULES
 from megavlm.program import program
 
 _SHARDING = (

@@ -7,23 +7,18 @@ extensions it was made with, and the user names them again.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from megavlm.config.fields import options, value_at
-from megavlm.config.messages import described, did_you_mean, plain
-from megavlm.config.registry import OPEN_POINTS, POINTS, Extension, registry
+from megavlm.config.messages import described, plain
+from megavlm.config.registry import FLAG, OPEN_POINTS, POINTS, Extension, entry_points_by_name, imported, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.rules.fields import options, value_at
 
-FLAG = "--extension"
-_GROUP = "megavlm.extensions"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -55,14 +50,11 @@ def without_extensions(argv: Sequence[str]) -> list[str]:
 def load_extensions(names: Iterable[str]) -> None:
     """Import extensions and register what they add; one that is there stays as it is.
 
-    Modules are found where Python finds them, and then in the working directory. Raises UserError, in one line, for an
-    extension that cannot be imported or whose names are taken.
+    Raises UserError, in one line, for an extension that cannot be imported or whose names are taken.
     """
     for name in names:
         if name not in registry():
-            if os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())
-            _register(name, _imported(name))
+            _register(name, imported(name))
 
 
 def extensions_of(config: Config) -> tuple[str, ...]:
@@ -87,35 +79,9 @@ def missing_extensions(made_with: object) -> str | None:
     return f"{FLAG} {' '.join(lacking)}" if lacking else None
 
 
-def _imported(name: str) -> Extension:
-    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names."""
-    found = _entry_points()
-    module_name, _, attribute = found.get(name, name).partition(":")
-    attribute = attribute or "EXTENSION"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            hint = did_you_mean(name, found) or ": install it, or add its folder to PYTHONPATH"
-            raise UserError(f"{FLAG} {plain(name)}: Python finds no module {plain(error.name)}{hint}") from error
-        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
-    except Exception as error:
-        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
-    if not isinstance(extension := getattr(module, attribute, None), Extension):
-        raise UserError(
-            f"{FLAG} {plain(name)}: {plain(module_name)} has no {plain(attribute)} of type "
-            f"megavlm.extension.Extension: declare {plain(attribute)} = Extension(…) in it"
-        )
-    return extension
-
-
-def _entry_points() -> dict[str, str]:
-    return {point.name: point.value for point in entry_points(group=_GROUP)}
-
-
 def fingerprint(name: str) -> str:
     """Return a hash of the source of an extension that is loaded: another version of it has another one."""
-    module = sys.modules[_entry_points().get(name, name).partition(":")[0]]
+    module = sys.modules[entry_points_by_name().get(name, name).partition(":")[0]]
     file = Path(str(module.__file__))
     files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
     digest = hashlib.sha256()

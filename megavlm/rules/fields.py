@@ -14,19 +14,18 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megavlm.config.elsewhere import value_hint
+import megavlm.arch  # noqa: F401 (enters the connectors, whose options are in the table)
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.option import KEY_ONLY, Needs, Valid
-from megavlm.config.registry import OPEN_POINTS, Sections, State, from_code, registered, registry
+from megavlm.config.registry import OPEN_POINTS, Sections, State, registered, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.rules.elsewhere import value_hint
 
 # The shape of a model is a file format: of these sections, only options that say a flag have one.
 SHAPE = ("model.vision", "model.projector", "model.language", "model.experts")
 # What the flags of a section start with where its fields have names that others have, too.
 PREFIXES = {"vision": "vision", "projector": "projector", "language": "language", "lora": "lora", "experts": "moe"}
-
-PUBLISHED = ("model", "published")
 
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping of texts"}
 _PLURALS = {int: "integers", str: "texts"}
@@ -298,36 +297,9 @@ def _kind(annotation: Any) -> Kind:
 
 
 def with_values(config: Config, values: Mapping[tuple[str, ...], Any]) -> Config:
-    """Return a copy of `config` with the values at the given paths replaced.
-
-    The name of a published model brings its sizes; a value beside it counts, as it does beside a default.
-    """
-    if (name := values.get(PUBLISHED, config.model.published)) != config.model.published:
-        config = without_published(config)
-    if name is not None and PUBLISHED in values:
-        config = _replaced(config, published_sizes(name))
-    return _replaced(config, values)
-
-
-def without_published(config: Config) -> Config:
-    """Return the configuration with the defaults in place of the sizes that --published-model brought."""
-    if config.model.published is None:
-        return config
-    sizes = published_sizes(config.model.published)
-    defaults = {option.path: option.default for option in options()}
-    same = (path for path, value in sizes.items() if value_at(config, path) == value)
-    return _replaced(config, {PUBLISHED: None} | {path: defaults[path] for path in same})
-
-
-def published_sizes(name: str) -> dict[tuple[str, ...], Any]:
-    """Return the value of each option that describes a published model. Raises UserError for an unknown name."""
-    model = replace(Config(), model=from_code("megavlm.families:published_model")(name, option="--published-model"))
-    found = {option: value_at(model, option.path) for option in options() if option.path[0] == "model"}
-    return {
-        option.path: value
-        for option, value in found.items()
-        if option.path[1] in ("vision", "projector", "language") or value != option.default
-    }
+    """Return a copy of `config` with the values at the given paths replaced."""
+    changed: Config = _replaced(config, values)
+    return changed
 
 
 def _replaced(section: Any, values: Mapping[tuple[str, ...], Any]) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megavlm.arch.tensor_split import language_split, mlp_share, vision_split
 from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
 from megavlm.config.lora import trained_whole
 from megavlm.config.messages import nearest
-from megavlm.config.resolve import resolve_model
 from megavlm.config.schema import Config
-from megavlm.config.tensor_split import language_split, mlp_share, vision_split
+from megavlm.rules.defaults import resolve_model
 
 
 def fp8_belongs_to_bf16(config: Config) -> str | None:

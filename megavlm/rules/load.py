@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megavlm.config.elsewhere import exact_hint, hint, meaning_of, trainer_of
-from megavlm.config.fields import Option, options, with_values
 from megavlm.config.messages import nearest_names, plain, shown
 from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
+from megavlm.rules.elsewhere import exact_hint, hint, meaning_of, trainer_of
+from megavlm.rules.fields import Option, options, with_values
 from megavlm.storage.urls import without_secrets
 
 _MOST_KEYS = 20  # of another trainer's file that a message translates
@@ -150,6 +150,11 @@ def _of_another_trainer(data: object) -> str | None:
 
 def from_yaml_file(path: str | Path) -> Config:
     """Return the configuration in a YAML file. Raises UserError, which names the file, if it cannot be used."""
+    return with_values(Config(), values_in_file(path))
+
+
+def values_in_file(path: str | Path) -> dict[tuple[str, ...], Any]:
+    """Return the value of each option, by path, that a YAML file has. Raises UserError as `from_yaml_file`."""
     data = read_yaml(path, what="--config")
     if data is None:
         raise UserError(
@@ -157,7 +162,7 @@ def from_yaml_file(path: str | Path) -> Config:
             f" is empty: write options (`train: {{train_iters: 10}}`) or leave out --config"
         )
     try:
-        return from_dict(data)
+        return values_in(data)
     except UserError as error:
         if foreign := _of_another_trainer(data):
             raise UserError(f"--config {plain(without_secrets(str(path)))} {foreign}") from None

@@ -1,23 +1,28 @@
-"""Options that have an effect only if another option is set, as they declare it (`option(needs=...)`).
+"""Validation of a configuration: each rule is a small function that returns an error message or None.
 
-An option that the user sets without effect is an error that names the missing option. An option that only a recipe sets
-returns to its default instead.
+A message is one line that names the options and the remedy. Rules run in order, and a rule may assume that those before
+it hold. Ranges of single options come first, so that no rule divides by zero. The planner validates `--pipeline-cuts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields
-from typing import Any
 
-from megavlm.config.fields import Option, options, value_at, with_values
+from megavlm.arch.connector import connector_of
 from megavlm.config.lora import PARTS, adapted_parts, frozen_parts, trained_whole
-from megavlm.config.needs import EXPERTS
-from megavlm.config.option import Needs
+from megavlm.config.optimizer_schema import idle_options
+from megavlm.config.option import EXPERTS, Needs
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.config.start_defaults import is_start_default
-from megavlm.config.update_rules import idle_options
+from megavlm.errors import UserError
+from megavlm.rules.defaults import is_start_default, with_start_defaults
+from megavlm.rules.fields import Option, options, value_at, with_values
+from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
+from megavlm.rules.model_rules import MODEL_RULES
+from megavlm.rules.precision_rules import PRECISION_RULES
+from megavlm.rules.run_rules import RUN_RULES
+from megavlm.rules.training_rules import OBJECTIVE_RULES
 
 
 def _trains_routers(config: Config) -> bool:
@@ -79,7 +84,7 @@ def _of_names(config: Config) -> dict[str, Needs]:
             needs = Needs(_never, f"without {name}", f"use {chooser.flag} {name}")
             inside = (each for each in options() if each.path[-2] == name and each.section.startswith(chooser.section))
             found |= {each.key: needs for each in inside}
-    connector: Any = registered("connectors")[config.model.projector.kind]
+    connector = connector_of(config.model.projector)
     ignored = {field.name for field in fields(ProjectorConfig)} - {"kind", "connectors", *connector.reads}
     needs = Needs(_never, f"with --projector-kind {connector.name}", "use another kind")
     of_rules = {
@@ -107,3 +112,54 @@ def without_idle(config: Config, given: Collection[tuple[str, ...]]) -> Config:
     """Return the configuration with idle options at their defaults, except those whose paths are `given`."""
     unasked = {option.path: option.default for option, _ in idle(config) if option.path not in given}
     return with_values(config, unasked)
+
+
+RULES = (
+    *MODEL_RULES,
+    *OBJECTIVE_RULES,
+    *LAYOUT_RULES,
+    *PRECISION_RULES,
+    *RUN_RULES,
+    options_have_an_effect,
+)
+
+
+def check(config: Config, *, world: int) -> None:
+    """Raise UserError for the first rule that a configuration violates on `world` processes."""
+    assert world >= 1, "a run has at least one process"
+    for complaint in _complaints(config, world):
+        raise UserError(complaint)
+
+
+def usable_world(config: Config, launched: int) -> int:
+    """Return how many of `launched` processes train: all, or with `--spare-ranks` the most that layout and batch allow.
+
+    All, too, if no number will do or a value is out of its range, so that `check` says what is wrong.
+    """
+    if not config.parallel.spare_ranks or any(out_of_range(config)):
+        return launched
+    config = with_start_defaults(config)
+    numbers = range(launched, 0, -1)
+    return next((world for world in numbers if not any(rule(config, world) for rule in WORLD_RULES)), launched)
+
+
+def out_of_range(config: Config) -> Iterator[str]:
+    """Yield a message for each value outside the range of its option, in the order of the schema."""
+    for option in options():
+        if option.valid is None:
+            continue
+        value = value_at(config, option.path)
+        for number in value if option.kind.many else (value,):
+            if number is not None and not option.valid.holds(number):
+                yield f"{option.name} {number} must be {option.valid.words}"
+
+
+def _complaints(config: Config, world: int) -> Iterator[str]:
+    yield from out_of_range(config)
+    config = with_start_defaults(config)
+    for rule in RULES:
+        if complaint := rule(config):
+            yield complaint
+    for world_rule in WORLD_RULES:
+        if complaint := world_rule(config, world):
+            yield complaint

@@ -1,0 +1,148 @@
+"""The options of what a run checks and tells while it trains: validation, samples, logging, bad numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, Needs, Valid, data_kind, has_validation, option
+from megavlm.config.registry import CallbackSections
+
+VALIDATION = Needs(has_validation, "without validation data", "add --validation PATH or --validation-split 0.01")
+ANSWERS = Needs(
+    lambda config: has_validation(config) and config.evaluation.sample_interval > 0,
+    "without answers",
+    "add --sample-interval 100",
+)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When the loss on validation data is measured, and on how many of them; when the model answers some of them."""
+
+    eval_interval: int = option(
+        None,
+        "Steps between measurements of the loss on validation data; there is one at the end, too. 0: only that one. "
+        "Default: --save-interval.",
+        valid=AT_LEAST_0,
+        needs=VALIDATION,
+    )
+    eval_iters: int | None = option(
+        None,
+        "Most global batches of validation data that are measured, a fair sample of them; default: all.",
+        valid=AT_LEAST_1,
+        needs=VALIDATION,
+    )
+    eval_samples: int = option(
+        96,
+        "Digits: number of held-out questions of each kind.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=Needs(lambda config: data_kind(config) == "digits", "except on digits", "use --data digits"),
+    )
+    eval_ema: bool = option(
+        False,
+        "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step.",
+        flag=KEY_ONLY,
+        needs=Needs(lambda config: config.optimizer.ema_decay > 0, "without averaged weights", "add --ema-decay 0.999"),
+    )
+    sample_interval: int = option(
+        0,
+        "Steps between the model's answers to some validation samples, shown beside the right answers on "
+        "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
+        valid=AT_LEAST_0,
+        needs=Needs(
+            has_validation,
+            "without validation data, which have the prompts",
+            "add --validation PATH or --validation-split 0.01",
+        ),
+    )
+    sample_count: int = option(
+        8,
+        "Number of validation samples to answer, from each data set in turn.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+        needs=ANSWERS,
+    )
+    sample_max_new_tokens: int = option(
+        128, "Most tokens of such an answer.", flag=KEY_ONLY, valid=AT_LEAST_1, needs=ANSWERS
+    )
+
+
+PROFILE = Needs(lambda config: config.logging.profile, "without a profile", "add --profile")
+TRACKER = Needs(lambda config: bool(config.logging.tracker), "without a tracker", "add --tracker wandb or mlflow")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    log_interval: int = option(1, "Steps between progress lines; metrics.jsonl records every step.", valid=AT_LEAST_1)
+    tensorboard: bool = option(True, "Write TensorBoard files to RUN_DIR/tensorboard.")
+    tracker: tuple[Literal["wandb", "mlflow"], ...] = option(
+        (),
+        "Send metrics, options and samples to Weights & Biases (wandb) or MLflow (mlflow) as well; default: neither.",
+    )
+    tracker_project: str = option(
+        "megavlm", "Project (Weights & Biases) or experiment (MLflow) of the run.", "--wandb-project", needs=TRACKER
+    )
+    tracker_run_name: str | None = option(
+        None, "Name of the run in the trackers; default: that of --run-dir.", "--wandb-exp-name", needs=TRACKER
+    )
+    callback: tuple[str, ...] = option(
+        (),
+        "Call your own code at each step, evaluation, save and at the end: MODULE:CLASS of each, or its name in an "
+        "--extension; default: none.",
+        point="callbacks",
+    )
+    profile: bool = option(
+        False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
+    )
+    profile_step_start: int = option(
+        10, "Profiler: number of steps that run before the trace starts.", valid=AT_LEAST_0, needs=PROFILE
+    )
+    profile_step_end: int = option(12, "Profiler: last step of the trace.", valid=AT_LEAST_1, needs=PROFILE)
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "Profiler: ranks that write a trace.", valid=AT_LEAST_0, needs=PROFILE
+    )
+    callbacks: CallbackSections = field(default_factory=CallbackSections)
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """What a run does about numbers that are not finite, and about sudden jumps of the gradient norm."""
+
+    on_spike: Literal["skip", "rewind", "stop"] = option(
+        "skip",
+        "What to do after a step whose loss or gradient norm is not finite, or whose norm is a spike (--spike-factor): "
+        "skip its batch; rewind, that is load the newest checkpoint's weights and skip all batches since; or stop.",
+    )
+    spike_factor: float = option(
+        1000.0,
+        "A gradient norm above this factor times the median of the last 128 steps that were not skipped is a spike; "
+        "0: no norm is. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
+        valid=Valid("0 or greater than 1", lambda value: value == 0 or value > 1),
+    )
+    max_consecutive_skips: int = option(
+        10,
+        "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_1,
+    )
+    iterations_to_skip: tuple[str, ...] = option(
+        (), "Iterations whose batches are skipped, as numbers and ranges: 12 40-45. Default: no iteration."
+    )
+    check_weight_hash_across_dp_replicas_interval: int = option(
+        0,
+        "Steps between comparisons, by checksum, of weights and Adam moments that ranks hold alike (data-parallel "
+        "replicas, and tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
+        "names the rank. 0: no comparison.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+    )
+    verify_micro_batch_interval: int = option(
+        0,
+        "Steps between checks in which each rank computes one micro-batch twice, forward and backward, and compares "
+        "the results bit for bit; a difference ends the run with exit status 71 and names the rank and the module. "
+        "0: no check.",
+        flag=KEY_ONLY,
+        valid=AT_LEAST_0,
+    )
