@@ -26,7 +26,7 @@ from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainCon
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.types import Sample
 from megavlm.families import published_model
-from megavlm.families.llava import inputs as llava_inputs
+from megavlm.families.shared.inputs import tokens_and_pixels as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.patches import Image

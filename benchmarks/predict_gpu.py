@@ -140,7 +140,7 @@ def tables() -> list[str]:
     for each in found:
         if each.gpu == "h100":  # which has been measured
             lines += ["", *milliseconds(each)]
-    return [*lines, "", *targets(found)]
+    return lines
 
 
 def summary(found: Sequence[Predicted]) -> list[str]:
@@ -197,27 +197,6 @@ def milliseconds(each: Predicted) -> list[str]:
 
 def _sum(terms: dict[str, float], names: Sequence[str]) -> float:
     return sum(terms.get(name, 0.0) for name in names)
-
-
-def targets(found: Sequence[Predicted]) -> list[str]:
-    """Return a table of the milliseconds that are missing to each target."""
-    lines = [
-        "| shape | GPU | to 500 TFLOP/s | to 700 in FP8 | to 1.5 × Transformers | to 2 × |",
-        "|---" * 6 + "|",
-    ]
-    for each in found:
-        flops, now = gpu_model.language_flops(each.shape), each.steps["now"]
-        missing = (
-            now.language - flops / 500e12,
-            each.steps["now, FP8"].language - flops / 700e12,
-            now.seconds - each.steps["Transformers"].seconds / 1.5,
-            now.seconds - each.steps["Transformers"].seconds / 2,
-        )
-        cells = [
-            f"{1e3 * value:.0f} ms less" if value > 0 else f"met, {-1e3 * value:.0f} ms to spare" for value in missing
-        ]
-        lines.append(f"| {each.shape.name} | {each.gpu.upper()} | {' | '.join(cells)} |")
-    return lines
 
 
 def documented(text: str) -> str:
