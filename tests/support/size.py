@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 294,
     "flags": 148,  # 150
     "code lines of tests": 42_633,  # 33,000
-    "words of documentation": 45_825,  # 45,000
+    "words of documentation": 45_340,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
