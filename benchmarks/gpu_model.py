@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers_models import OPTIMIZER, llava_config, qwen_config
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.flops import step_flops
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
-from megavlm.arch.kinds import layer_cost
+from megavlm.arch.kinds import layer_cost, step_flops
 from megavlm.arch.layers import LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT, kind_of, layer_names
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.workload import Workload, image_workload, sliding_squares

@@ -14,7 +14,7 @@ from typing import Any
 import placement_paper
 
 from megavlm.arch.dims import Dims, dims_of, with_dims
-from megavlm.arch.flops import step_flops
+from megavlm.arch.kinds import step_flops
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.schema import (
     Config,

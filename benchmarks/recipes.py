@@ -17,8 +17,7 @@ from pathlib import Path
 from tables import with_table
 
 from megavlm.arch.dims import dims_of
-from megavlm.arch.flops import step_flops
-from megavlm.arch.kinds import model_parameters
+from megavlm.arch.kinds import model_parameters, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.schema import Config

@@ -33,8 +33,7 @@ from record import append, circumstances
 
 from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import Recompute, scenario_of
-from megavlm.arch.schedules import PipelineShape
-from megavlm.arch.timeline import Durations, Times, simulate
+from megavlm.arch.schedules import Durations, PipelineShape, Times, simulate
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.hardware import PROFILES, for_precision

@@ -24,11 +24,10 @@ from record import append, circumstances
 from schedules import MODEL, train_asleep
 from tables import with_table
 
-from megavlm.arch.data_window import as_workload
 from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Recompute, scenario_of
-from megavlm.arch.schedules import PipelineShape
-from megavlm.arch.timeline import Durations, simulate
+from megavlm.arch.schedules import Durations, PipelineShape, simulate
+from megavlm.arch.workload import as_workload
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
 from megavlm.data.look import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource

@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
-from megavlm.arch.matrices import HiddenWeight
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import Part, share_of, share_runs
 from megavlm.arch.workload import Workload

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from megavlm.arch.connector import Connector, connector_of
 from megavlm.arch.connectors.mlp import Mlp
-from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, norm_bytes
-from megavlm.arch.matrices import HiddenWeight
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, norm_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.transformer import norm_parameters
 from megavlm.arch.workload import Workload

@@ -2,6 +2,12 @@
 
 `model/layer_kinds.py` is the half with torch: how a kind is built and run. Both tables must have an entry for every
 kind of `layers.py`, or the import fails.
+
+FLOPs are counted here, by one formula for plans, throughput and MFU. A matrix product of an [n, k] weight with t tokens
+takes 2·n·k·t operations. Attention over a sequence of l tokens takes 2·l²·d for the scores and as much for the values
+(d = heads × head width), half of it where attention is causal. The backward pass takes as much again for the gradient
+of the weight (if it is trained) and for the gradient of the input (if anything before is trained): 2, 4 or 6 operations
+per parameter and token, by what actually runs.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from megavlm.arch.encoder_ends import DeepstackMerger, PatchEmbed, Projector, VisionNorm
-from megavlm.arch.kind import Communication, LayerCost, LayerKind, Stream, stream_bytes
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
 from megavlm.arch.language_ends import Embedding, LanguageNorm, Output
 from megavlm.arch.layers import (
     DEEPSTACK,
@@ -24,17 +30,21 @@ from megavlm.arch.layers import (
     PROJECTOR,
     VISION_LAYER,
     VISION_NORM,
+    encoder_names,
     kind_of,
+    layer_names,
     name_and_path,
     number_of,
+    trained_below,
+    trained_layers,
+    trains_weights,
 )
-from megavlm.arch.matrices import HiddenWeight
-from megavlm.arch.mixture import MixtureLayer
+from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.transformer import LanguageLayer, LayerSizes, TransformerKind, VisionLayer
-from megavlm.arch.workload import Workload
+from megavlm.arch.transformer import LanguageLayer, LayerSizes, MixtureLayer, TransformerKind, VisionLayer
+from megavlm.arch.workload import Workload, typical_workload
 from megavlm.config.derived import has_experts
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import Config, ModelConfig
 
 Entry = TypeVar("Entry")
 
@@ -177,3 +187,39 @@ def hidden_bytes(name: str, scenario: Scenario) -> float:
 def communication(name: str, scenario: Scenario) -> Communication:
     """Return what a layer's forward pass exchanges among tensor-parallel ranks."""
     return kind_in(scenario.model, name).communication(scenario) if scenario.dims.tp > 1 else Communication()
+
+
+def step_flops(config: Config, work: Workload) -> float:
+    """Return the FLOPs of one training step over a workload, backward included, frozen layers counted as they run.
+
+    Not counted are the adapters' own products (LoRA), a share of about rank / width, and the gradients between the
+    matrices of the first trained layer.
+    """
+    return sum(layer_flops(config, work).values())
+
+
+def forward_share(config: Config) -> float:
+    """Return the share of a training step's FLOPs that a forward pass over the same data takes, at the typical
+    workload: a third if everything is trained.
+    """
+    work = typical_workload(config)
+    forward = sum(layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model))
+    return forward / step_flops(config, work)
+
+
+def layer_flops(config: Config, work: Workload) -> dict[str, float]:
+    """Return each layer's FLOPs of one training step: those of its forward passes (two with a gradient cache), once
+    more if its own weights are trained, and once more if anything before it is.
+    """
+    names, trained = layer_names(config.model), trained_layers(config)
+    once = set(encoder_names(config.model)) if config.placement.encoder == "colocated" else set[str]()
+    passes = objective_of(config.model).forward_passes
+
+    def products(place: int, name: str) -> int:
+        forward = 1 if name in once else passes
+        return forward + trains_weights(name, config) + trained_below(name, names[:place], trained)
+
+    return {
+        name: products(place, name) * layer_cost(name, config.model, work).forward_flops
+        for place, name in enumerate(names)
+    }

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.flops import layer_flops
-from megavlm.arch.kinds import layer_cost, model_parameters
+from megavlm.arch.kinds import layer_cost, layer_flops, model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.derived import starts_from

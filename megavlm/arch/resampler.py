@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megavlm.arch.connector import Split
-from megavlm.arch.kind import FP32, norm_bytes
-from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.kind import FP32, HiddenWeight, hidden_weight, norm_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import share_of
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.image_assignment import ImageAssignment
 from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
 from megavlm.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.chat import ChatFormat, Piece, split

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megavlm.arch.data_window import FIELDS, DataWindow
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.workload import image_workload, sliding_squares
+from megavlm.arch.workload import FIELDS, DataWindow, image_workload, sliding_squares
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import bins_of
 from megavlm.data.collate import CollateSpec

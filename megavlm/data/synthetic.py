@@ -13,8 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.arch.anyres import TileGroup, Tiling
-from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, generator
 from megavlm.data.types import Sample

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.members import Member
 from megavlm.inputs.bad_sample import Reason
 from megavlm.storage.file_range import FileRange

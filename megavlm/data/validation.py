@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from megavlm.arch.flops import forward_share
+from megavlm.arch.kinds import forward_share
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.data.batch_sampler import PackedBatchSampler, Window

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megavlm.arch.anyres import Tiling
+from megavlm.arch.image_tokens import Tiling
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import llava, llava_onevision

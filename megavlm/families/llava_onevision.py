@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megavlm.arch.anyres import TileGroup, Tiling, half
-from megavlm.arch.image_tokens import tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, Tiling, half, tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
@@ -133,7 +132,7 @@ _LEGACY_HEAD = "language_model.lm_head.weight"
 class Anyres(Processor):
     """Returns an image reduced to one tile, then tiles of the image enlarged to the best of some resolutions.
 
-    `megavlm/arch/anyres.py` says which features of the tiles are kept. An image among others is only seen whole.
+    `megavlm/arch/image_tokens.py` says which features of the tiles are kept. An image among others is only seen whole.
     """
 
     anyres: ClassVar[bool] = True

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, tokens_per_image
 from megavlm.config.schema import ProjectorConfig
 
 Mask = NDArray[np.bool_]
@@ -30,7 +29,7 @@ _ROUTE = ("patch_rows", "sent", "received")  # tensors of `DealtImages`
 class ImageSizes:
     """The sizes of N images, in the order of their image tokens.
 
-    A model of tiled images (`anyres.py`) has one grid per tile, and `tile_groups` says how many tiles each image has.
+    A model of tiled images (`arch/image_tokens.py`) has one grid per tile; `tile_groups` are the tiles of an image.
     """
 
     grids: tuple[tuple[int, int], ...] = ()  # (rows, columns) in patches of each image, or of each tile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
-        """Return how features become image tokens, in models that join the tiles of an image (`arch/anyres.py`)."""
+        """Return how features become image tokens, in models that join tiles (`arch/image_tokens.py`)."""
         if self.film is None:
             return (TileGroup(self.arrangement, self.size),)
         frame = TileGroup(self.arrangement, self.size, "frame")

@@ -39,7 +39,7 @@ class Processor(ABC):
     the sample: some models cut an image into tiles only if it is the sample's only one.
     """
 
-    anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/arch/anyres.py`)
+    anyres: ClassVar[bool] = False  # whether an image's tiles form one feature map (`megavlm/arch/image_tokens.py`)
 
     patch_size: int
     projector: ProjectorConfig  # decides how many image tokens a tile becomes

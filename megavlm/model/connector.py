@@ -13,8 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import Grid, tokens_per_grid
+from megavlm.arch.image_tokens import Grid, TileGroup, tokens_per_grid
 from megavlm.arch.tensor_split import share_of
 from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.model.norm import Norm

@@ -9,8 +9,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import smallest_grid, tokens_per_grid, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches

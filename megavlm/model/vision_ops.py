@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup, feature_map, half
+from megavlm.arch.image_tokens import TileGroup, feature_map, half
 
 Grid = tuple[int, int]
 
@@ -110,7 +110,7 @@ def unpad_and_concat(
     features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
 ) -> Tensor:
     """Return images' features [F, H] from their tiles' [Σ counts, H]: of each image the base tile, then the grid of
-    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision; `arch/anyres.py`). Of each
+    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision). Of each
     frame of a video the reduced map, and a newline after the last.
 
     Args:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.arch.kind import ROUND
 from megavlm.arch.kinds import hidden_weight_of
-from megavlm.arch.matrices import ROUND
 from megavlm.config.schema import ModelConfig
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, Round, matrices_of, plan_rounds

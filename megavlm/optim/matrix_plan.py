@@ -1,7 +1,7 @@
 """Plan which rank orthogonalises which matrix, and which pieces of it ranks send one another. Pure arithmetic.
 
 Whatever the layout, a rank holds boxes of global tensors (`parallel/shards.py`). A matrix is some rows of such a tensor
-(`arch/matrices.py`), and so a box holds rectangles of it, its `Piece`s. The ranks that together hold a pipeline stage
+(`arch/kind.py`), and so a box holds rectangles of it, its `Piece`s. The ranks that together hold a pipeline stage
 share its matrices: each belongs to one of them, which receives the pieces, computes, and sends the result to all ranks
 that hold any. The result depends on the matrix alone, not on who had which piece: it is the same on every layout.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from megavlm.arch.matrices import Band, HiddenWeight
+from megavlm.arch.kind import Band, HiddenWeight
 
 
 @dataclass(frozen=True)

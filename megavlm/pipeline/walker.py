@@ -22,8 +22,7 @@ from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of
-from megavlm.arch.timeline import simulate, uniform
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of, simulate, uniform
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import bare_chunk
 from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megavlm.arch.data_window import DataWindow
 from megavlm.arch.dims import Dims, dims_of
-from megavlm.arch.flops import step_flops
 from megavlm.arch.kind import FP32
-from megavlm.arch.kinds import kind_in
+from megavlm.arch.kinds import kind_in, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
-from megavlm.arch.workload import times, typical_workload
+from megavlm.arch.workload import DataWindow, times, typical_workload
 from megavlm.config.lora import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload

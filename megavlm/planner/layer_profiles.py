@@ -12,8 +12,7 @@ import numpy as np
 from megavlm.arch.kinds import hidden_bytes, waiting_bytes
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.schedules import PipelineShape
-from megavlm.arch.timeline import Durations
+from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import has_experts
 from megavlm.planner.cost import Seconds, carried_bytes, seconds_by_mode, transfer_seconds

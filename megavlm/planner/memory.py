@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
-from megavlm.arch.kind import FP32
+from megavlm.arch.kind import FP32, ROUND, HiddenWeight
 from megavlm.arch.kinds import (
     hidden_bytes,
     is_transformer,
@@ -28,7 +28,6 @@ from megavlm.arch.kinds import (
 from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
-from megavlm.arch.matrices import ROUND, HiddenWeight
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megavlm.arch.scenario import Recompute
-from megavlm.arch.schedules import Held, PipelineShape, held_at_peaks
-from megavlm.arch.timeline import Timeline, simulate
+from megavlm.arch.schedules import Held, PipelineShape, Timeline, held_at_peaks, simulate
 from megavlm.planner.layer_profiles import Array, LayerProfiles, spans
 
 

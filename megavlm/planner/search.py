@@ -11,9 +11,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megavlm.arch.data_window import DataWindow
-from megavlm.arch.schedules import scenario_shape
-from megavlm.arch.timeline import Timeline
+from megavlm.arch.schedules import Timeline, scenario_shape
+from megavlm.arch.workload import DataWindow
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates

@@ -12,8 +12,7 @@ from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
-from megavlm.arch.schedules import PipelineShape, scenario_shape
-from megavlm.arch.timeline import Timeline
+from megavlm.arch.schedules import PipelineShape, Timeline, scenario_shape
 from megavlm.planner.cost import (
     gradient_seconds,
     held_parameters,

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.data_window import FIELDS, Array, DataWindow, as_workload
 from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.packing import of_micro_batches, of_ranks
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.workload import Workload
+from megavlm.arch.workload import FIELDS, Array, DataWindow, Workload, as_workload
 from megavlm.planner.cost import seconds_by_mode
 from megavlm.planner.hardware import Hardware
 

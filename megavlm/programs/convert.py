@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.anyres import TileGroup, Tiling
 from megavlm.arch.dims import dims_of
-from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.command_line.commands import Parser, reported

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 
-from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT
-from megavlm.arch.timeline import Event, Timeline
+from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Event, Timeline
 from megavlm.html import document
 
 # The layers of a chunk, and the colours of its bars by what they do.

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megavlm.arch.data_window import DataWindow
 from megavlm.arch.layers import part_of
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE
-from megavlm.arch.timeline import Timeline
-from megavlm.arch.workload import typical_workload
+from megavlm.arch.schedules import Timeline
+from megavlm.arch.workload import DataWindow, typical_workload
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several

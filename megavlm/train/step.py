@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from functools import partial
 
-from megavlm.arch.flops import step_flops
+from megavlm.arch.kinds import step_flops
 from megavlm.arch.workload import Workload
 from megavlm.backend.accelerator import peak_memory, profiler_range
 from megavlm.data.types import StepData

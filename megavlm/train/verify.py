@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megavlm.arch.anyres import Tiling
+from megavlm.arch.image_tokens import Tiling
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.arch.flops import forward_share
-from megavlm.arch.kinds import model_parameters
+from megavlm.arch.kinds import forward_share, model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.config.derived import starts_from
 from megavlm.config.messages import several

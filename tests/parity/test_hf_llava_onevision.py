@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.image_processing_utils import select_best_resolution
 
-from megavlm.arch.anyres import TileGroup, tokens_per_tiled_image
+from megavlm.arch.image_tokens import TileGroup, tokens_per_tiled_image
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.errors import UserError
 from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION

@@ -17,8 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import grid_of, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.load import load_weights

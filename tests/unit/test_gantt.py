@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from megavlm.arch.schedules import PipelineShape
-from megavlm.arch.timeline import Timeline, simulate, uniform
+from megavlm.arch.schedules import PipelineShape, Timeline, simulate, uniform
 from megavlm.programs.gantt import html
 
 SVG = "{http://www.w3.org/2000/svg}"

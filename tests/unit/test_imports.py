@@ -409,7 +409,7 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.precision.emulated", "from megavlm.optim.build import build", "later in RANKS"),
         ("megavlm.train.build", "import importlib\nimportlib.import_module('tools.plan')", "later in RANKS"),
         ("megavlm.arch.plan", "import torch", "pure Python"),
-        ("megavlm.arch.flops", "from torch import nn", "pure Python"),
+        ("megavlm.arch.kinds", "from torch import nn", "pure Python"),
         ("megavlm.optim.stores", "from megavlm.planner.memory import HOST_PIECE", "uses the planner"),
         ("megavlm.data.image_assignment", "import torch\ntorch.cuda.Event()", "pure calculation"),
         ("megavlm.data.image_assignment", "import torch.distributed as dist", "pure calculation"),
@@ -449,7 +449,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
     [
         ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
-        ("megavlm.arch.plan", "from megavlm.arch.flops import layer_cost"),
+        ("megavlm.arch.plan", "from megavlm.arch.kinds import layer_cost"),
         ("megavlm.precision.fp8_state", "from megavlm.parallel.shards import ParamShard"),
         (GROUPS, "from megatron.core import parallel_state\nparallel_state.initialize_model_parallel()"),
         (BACKEND, "def f():\n    from megavlm.backend import cpu"),

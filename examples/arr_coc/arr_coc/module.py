@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from arr_coc.allocation import allocate
 from arr_coc.options import ArrCoc
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import Grid
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.model.connector import ConnectorModule
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
-from megavlm.arch.matrices import HiddenWeight
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload

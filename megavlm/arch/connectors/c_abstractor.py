@@ -9,8 +9,16 @@ from dataclasses import dataclass, replace
 
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, norm_bytes, stream_bytes
-from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.kind import (
+    FP32,
+    Communication,
+    HiddenWeight,
+    LayerCost,
+    Stream,
+    hidden_weight,
+    norm_bytes,
+    stream_bytes,
+)
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import share_of

@@ -7,8 +7,7 @@ from dataclasses import fields
 
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
-from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, hidden_weight, stream_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import share_of
 from megavlm.arch.workload import Workload

@@ -10,8 +10,7 @@ from typing import Any
 
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, stream_bytes
-from megavlm.arch.matrices import HiddenWeight
+from megavlm.arch.kind import FP32, Communication, HiddenWeight, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload

@@ -8,8 +8,7 @@ from typing import Any
 
 from megavlm.arch.connector import Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
-from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, hidden_weight, stream_bytes
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.arch.anyres import Tiling
+from megavlm.arch.image_tokens import Tiling
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
 from megavlm.checkpoint.hf.files import HfFolder

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megavlm.arch.anyres import Tiling
+from megavlm.arch.image_tokens import Tiling
 from megavlm.config.schema import ModelConfig
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import ExpertFiles

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.anyres import TileGroup
 from megavlm.arch.connectors.adaptive_pool import ADAPTIVE_POOL
-from megavlm.arch.image_tokens import Grid
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.resampler import Mlp
 from megavlm.model.vision_ops import images_of

@@ -19,9 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.arch.anyres import TileGroup
 from megavlm.arch.connectors.c_abstractor import C_ABSTRACTOR, ConvBlock
-from megavlm.arch.image_tokens import Grid
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.arch.tensor_split import share_of
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavlm.arch.anyres import TileGroup
 from megavlm.arch.connectors.qformer import QFORMER
-from megavlm.arch.image_tokens import Grid
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.config.schema import ModelConfig
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.arch.anyres import TileGroup, feature_map
-from megavlm.arch.image_tokens import grid_of, smallest_grid, tokens_per_grid, tokens_per_image
+from megavlm.arch.image_tokens import TileGroup, feature_map, grid_of, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.config.schema import ProjectorConfig
 from megavlm.errors import UserError
 

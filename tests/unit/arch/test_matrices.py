@@ -10,8 +10,8 @@ from megavlm.backend import activate
 
 BACKEND = activate()  # before the modules below import megatron-core
 
+from megavlm.arch.kind import Band, hidden_weight  # noqa: E402
 from megavlm.arch.kinds import hidden_weight_of  # noqa: E402
-from megavlm.arch.matrices import Band, hidden_weight  # noqa: E402
 from megavlm.parallel.groups import Groups  # noqa: E402
 from megavlm.train.single_process import full_model, single_process_groups, unpadded_shapes  # noqa: E402
 from tests.support.flags import MODELS, resolved  # noqa: E402

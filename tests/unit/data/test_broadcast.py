@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
 from megavlm.data.types import Imbalance, Skipped, StepData
 from megavlm.inputs.batch import ImageSizes, MicroBatch

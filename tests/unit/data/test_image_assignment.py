@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megavlm.arch.anyres import TileGroup
+from megavlm.arch.image_tokens import TileGroup
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator

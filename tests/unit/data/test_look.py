@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megavlm.arch.data_window import FIELDS, DataWindow
+from megavlm.arch.workload import FIELDS, DataWindow
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator

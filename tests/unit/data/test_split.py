@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.arch.flops import forward_share
+from megavlm.arch.kinds import forward_share
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator

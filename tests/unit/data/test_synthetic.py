@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.arch.anyres import TileGroup
-from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.arch.image_tokens import TileGroup, tokens_per_grid
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate

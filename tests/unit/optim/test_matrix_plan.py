@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.arch.matrices import HiddenWeight, hidden_weight
+from megavlm.arch.kind import HiddenWeight, hidden_weight
 from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, matrices_of, owners_of, plan_rounds
 
 

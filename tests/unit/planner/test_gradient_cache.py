@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.arch.flops import layer_flops, step_flops
-from megavlm.arch.kinds import layer_cost, local_parameters
+from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, step_flops
 from megavlm.arch.layers import OUTPUT, encoder_names, layer_names
 from megavlm.arch.workload import typical_workload
 from tests.support.flags import resolved

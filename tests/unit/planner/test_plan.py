@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.arch.dims import Dims, dims_of
-from megavlm.arch.flops import layer_flops, step_flops
-from megavlm.arch.kinds import layer_cost
+from megavlm.arch.kinds import layer_cost, layer_flops, step_flops
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.plan import even_cuts, make_plan, table
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares

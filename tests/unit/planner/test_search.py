@@ -14,7 +14,7 @@ from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import scenario_of
-from megavlm.arch.timeline import Timeline
+from megavlm.arch.schedules import Timeline
 from megavlm.config.schema import VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model

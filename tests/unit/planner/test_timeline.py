@@ -16,8 +16,9 @@ from megavlm.arch.schedules import (
     ScheduleName,
     peak_in_flight,
     rank_schedules,
+    simulate,
+    uniform,
 )
-from megavlm.arch.timeline import simulate, uniform
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13) if m >= p]
 

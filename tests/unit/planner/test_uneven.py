@@ -8,12 +8,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megavlm.arch.data_window import FIELDS, DataWindow, as_workload
 from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import scenario_of
-from megavlm.arch.schedules import PipelineShape
-from megavlm.arch.timeline import Durations, simulate
-from megavlm.arch.workload import typical_workload
+from megavlm.arch.schedules import Durations, PipelineShape, simulate
+from megavlm.arch.workload import FIELDS, DataWindow, as_workload, typical_workload
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.candidates import Space, candidates

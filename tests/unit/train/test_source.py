@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.flops import step_flops
+from megavlm.arch.kinds import step_flops
 from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
 from megavlm.command_line.parsing import parse
