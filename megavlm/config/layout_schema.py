@@ -147,11 +147,6 @@ class ParallelConfig:
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
     )
-    tp_comm_overlap: bool = option(
-        False,
-        "Overlap tensor-parallel communication of language layers with their matrix products; needs GPUs with "
-        "Transformer Engine.",
-    )
     distributed_timeout_minutes: float = option(
         10.0, "Timeout of collectives in minutes; a collective that exceeds it ends the run.", valid=POSITIVE
     )

@@ -128,7 +128,6 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         qk_layernorm=language.qk_norm,
         layernorm_zero_centered_gamma=language.apply_layernorm_1p,
         softmax_scale=language.softmax_scale,
-        tp_comm_overlap=config.parallel.tp_comm_overlap,
         **fp8_fields(config, "language"),
     )
 

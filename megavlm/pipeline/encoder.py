@@ -230,7 +230,6 @@ def encoder_config(config: Config) -> Config:
         sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
-        tp_comm_overlap=False,
     )
     return replace(config, parallel=parallel, placement=replace(config.placement, pipeline_cuts=None))
 

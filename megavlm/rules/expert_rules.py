@@ -141,7 +141,6 @@ def experts_support(config: Config) -> str | None:
             shards_gradients(config)
         ),
         "--hybrid-shard-size: leave it out": parallel.hybrid_shard_size is not None,
-        "--tp-comm-overlap: leave it out": parallel.tp_comm_overlap,
         f"--fp8-recipe {precision.fp8_recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision": (
             fp8_in("language", config) and precision.fp8_recipe != "tensorwise"
         ),

@@ -9,7 +9,6 @@ from megavlm.arch.tensor_split import share_runs
 from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
-from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.rules.defaults import is_set, resolve_model
@@ -128,22 +127,6 @@ def features_can_be_reused(config: Config) -> str | None:
             return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
         if model.hidden_dropout or model.attention_dropout:
             return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
-    return None
-
-
-def tp_overlap_has_sequences(config: Config) -> str | None:
-    """The overlap splits the sequence exchange of tensor parallelism, which exists only with sequence parallelism."""
-    if not config.parallel.tp_comm_overlap:
-        return None
-    if not sequence_parallel(config):
-        return "--tp-comm-overlap needs --tp 2 or more with --sequence-parallel: add them, or leave it out"
-    if config.precision.dtype == "fp32":
-        return "--tp-comm-overlap needs --precision bf16 or fp16: choose one, or leave it out"
-    if config.evaluation.sample_interval or data_kind(config) == "digits":
-        return (
-            "--tp-comm-overlap takes sequences of --seq-length alone, but answers are generated for shorter ones: "
-            "leave it out, or --sample-interval"
-        )
     return None
 
 
@@ -269,7 +252,6 @@ LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
     *EXPERT_LAYOUT_RULES,
     features_can_be_reused,
     *SHARDING_RULES,
-    tp_overlap_has_sequences,
     offload_is_known,
     offloaded_parameters_are_gathered,
 )

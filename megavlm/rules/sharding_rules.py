@@ -84,21 +84,10 @@ def split_backward_has_whole_gradients(config: Config) -> str | None:
     )
 
 
-def split_backward_has_no_buffers(config: Config) -> str | None:
-    """Transformer Engine computes no weight gradient later where its products overlap with communication."""
-    if config.parallel.schedule != "zb-h1" or not config.parallel.tp_comm_overlap:
-        return None
-    return (
-        "--schedule zb-h1 computes weight gradients later, which --tp-comm-overlap computes beside communication: "
-        "leave --tp-comm-overlap out, or use another schedule"
-    )
-
-
 SCHEDULE_RULES: tuple[Callable[[Config], str | None], ...] = (
     schedule_has_stages,
     schedule_fits_chunks,
     split_backward_has_whole_gradients,
-    split_backward_has_no_buffers,
 )
 
 

@@ -28,7 +28,6 @@ from megavlm.data.source import ComputedSource
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
-from megavlm.parallel.user_buffers import start_user_buffers
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases
@@ -97,7 +96,7 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     on_rank_0(lambda: users.extend(callbacks_of(config)))
     watch.starting("tokenizer and process groups")
     chosen = _choose(config, backend)
-    groups = _groups(chosen.config, chosen.plan, backend)
+    groups = _groups(chosen.config, chosen.plan)
     write_files = partial(write_run_files, run_dir, chosen.given, chosen.plan, backend)
     # A run that goes on keeps those of its last start until its checkpoint takes this one's options.
     on_rank_0(lambda: None if folders.checkpoints(run_dir / "checkpoints") else write_files())
@@ -163,17 +162,14 @@ def _choose(asked: Config, backend: Backend) -> _Chosen:
     return _Chosen(asked, given, config, source, make_plan(config, dims))
 
 
-def _groups(config: Config, plan: Plan, backend: Backend) -> Groups:
-    groups = build_groups(
+def _groups(config: Config, plan: Plan) -> Groups:
+    return build_groups(
         plan.dims,
         tied_owners=(plan.embedding_owner, plan.output_owner) if ties_output(config.model) else (),
         seed=config.train.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         shard_size=config.parallel.hybrid_shard_size,
     )
-    if config.parallel.tp_comm_overlap:
-        start_user_buffers(config, backend)
-    return groups
 
 
 def _restored(

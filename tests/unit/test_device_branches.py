@@ -33,7 +33,6 @@ ASKED = {
     "model/varlen.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
     "optim/stores.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
     "parallel/groups.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
-    "parallel/user_buffers.py": "refuses a CPU: tests/unit/parallel/test_user_buffers.py",
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
     "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
