@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 48_337,  # 40,000
-    "modules": 494,  # 380
+    "code lines of the package": 48_271,  # 40,000
+    "modules": 493,  # 380
     "code lines of the largest module": 313,
-    "options": 294,
-    "flags": 148,  # 150
-    "code lines of tests": 42_625,  # 33,000
-    "words of documentation": 45_339,  # 45,000
+    "options": 293,
+    "flags": 147,  # 150
+    "code lines of tests": 42_381,  # 33,000
+    "words of documentation": 45_313,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
