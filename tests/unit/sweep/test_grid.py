@@ -213,7 +213,7 @@ def test_variants_are_jobs_of_their_own_elsewhere(tmp_path: Path, capsys: pytest
     flags = [str(file), *f"--on kubernetes --image registry/megavlm:1 --volume data:{tmp_path}".split()]
     assert sweep.main([*flags, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "megavlm.programs.launch kubernetes --nodes 1 --gpus-per-node 2 --name my-grid-lr-1-" in told
+    assert "megavlm launch kubernetes --nodes 1 --gpus-per-node 2 --name my-grid-lr-1-" in told
     assert sweep.main([*flags, "--dry-run", "--jobsetz"]) == 2
     assert "--jobsetz is no option of this program" in capsys.readouterr().err
     variants = variants_of(read_grid(file))

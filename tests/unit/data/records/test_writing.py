@@ -62,7 +62,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mebibytes of a few kilobytes, so that few records make several shards."""
     real = writing.write_shards
     monkeypatch.setattr(
-        "megavlm.programs.cli.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
+        "megavlm.programs.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
     )
 
 
