@@ -23,11 +23,10 @@ from record import append, circumstances
 
 from megavlm.arch.packing import assign, imbalance, pack
 from megavlm.config.schema import DataConfig
-from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.costs import CostModel
-from megavlm.data.rank_loader import costs_of
+from megavlm.data.loader import costs_of
+from megavlm.data.sampler import PackedBatchSampler, Windows, window_of
 from megavlm.data.types import EncodedRecord, EncodedSample
-from megavlm.data.windows import Windows
 from megavlm.families import published_model
 
 MERGE = 2
@@ -124,11 +123,14 @@ def balance(options: argparse.Namespace) -> dict[str, Any]:
     """Return the largest load over the mean load of the ranks, averaged over steps."""
     size, ranks, places = options.packing_window, options.ranks, options.sequences_per_rank
     sampler = PackedBatchSampler(
-        lambda number: [sample(i, seq_length=options.seq_length) for i in range(number * size, (number + 1) * size)],
+        lambda number: window_of(
+            [sample(i, seq_length=options.seq_length) for i in range(number * size, (number + 1) * size)],
+            seq_length=options.seq_length,
+            packing=True,
+        ),
         count=ranks * places,
         windows=Windows(size),
         seq_length=options.seq_length,
-        packing=True,
     )
     in_turn = [list(range(rank, ranks * places, ranks)) for rank in range(ranks)]
     found: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 def _watch(marker: Path) -> None:
     """Let the data loader spoil its next batch with images once the marker is there, and remove the marker then."""
-    from megavlm.data.data_loader import DataLoader
+    from megavlm.data.loader import DataLoader
 
     next_step = DataLoader.next_step
 

@@ -77,9 +77,9 @@ class Ours(Side):
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
         """Return a step on batches of the data loader, as `train/loop.py` runs it."""
-        from megavlm.data.epochs import prepare_data
+        from megavlm.data.loader import stats
         from megavlm.data.loaders import build_loaders
-        from megavlm.data.rank_loader import stats
+        from megavlm.data.survey import prepare_data
         from megavlm.train.source import build_source
 
         prepare_data(config)

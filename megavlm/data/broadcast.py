@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.arch.image_tokens import TileGroup
-from megavlm.data.image_assignment import ImageAssignment
+from megavlm.data.costs import ImageAssignment
 from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,11 +15,13 @@ from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.members import POSITIVE, QUERY
-from megavlm.data.source import Source
 from megavlm.data.types import Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.inputs.patches import spanning
+
+if TYPE_CHECKING:
+    from megavlm.data.source import Source
 
 # A run of features: (rows, columns) of a grid of patches, and the moments at which it is seen.
 Run = tuple[tuple[int, int], tuple[int, ...]]

@@ -1,22 +1,34 @@
-"""Encode and collate samples, in the calling thread or in worker processes."""
+"""Make the sequences of a window and the micro-batches of a step, in the calling thread or in worker processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megavlm.data.collate import CollateSpec, collate, collate_images
-from megavlm.data.files import FilesSource
 from megavlm.data.reads import Reads
-from megavlm.data.source import ComputedSource
-from megavlm.data.types import EncodedRecord, Sample, SampleId, Segments, Skipped
-from megavlm.data.workers import TellingSource, Told, WorkerPool
+from megavlm.data.sampler import Window, window_of
+from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment, Segments, Skipped
+from megavlm.data.workers import TellingSource, WorkerPool
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
 
+if TYPE_CHECKING:
+    from megavlm.data.files import FilesSource
+    from megavlm.data.source import Source
+
 Result = TypeVar("Result")
+
+# Chooses which images of a step this rank encodes, from their sizes by micro-batch; None: all of a micro-batch.
+OwnImages = Callable[[Sequence[ImageSizes]], Sequence[Mask | None]]
+
+
+def all_images(sizes: Sequence[ImageSizes]) -> list[None]:
+    """Choose all images, as on a rank that encodes those of all micro-batches."""
+    return [None] * len(sizes)
+
 
 # A worker encodes this many samples per task, so that the time of sending the task does not count.
 _SAMPLES_PER_TASK = 32
@@ -31,7 +43,13 @@ class CollatedBatch:
 
 
 class Collator(Protocol):
-    """Makes the micro-batches of a step."""
+    """Makes the sequences of a window and the micro-batches of a step."""
+
+    reads: Reads  # what it is reading
+
+    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
+        """Return the sequences of a window of samples, or why one is skipped; None: it is held out."""
+        ...
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         """Collate each list of sequences into one micro-batch; return the micro-batches in order."""
@@ -43,23 +61,18 @@ class Collator(Protocol):
 
 
 class ComputedCollator:
-    """Collates computed samples, with the images that this rank encodes. No other image is rendered."""
+    """Collates computed samples, each a sequence, with the images that this rank encodes. No other is rendered."""
 
-    def __init__(
-        self,
-        source: ComputedSource,
-        spec: CollateSpec,
-        *,
-        with_patches: bool = True,
-        own_images: Callable[[Sequence[ImageSizes]], Sequence[Mask]] | None = None,
-    ) -> None:
-        """`with_patches`: this rank encodes images. `own_images` returns, from the sizes of a step's images by
-        micro-batch, which of them it encodes; None: all.
-        """
+    def __init__(self, source: Source, spec: CollateSpec, *, own_images: OwnImages | None = None) -> None:
+        """`own_images` is None on a rank that encodes no images."""
+        self.reads = Reads(0)
         self._source = source
         self._spec = spec
-        self._with_patches = with_patches
         self._own_images = own_images
+
+    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
+        sequences = tuple((Segment(each),) for each in samples if each is not None and not isinstance(each, Skipped))
+        return Window(sequences, len(samples), ())
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         rows = [
@@ -67,10 +80,8 @@ class ComputedCollator:
             for sequences in micro_batches
         ]
         batches = [collate(each, self._spec, with_patches=False) for each in rows]
-        if self._with_patches:
-            chosen: Sequence[Mask | None] = [None] * len(batches)
-            if self._own_images is not None:
-                chosen = self._own_images([batch.image_sizes for batch in batches])
+        if self._own_images is not None:
+            chosen = self._own_images([batch.image_sizes for batch in batches])
             images = [collate_images(each, self._spec, mask) for each, mask in zip(rows, chosen, strict=True)]
             batches = [replace(batch, images=each) for batch, each in zip(batches, images, strict=True)]
         return [CollatedBatch(batch) for batch in batches]
@@ -86,16 +97,36 @@ class FileCollator:
     """
 
     def __init__(
-        self, source: FilesSource, spec: CollateSpec, *, pool: WorkerPool | None = None, reads: Reads | None = None
+        self,
+        source: FilesSource,
+        spec: CollateSpec,
+        *,
+        packing: bool,
+        pool: WorkerPool | None = None,
+        reads: Reads | None = None,
     ) -> None:
         """Without `pool` the calling thread does the work and tells `reads` of each sample. `close` closes the pool."""
+        self.reads = reads or Reads(0)
         self._source = source
-        self._reads = reads or Reads(0)
-        self._collate = partial(collate_segments, spec=spec)
+        self._spec = spec
+        self._packing = packing
         self._pool = pool
 
+    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
+        return self.packed(self.records(samples))
+
+    def records(self, samples: Sequence[SampleId | Skipped | None]) -> list[EncodedRecord]:
+        """Return the encoded record of each sample, in order; what is skipped or held out has no tokens."""
+        encoded = iter(self.encode([each for each in samples if each is not None and not isinstance(each, Skipped)]))
+        skipped = [() if each is None else (each,) if isinstance(each, Skipped) else None for each in samples]
+        return [next(encoded) if each is None else EncodedRecord((), each) for each in skipped]
+
+    def packed(self, records: Sequence[EncodedRecord]) -> Window:
+        """Return the sequences of the encoded records of a window."""
+        return window_of(records, seq_length=self._spec.seq_length, packing=self._packing)
+
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
-        return self._map(self._collate, micro_batches)
+        return self._map(partial(collate_segments, spec=self._spec), micro_batches)
 
     def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
         """Return the encoded records of samples, in order. A record that comes several times is encoded once."""
@@ -116,12 +147,9 @@ class FileCollator:
         """Return `function(source, task)` of each task."""
         if self._pool is not None:
             return self._pool.map(function, tasks)
-        telling = TellingSource(self._source, self._tell)
-        with self._reads.reading(lambda: "data"):
+        telling = TellingSource(self._source, lambda told: self.reads.begin(lambda: f"sample {told[2]}"))
+        with self.reads.reading(lambda: "data"):
             return [function(telling, task) for task in tasks]
-
-    def _tell(self, told: Told) -> None:
-        self._reads.begin(lambda: f"sample {told[2]}")
 
 
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:

@@ -1,16 +1,25 @@
-"""Compute the forward FLOPs of a sample from its lengths, before its pixels are read; plans and MFU count the same."""
+"""Compute the forward FLOPs of samples and images from their sizes, and assign images to encoders by them.
+
+Plans and MFU count the same. Pure arithmetic: every rank computes the same, so nothing is communicated for it.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kinds import layer_cost
-from megavlm.arch.layers import layer_names, part_of
+from megavlm.arch.layers import encoder_names, layer_names, part_of
 from megavlm.arch.workload import Workload, image_workload, sliding_squares
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.types import SampleCost
+from megavlm.inputs.batch import ImageSizes, Mask
 
 _OF_IMAGES = ("patches", "patch_squares", "window_squares", "features")  # fields of `Workload`
 _OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")
@@ -49,3 +58,53 @@ class CostModel:
             vision=sum(unit * getattr(work, field) for unit, field in zip(self.vision, _OF_IMAGES, strict=True)),
             language=sum(unit * count for unit, count in zip(self.language, text, strict=True)),
         )
+
+
+@dataclass(frozen=True)
+class ImageAssignment:
+    """Assigns the images of a step to the colocated encoders of a model replica by forward FLOPs."""
+
+    model: ModelConfig
+    ranks: int  # of a model replica
+    width: int = 1  # consecutive ranks that hold one encoder (`--vision-tp`)
+
+    @classmethod
+    def of(cls, config: Config, *, ranks: int) -> ImageAssignment:
+        """Return the assignment of a run whose model replicas have `ranks` ranks each."""
+        return cls(config.model, ranks, config.parallel.vision_tensor_model_parallel_size)
+
+    def encoders(self, sizes: Sequence[ImageSizes]) -> list[NDArray[np.int64]]:
+        """Return, for each micro-batch of a step, the encoder [N] of each of its images."""
+        flops = [encoder_flops(image.grids, self.model) for each in sizes for image in each.split()]
+        encoders = np.array(assign_longest_first(flops, self.ranks // self.width), dtype=np.int64)
+        return np.split(encoders, np.cumsum([each.num_images for each in sizes])[:-1])
+
+    def by_rank(self, sizes: Sequence[ImageSizes]) -> list[list[Mask]]:
+        """Return, for each micro-batch of a step and each rank, which of its images [N] the rank encodes."""
+        return [[encoders == rank // self.width for rank in range(self.ranks)] for encoders in self.encoders(sizes)]
+
+    def own(self, sizes: Sequence[ImageSizes], *, rank: int) -> list[Mask]:
+        """Return, for each micro-batch of a step, which of its images [N] one rank encodes."""
+        return [masks[rank] for masks in self.by_rank(sizes)]
+
+
+@lru_cache(maxsize=4096)
+def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig) -> float:
+    """Return the forward FLOPs of the encoder for one image of these grids."""
+    work = image_workload(grids, model)
+    return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
+
+
+def assign_longest_first(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Return the rank of each item: the costliest goes first, always to the least loaded rank (LPT; Graham 1969).
+
+    The largest load is at most 4/3 of the best possible. Every rank computes the same assignment from the same costs:
+    items of equal cost go in order, and of equally loaded ranks the lowest takes the item.
+    """
+    loads = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, rank = heapq.heappop(loads)
+        owners[item] = rank
+        heapq.heappush(loads, (load + costs[item], rank))
+    return tuple(owners)

@@ -2,88 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 
-import numpy as np
-
-from megavlm.arch.image_tokens import TileGroup
-from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data.chat import ChatFormat, Piece, split
-from megavlm.data.costs import CostModel
-from megavlm.data.members import QUERY, Member
-from megavlm.data.order import Order, weights_of
-from megavlm.data.pairs import encode_pairs, text_tokens
-from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import Collator, FileCollator, OwnImages
+from megavlm.data.encoder import Encoder
+from megavlm.data.order import Order, spread, weights_of
+from megavlm.data.prompts import choose_prompts
 from megavlm.data.reads import Reads
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
+from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
+from megavlm.data.skips import SkipSummary
+from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
 from megavlm.data.types import (
     Conversation,
     EncodedRecord,
-    EncodedSample,
     HeldOut,
     Sample,
     SampleId,
     Segment,
     Skipped,
     StreamSample,
-    Turn,
-    VideoRef,
 )
-from megavlm.data.visuals import Visuals, stored
-from megavlm.errors import UserError
+from megavlm.data.workers import Told, WorkerPool
+from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.layout import Film, Layout
-from megavlm.inputs.processor import Processor
-from megavlm.inputs.sampling import Budget
-from megavlm.rules.defaults import resolve
+from megavlm.resilience.events import events, record
 
+MEASURED = 8192  # records that are encoded at most to count sequences, and a window more: about ten seconds
+_LOOKED_AT = 100  # most validation samples that are encoded to find one that can be used
 # The number of records that the order of a blend assumes for a stream, whose length is unknown.
 _ENDLESS = 2**62
 
 
-class FilesSource:
+class FilesSource(Encoder, Source):
     """Reads samples of `--datasets`: conversations as tokens, images as patches.
 
     A sample is identified by its number in the shuffled blend (`order.py`), or carries its conversation if a WebDataset
-    yielded it (`streaming.py`). The data sets are opened when the first sample is read, so that ranks that receive
+    yielded it (`streams.py`). The data sets are opened when the first sample is read, so that ranks that receive
     their data by broadcast never open them.
     """
 
-    def __init__(self, config: Config) -> None:
-        """Load the tokenizer, the chat template and the image processor.
+    is_read = True
 
-        Raises UserError if one of them is missing or does not fit the model.
-        """
-        self.processor: Processor = processor_for(config)
-        self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
-        self._embeds = objective_of(config.model).embeds
-        self._config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
-        self.chat = ChatFormat.of(
-            self.tokenizer,
-            template=config.data.chat_template,
-            placeholder=self.processor.placeholder,
-            train_on=config.data.train_on,
-            model_type=model_type(tokenizer_path(config)),
-            reserved=(self.processor.video.text,) if self.processor.video is not None else (),
-            videos_as_text=self.processor.video is not None and self.processor.video.as_text,
-        )
+    def __init__(self, config: Config) -> None:
+        """Load what encodes records. Raises UserError if it is missing or does not fit the model."""
+        super().__init__(config)
         self.names = tuple(name_of(source) for source in config.data.datasets)
         self.validation_names = tuple(name_of(source) for source in self._validation)
-        self.vocab_size = config.model.language.vocab_size
-        self.image_token = self.tokenizer.image
-        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token]))
-        self.pad_token = self.tokenizer.pad
-        self._costs = CostModel.of(config.model)
-        self.max_pixels = config.data.max_image_pixels
-        self._visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
         self.reads = Reads(config.data.worker_timeout)
-        """Knows which record is encoded, for those who wait for the first ones."""
-        self.stream_lengths: Mapping[int, int] = {}
-        """Are the numbers of samples of streams, once they are counted."""
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run. Raises UserError for a data set that cannot be opened."""
@@ -93,11 +66,11 @@ class FilesSource:
             for records in self.records.values()
             if records.unread
         ]
-        trained = {Path(each.path).absolute() for each in self._config.data.datasets}
+        trained = {Path(each.path).absolute() for each in self.config.data.datasets}
         found += [
             f"--validation {name_of(each)} is also in --datasets: its loss is of samples that are trained on. To hold "
             "some of them out, give --validation-split 0.05 in its place"
-            for each in self._config.data.validation
+            for each in self.config.data.validation
             if Path(each.path).absolute() in trained
         ]
         if self.chat.template is not None and not self.chat.end_of_turn.strip():
@@ -110,24 +83,24 @@ class FilesSource:
     @cached_property
     def records(self) -> Mapping[int, Records]:
         """Return the map-style data sets by index. Raises UserError for one that cannot be opened."""
-        sources = enumerate(self._config.data.datasets)
-        return {number: open_records(each, pairs=self._embeds) for number, each in sources if not is_stream(each)}
+        sources = enumerate(self.config.data.datasets)
+        return {number: open_records(each, pairs=self.embeds) for number, each in sources if not is_stream(each)}
 
     @property
     def _validation(self) -> tuple[DatasetConfig, ...]:
         """Return the data sets of which validation samples are part: `--validation`, or those of a split."""
-        data = self._config.data
+        data = self.config.data
         return data.datasets if data.validation_split else data.validation
 
     @cached_property
     def validation_records(self) -> Sequence[Records]:
         """Return the validation data sets. Raises UserError for one that cannot be opened."""
-        cache, split = cache_of(Path(self._config.run.run_dir)), self._config.data.validation_split > 0
+        cache, split = cache_of(Path(self.config.run.run_dir)), self.config.data.validation_split > 0
         try:
             return [
                 open_tars(source, cache=cache)
                 if is_stream(source)
-                else (self.records[number] if split else open_records(source, pairs=self._embeds))
+                else (self.records[number] if split else open_records(source, pairs=self.embeds))
                 for number, source in enumerate(self._validation)
             ]
         except UserError as error:
@@ -137,14 +110,14 @@ class FilesSource:
         """Return those of the records of a validation data set that belong to its validation samples: all, or those of
         a split that can be read.
         """
-        if not self._config.data.validation_split:
+        if not self.config.data.validation_split:
             return list(numbers)
         records = self.validation_records[source]
         return [number for number in numbers if self._is_held_out(records, number)]
 
     def _is_held_out(self, records: Records, number: int) -> bool:
         try:
-            return is_held_out(records.key(number), self._config.data.validation_split)
+            return is_held_out(records.key(number), self.config.data.validation_split)
         except BadSample:  # it is skipped, and counted, where it is read
             return False
 
@@ -153,22 +126,22 @@ class FilesSource:
         """Return whether it is known how data sets are mixed: by weights, or by their lengths, which streams have only
         once they are counted.
         """
-        datasets = self._config.data.datasets
+        datasets = self.config.data.datasets
         streams = {number for number, source in enumerate(datasets) if is_stream(source)}
         weighted = any(source.weight is not None for source in datasets)
-        return weighted or len(datasets) == 1 or streams <= set(self.stream_lengths)
+        return weighted or len(datasets) == 1 or streams <= set(self.lengths)
 
     @cached_property
     def order(self) -> Order:
-        data = self._config.data
+        data = self.config.data
         assert self.shares_known, "streams that have no weight are counted before they are read"
         return Order(
             lengths=tuple(
-                len(self.records[number]) if number in self.records else self.stream_lengths.get(number, _ENDLESS)
+                len(self.records[number]) if number in self.records else self.lengths.get(number, _ENDLESS)
                 for number in range(len(data.datasets))
             ),
             weights=weights_of([source.weight for source in data.datasets]),
-            seed=self._config.train.seed,
+            seed=self.config.train.seed,
             shuffle=data.shuffle,
         )
 
@@ -200,42 +173,19 @@ class FilesSource:
             return self._encode(sample_id)
 
     def _encode(self, sample_id: SampleId) -> EncodedRecord:
-        if isinstance(sample_id, int) and self._config.data.validation_split:
+        if isinstance(sample_id, int) and self.config.data.validation_split:
             ref = self.order.record(sample_id)
             if self._is_held_out(self.records[ref.source], ref.record):
                 return EncodedRecord(())
         try:
             conversation, source = self.conversation(sample_id)
-            images = conversation.images
-            layouts = self._visuals.layouts(images)
-            if self._embeds:
-                return self._encoded_pairs(sample_id, conversation, layouts, source=source)
-            encoded = self.chat.encode(conversation, [layout.prompt for layout in layouts])
-            fitted = split(encoded, self._config.train.seq_length)
+            samples, left_out = self.encoded(conversation, source=source)
         except BadSample as error:
             return EncodedRecord((), (self.skipped(sample_id, error),))
-        samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
-        return EncodedRecord(samples, self._lost(sample_id, fitted.dropped, "turns"))
-
-    def _encoded_pairs(
-        self, sample_id: SampleId, record: Conversation, layouts: Sequence[Layout], *, source: int
-    ) -> EncodedRecord:
-        """Return the texts of a record of pairs as one sample. Raises BadSample."""
-        if not record.identities:
-            raise BadSample(Reason.NOT_A_RECORD, "it has no query and positives, which --objective compares")
-        options, length = self._config.model.objective, self._config.train.seq_length
-        found = encode_pairs(record, [each.prompt for each in layouts], self.chat, options, seq_length=length)
-        whole = self._encoded(found.piece, layouts, source=source)
-        texts = [self._costs.cost(length=member.length, grids=(), images=0).language for member in found.members]
-        sample = replace(whole, members=found.members, cost=replace(whole.cost, language=sum(texts)))
-        return EncodedRecord((sample,), self._lost(sample_id, found.dropped, "negatives"))
-
-    def _lost(self, sample_id: SampleId, dropped: int, what: str) -> tuple[Skipped, ...]:
-        """Return the report of so many parts of a record that are too long, if there are any."""
-        if not dropped:
-            return ()
-        error = BadSample(Reason.TOO_LONG, f"{dropped} of its {what} do not fit into --seq-length and are left out")
-        return (replace(self.skipped(sample_id, error), partly=True),)
+        if not left_out:
+            return EncodedRecord(samples)
+        too_long = BadSample(Reason.TOO_LONG, f"{left_out} do not fit into --seq-length and are left out")
+        return EncodedRecord(samples, (replace(self.skipped(sample_id, too_long), partly=True),))
 
     def load(self, segment: Segment) -> Sample:
         """Return the sample of an encoded segment with the patches of its images. Raises BadSample."""
@@ -245,56 +195,11 @@ class FilesSource:
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(self._visuals.load(images, image) for image in encoded.images),
+            images=tuple(self.visuals.load(images, image) for image in encoded.images),
             tile_groups=encoded.tile_groups,
             source=encoded.source,
             members=encoded.members,
         )
-
-    def prompt(self, conversation: Conversation) -> Sample:
-        """Return a conversation that ends with a question as the sample that a model continues with its answer.
-
-        Raises BadSample.
-        """
-        images = conversation.images
-        layouts = self._visuals.layouts(images)
-        tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
-        return Sample(
-            tokens=tokens,
-            trained=np.zeros(len(tokens), dtype=np.bool_),
-            images=tuple(self._visuals.load(images, stored(*each)) for each in enumerate(layouts)),
-            tile_groups=self._tile_groups(layouts),
-        )
-
-    def embedded(self, text: Turn) -> Sample:
-        """Return a query or a document, as its role says, as the sample that a model embeds. Raises BadSample."""
-        layouts = self._visuals.layouts(text.images)
-        options, prompts = self._config.model.objective, [layout.prompt for layout in layouts]
-        tokens = text_tokens(text, prompts, self.chat, options)
-        return Sample(
-            tokens=tokens,
-            trained=np.zeros(len(tokens), dtype=np.bool_),
-            images=tuple(self._visuals.load(text.images, stored(*each)) for each in enumerate(layouts)),
-            tile_groups=self._tile_groups(layouts),
-            members=(Member(QUERY, 0, len(tokens), len(layouts)),),
-        )
-
-    def film_of(self, video: VideoRef) -> Film:
-        """Return the frames of a video that the model receives. Raises BadSample if it reads none, or not this one."""
-        (layout,) = self._visuals.layouts([video])
-        assert layout.film is not None
-        return layout.film
-
-    @property
-    def answer_ends(self) -> tuple[int, ...]:
-        """Return the tokens before which an answer ends: the tokenizer's, and that of the chat template."""
-        mark = self.chat.end_of_turn.strip()
-        ids = self.tokenizer.encode(mark).ids.tolist() if mark else []
-        return tuple(sorted({self.tokenizer.eos, *(ids if len(ids) == 1 else [])}))
-
-    def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens without special ones."""
-        return self.tokenizer.decode(token_ids, special=False).strip()
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         source, label = self.name(sample_id)
@@ -314,33 +219,106 @@ class FilesSource:
         ref = self.order.record(sample_id)
         return ref.source, self.records[ref.source].label(ref.record)
 
-    def _encoded(self, piece: Piece, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
-        shown = [(number, layouts[number]) for number in piece.images]
-        images = tuple(stored(number, layout) for number, layout in shown)
-        return EncodedSample(
-            tokens=piece.tokens,
-            trained=piece.trained,
-            images=images,
-            tile_groups=self._tile_groups([layout for _, layout in shown]),
-            source=source,
-            cost=self._costs.cost(
-                length=len(piece), grids=[grid for image in images for grid in image.grids], images=len(images)
-            ),
+    # --- What other parts ask every source
+
+    def worker_pool(self) -> WorkerPool | None:
+        """Start the processes of `--num-workers`, whose replacements are printed and recorded; none for 0.
+
+        What the run gave up before it was started again stays given up, so that its sequences are the same.
+        """
+        data, run_dir = self.config.data, Path(self.config.run.run_dir)
+        if not data.num_workers:
+            return None
+
+        def report(line: str, given_up: Told | None) -> None:
+            print(f"warning: {one_line(line)}", file=sys.stderr, flush=True)
+            record(run_dir, "worker", reason=line, given_up=given_up)
+
+        given_up: list[Told] = []
+        for event in [] if self.config.checkpoint.accept_changed_data else events(run_dir):
+            match event.get("given_up"):
+                case [str(part), str(name), str(sample)]:
+                    given_up.append((part, name, sample))
+        return WorkerPool(self, data.num_workers, timeout=data.worker_timeout, given_up=given_up, report=report)
+
+    def collator(
+        self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None
+    ) -> FileCollator:
+        data = self.config.data
+        return FileCollator(self, spec, packing=data.packing, pool=pool, reads=Reads(data.worker_timeout))
+
+    def sampler(
+        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
+    ) -> BatchSampler:
+        windows, train = self.windows(config, epoch), config.train
+        return PackedBatchSampler(
+            lambda number: collator.window(windows.samples(number)),
+            count=train.global_batch_size,
+            windows=windows,
+            seq_length=train.seq_length,
         )
 
-    def _tile_groups(self, layouts: Sequence[Layout]) -> tuple[TileGroup, ...]:
-        """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
-        if not self.processor.anyres:
-            return ()
-        return tuple(group for layout in layouts for group in layout.tile_groups)
+    def data_sets(self) -> list[DataSetShare]:
+        shares = self.order.shares if self.shares_known else [None] * len(self.names)
+        return [
+            DataSetShare(name, len(self.records[number]) if number in self.records else None, share)
+            for number, (name, share) in enumerate(zip(self.names, shares, strict=True))
+        ]
 
+    def windows(self, config: Config, epoch: int) -> Windows:
+        return Windows(config.data.packing_window, epoch or None, within_epochs=config.train.epochs is not None)
 
-def _budget(processor: Processor, config: Config) -> Budget:
-    """Return the budget of each video: what the options say, else what is usual for the model."""
-    usual, data = Budget() if processor.video is None else processor.video.usual, config.data
-    return replace(
-        usual,
-        fps=data.video_fps or usual.fps,
-        max_frames=data.video_max_frames or usual.max_frames,
-        max_tokens=data.video_max_tokens or config.train.seq_length // 2,
-    )
+    def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
+        """Encode each record once, however often it comes, and end before the first window beyond MEASURED records."""
+        known: dict[tuple[int, int], list[int]] = {}
+        for number in count():
+            lengths: list[int] = []
+            for sample in (numbers := windows.samples(number)):
+                place = self.place(sample)
+                if place not in known:
+                    known[place] = [len(each.tokens) for each in self.encode(sample).samples]
+                lengths += known[place]
+            yield len(numbers), lengths
+            if len(known) > MEASURED:
+                return
+
+    def first_window(self) -> list[EncodedRecord]:
+        """Return the records of the first packing window."""
+        return self.collator(CollateSpec.of(self.config, self)).encode(range(self.config.data.packing_window))
+
+    def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
+        return self.reads.wait(lambda: [(self.place(sample), self.encode(sample)) for sample in range(number)])
+
+    def first_sequences(self, config: Config, records: int) -> FirstSequences:
+        number = min(records, sum(map(len, self.records.values())))
+        collator = self.collator(CollateSpec.of(config, self))
+        found = self.reads.wait(lambda: collator.encode(range(number)))
+        window = collator.packed(found)
+        if not window.sequences:
+            raise UserError(
+                f"--datasets: none of {number} samples can be used: {SkipSummary().add(window.skipped).message()}"
+            )
+        return FirstSequences(
+            [[segment.encoded for segment in segments if segment.encoded is not None] for segments in window.sequences],
+            number,
+            sum(bool(record.skipped) and not record.samples for record in found),
+        )
+
+    def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
+        parts = [self.held_out(number, range(len(records))) for number, records in enumerate(self.validation_records)]
+        samples = spread(parts)
+        if not samples:
+            raise UserError(
+                f"--validation-split {config.data.validation_split} holds out none of "
+                f"{sum(map(len, self.validation_records)):,} records: raise it, or name data sets with --validation"
+            )
+        skipped = SkipSummary()
+        for sample in (first := samples[:_LOOKED_AT]):
+            record = self.reads.wait(partial(self.encode, sample))
+            if record.samples:
+                return samples
+            skipped.add(record.skipped)
+        raise UserError(f"none of the first {len(first)} validation samples can be used: {skipped.message()}")
+
+    def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
+        return choose_prompts(config, self, samples)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+
+from megavlm.data.types import HeldOut
 
 # Each block of this many samples has the same number of samples of each data set, so shares are exact to 1 / BLOCK.
 BLOCK = 4096
@@ -121,3 +123,26 @@ def permuted(place: int, length: int, *, key: str) -> int:
         place = left << bits | right
         if place < length:
             return place
+
+
+def spread(parts: Sequence[Sequence[int]]) -> tuple[HeldOut, ...]:
+    """Return the records of several data sets in one order, of which every beginning is a fair sample.
+
+    Each data set is evenly spread over the order, and its records come in a shuffled order that only depends on their
+    number.
+    """
+    placed = [
+        ((place + 0.5) / len(records), source, records[permuted(place, len(records), key=f"validation/{source}")])
+        for source, records in enumerate(parts)
+        for place in range(len(records))
+    ]
+    return tuple(HeldOut(source, record) for _, source, record in sorted(placed))
+
+
+def in_turn(samples: Sequence[HeldOut]) -> Iterator[HeldOut]:
+    """Yield the samples of several data sets, one of each in turn."""
+    parts: dict[int, list[HeldOut]] = {}
+    for sample in samples:
+        parts.setdefault(sample.source, []).append(sample)
+    for together in zip_longest(*(parts[source] for source in sorted(parts))):
+        yield from filter(None, together)

@@ -8,39 +8,39 @@ the last one. Plain text is continued: its last tokens are the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.config.schema import Config
-from megavlm.data.files import FilesSource
+from megavlm.data.order import in_turn
 from megavlm.data.skips import SkipSummary
-from megavlm.data.source import ComputedSource, HeldOutPrompt
+from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, Turn, Visual
 from megavlm.data.visuals import first_frame
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
+
+if TYPE_CHECKING:
+    from megavlm.data.files import FilesSource
 
 _LOOKED_AT = 100  # most samples that are looked at in vain
 _SIDE = 448  # pixels of the longer side of a picture
 _PICTURES = 8  # of a prompt that readers see; the model sees all
 
 
-def choose_prompts(
-    config: Config, source: ComputedSource | FilesSource, samples: Sequence[HeldOut]
-) -> tuple[HeldOutPrompt, ...]:
+def choose_prompts(config: Config, source: FilesSource, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
     """Return `evaluation.sample_count` prompts, or fewer where there are no more. One rank calls it: it reads files.
 
     Raises UserError if none of the first samples can be used.
     """
     options = config.evaluation
-    if isinstance(source, ComputedSource):
-        return tuple(source.held_out_prompt(sample) for sample in islice(in_turn(samples), options.sample_count))
 
     def ask(sample: HeldOut) -> HeldOutPrompt:
         with source.reads.reading(lambda: f"sample {source.name(sample)[1]}"):
@@ -58,28 +58,9 @@ def choose_prompts(
     if not found:
         raise UserError(
             f"--sample-interval {options.sample_interval}: none of the first {sum(refused.counts.values())} validation "
-            f"samples can be answered: {refused.told()}; or leave --sample-interval out"
+            f"samples can be answered: {refused.message()}; or leave --sample-interval out"
         )
     return tuple(found)
-
-
-def samples_line(config: Config, count: int | None = None) -> str:
-    """Return the line about prompts that a run begins with; `count` is how many there are, if it is known."""
-    options = config.evaluation
-    number = f"{count}" if count is not None else f"up to {options.sample_count}"
-    return (
-        f"samples: {number} held-out prompts, answered every {options.sample_interval} steps with at most "
-        f"{options.sample_max_new_tokens} tokens: {config.run.run_dir}/samples/index.html"
-    )
-
-
-def in_turn(samples: Sequence[HeldOut]) -> Iterator[HeldOut]:
-    """Yield the samples of several data sets, one of each in turn."""
-    parts: dict[int, list[HeldOut]] = {}
-    for sample in samples:
-        parts.setdefault(sample.source, []).append(sample)
-    for together in zip_longest(*(parts[source] for source in sorted(parts))):
-        yield from filter(None, together)
 
 
 def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) -> HeldOutPrompt:

@@ -52,7 +52,7 @@ class SkipSummary:
             found.examples = {**other.examples, **found.examples}
         return found
 
-    def told(self, remedies: Mapping[Reason, str] = REMEDIES) -> str:
+    def message(self, remedies: Mapping[Reason, str] = REMEDIES) -> str:
         """Return the commonest reason with its number, an example, and the remedy."""
         most = max(self.counts.values())
         reason = min(reason for reason, count in self.counts.items() if count == most)

@@ -1,21 +1,29 @@
-"""Sources of samples: map-style (samples by number) or iterable (samples of a stream).
+"""`Source`: the samples of a run, and everything that depends on where they come from.
 
-As in torch.utils.data, there are two styles. The samples of a map-style source (`ComputedSource`, `FilesSource`) are
-numbered, and any rank of any layout can make any of them; an iterable source (`StreamSource`) is read in order, each
-data-parallel rank a part of its own.
+As in torch.utils.data, a source is map-style (`ComputedSource`, `FilesSource`: samples have numbers, and any rank of
+any layout can make any of them) or iterable (`StreamSource`: read in order, each data-parallel rank a part of its own).
+No caller asks which kind a source is; it asks the source.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from itertools import islice
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.types import HeldOut, Sample, SampleId, Segment, Skipped
+from megavlm.config.schema import Config
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import Collator, ComputedCollator, OwnImages
+from megavlm.data.order import in_turn, spread
+from megavlm.data.reads import Reads
+from megavlm.data.sampler import BatchSampler, SequentialBatchSampler, Windows
+from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment, Skipped
+from megavlm.data.workers import WorkerPool
 from megavlm.inputs.bad_sample import BadSample
 
 _WORD = (1 << 64) - 1
@@ -30,47 +38,137 @@ class HeldOutPrompt:
     question: str  # what is asked, as a reader sees it
     reference: str
     pictures: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each, for readers: reduced
+    kind: str = ""  # the group of its score, of questions that are scored by exact match
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class DataSetShare:
+    """A data set of a blend: its name, its number of records and its share of the samples, if they are known."""
+
+    name: str
+    records: int | None
+    share: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class FirstSequences:
+    """The samples of the first sequences of a source, and of how many records so many could not be used."""
+
+    sequences: Sequence[Sequence[Sample | EncodedSample]]
+    records: int
+    unusable: int = 0
+
+
+class Source(ABC):
     """The samples of a run, and the tokens that have a meaning to the model."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the data sets whose losses are reported separately; empty if there is only one."""
-        ...
-
-    @property
-    def validation_names(self) -> tuple[str, ...]:
-        """Return the data sets that are not trained on, whose losses are measured."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def image_token(self) -> int: ...
-
-    @property
-    def pad_token(self) -> int: ...
-
-    def load(self, segment: Segment) -> Sample:
-        """Return the sample of a segment with its pixels. Raises BadSample if an image cannot be decoded."""
-        ...
-
-    def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
-        """Return the report of a sample that is left out."""
-        ...
-
-
-class ComputedSource(ABC):
-    """A map-style source whose samples are a pure function of their number."""
-
-    names: tuple[str, ...] = ()
-    validation_names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # data sets whose losses are reported separately; empty if there is only one
+    validation_names: tuple[str, ...] = ()  # data sets that are not trained on, whose losses are measured
     vocab_size: int
     image_token: int
     pad_token: int
+    max_answer_tokens = 0  # of `questions`, the token that ends an answer included
+    lengths: Mapping[int, int] = {}  # the number of records of each data set, once they are counted
+    # Whether the first rank of each replica reads and sends the others what they need. Else each rank makes its own.
+    is_read = False
+    # Whether each data-parallel replica reads a part of its own, and does not know the position of the others.
+    is_divided = False
+    reads = Reads(0)  # which record is read, for those who wait for the first ones
+
+    @abstractmethod
+    def load(self, segment: Segment) -> Sample:
+        """Return the sample of a segment with its pixels. Raises BadSample if an image cannot be decoded."""
+
+    @abstractmethod
+    def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
+        """Return the report of a sample that is left out."""
+
+    def worker_pool(self) -> WorkerPool | None:
+        """Return the processes of `--num-workers`, if the source has a use for them."""
+        return None
+
+    @abstractmethod
+    def collator(
+        self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None
+    ) -> Collator:
+        """Return what makes micro-batches. A source that is not read renders the images that `own_images` chooses, and
+        none without it; one that is read loads all, in the worker processes of `pool`.
+        """
+
+    @abstractmethod
+    def sampler(
+        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
+    ) -> BatchSampler:
+        """Return what chooses the samples of global batches, for data-parallel rank `rank` of `ranks`.
+
+        `epoch` is the number of samples of an epoch; 0: not known.
+        """
+
+    @abstractmethod
+    def first_sequences(self, config: Config, records: int) -> FirstSequences:
+        """Return the sequences that the first `records` records make. No image is decoded or rendered.
+
+        Raises UserError if the data cannot be opened, if they are streams, or if no sample can be used.
+        """
+
+    @abstractmethod
+    def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
+        """Return the validation samples in the order in which they are read. One rank calls it: it may read all data.
+
+        Raises UserError if there are none, or none that can be used among the first.
+        """
+
+    @abstractmethod
+    def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
+        """Return `evaluation.sample_count` prompts of these samples, or fewer where there are no more.
+
+        Raises UserError if none of the first samples can be used.
+        """
+
+    def questions(self, per_kind: int) -> list[HeldOutPrompt]:
+        """Return `per_kind` held-out questions of each kind that a run scores by exact match, always the same ones."""
+        return []
+
+    def with_shuffled_images(self, questions: Sequence[HeldOutPrompt]) -> list[HeldOutPrompt]:
+        """Return the same questions, each with the images of another one."""
+        raise AssertionError("this source has no questions")
+
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens before which an answer ends."""
+        raise AssertionError("this source has no prompts")
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens."""
+        raise AssertionError("this source has no prompts")
+
+    def warnings(self) -> list[str]:
+        """Return the warnings to print before a run."""
+        return []
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Note how many records each data set has, as the rank that has counted them says."""
+        self.lengths = dict(enumerate(lengths))
+
+    def data_sets(self) -> list[DataSetShare]:
+        """Return the data sets that the samples come from, if they come from any."""
+        return []
+
+    def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
+        """Return the first samples of data sets, each with its data set and its number there; none of streams."""
+        return []
+
+    def windows(self, config: Config, epoch: int) -> Windows:
+        """Return the packing windows of data whose epoch has so many samples; 0: not known."""
+        raise AssertionError("computed samples have neither windows nor epochs")
+
+    def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
+        """Yield how many samples each of the first windows has, and the lengths of those that can be used."""
+        raise AssertionError("computed samples have neither windows nor epochs")
+
+
+class ComputedSource(Source):
+    """A map-style source whose samples are a pure function of their number."""
 
     @abstractmethod
     def sample(self, index: int) -> Sample:
@@ -84,15 +182,6 @@ class ComputedSource(ABC):
         """Return a validation sample as a prompt."""
         raise AssertionError("this source has none")
 
-    @property
-    def answer_ends(self) -> tuple[int, ...]:
-        """Return the tokens before which an answer ends."""
-        raise AssertionError("this source has no prompts")
-
-    def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens."""
-        raise AssertionError("this source has no prompts")
-
     def load(self, segment: Segment) -> Sample:
         if isinstance(segment.sample_id, HeldOut):
             return self.validation_sample(segment.sample_id)
@@ -101,6 +190,27 @@ class ComputedSource(ABC):
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> NoReturn:
         raise AssertionError("a computed sample cannot be bad")
+
+    def collator(
+        self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None
+    ) -> Collator:
+        assert pool is None, "computed samples need no workers"
+        return ComputedCollator(self, spec, own_images=own_images)
+
+    def sampler(
+        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
+    ) -> BatchSampler:
+        return SequentialBatchSampler(count=config.train.global_batch_size)
+
+    def first_sequences(self, config: Config, records: int) -> FirstSequences:
+        return FirstSequences([[self.sample(index)] for index in range(records)], records)
+
+    def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
+        return spread([range(config.evaluation.eval_samples)] * len(self.validation_names))
+
+    def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
+        chosen = islice(in_turn(samples), config.evaluation.sample_count)
+        return tuple(self.held_out_prompt(sample) for sample in chosen)
 
 
 def generator(*, seed: int, index: int, stream: int = 0) -> np.random.Generator:

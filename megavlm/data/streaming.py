@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import Config
-from megavlm.data.batch_sampler import PackedBatchSampler
-from megavlm.data.collator import FileCollator
+from megavlm.data.collate import CollateSpec
+from megavlm.data.collator import Collator
 from megavlm.data.files import FilesSource
 from megavlm.data.reads import Reads
-from megavlm.data.records import is_stream, open_stream
+from megavlm.data.records import is_stream, open_stream, prepare_stream
+from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Window, Windows
+from megavlm.data.source import FirstSequences
 from megavlm.data.types import Conversation, EncodedRecord, GlobalBatch, LoaderState, SampleId, Skipped, StreamSample
-from megavlm.data.windows import Windows
+from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream
 
 # Most samples in a window of streams: their conversations stay in memory with their images until they are collated.
-MAX_STREAM_WINDOW = 512
+_LARGEST_WINDOW = 512
+_MEASURED = 2048  # samples that are read at most to count sequences
 
 
 class StreamSource(FilesSource):
     """Reads samples of `--datasets` of which at least one is a stream, as an iterable source."""
 
-    def reader(self, *, rank: int, ranks: int, run_dir: Path, reads: Reads | None = None) -> StreamReader:
+    is_divided = True
+
+    def reader(self, *, rank: int, ranks: int, reads: Reads | None = None) -> StreamReader:
         """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning; tell `reads` of reads."""
-        train, data = self._config.train, self._config.data
+        train, data = self.config.train, self.config.data
         streams = {
             index: open_stream(
                 given,
-                run_dir=run_dir,
+                run_dir=self._run_dir,
                 rank=rank,
                 world=ranks,
                 seed=train.seed,
@@ -43,8 +48,47 @@ class StreamSource(FilesSource):
             for index, given in enumerate(data.datasets)
             if is_stream(given)
         }
-        self.stream_lengths = {index: stream.length for index, stream in streams.items()}
+        self.lengths = {index: stream.length for index, stream in streams.items()}
         return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or self.reads)
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self.config.run.run_dir)
+
+    def sampler(
+        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
+    ) -> BatchSampler:
+        windows, train = self.windows(config, epoch), config.train
+        return StreamBatchSampler(
+            self.reader(rank=rank, ranks=ranks, reads=collator.reads),
+            collator,
+            count=train.global_batch_size // ranks,
+            windows=replace(windows, epoch=epoch / ranks),
+            seq_length=train.seq_length,
+        )
+
+    def windows(self, config: Config, epoch: int) -> Windows:
+        return Windows(min(config.data.packing_window, _LARGEST_WINDOW), epoch or None)
+
+    def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
+        """Read the first windows as one replica would; their images are read with them."""
+        reader, collator = self.reader(rank=0, ranks=1), self.collator(CollateSpec.of(self.config, self))
+        for _ in range(-(-_MEASURED // windows.size)):
+            found = collator.records(reader.read(windows.size))
+            yield windows.size, [len(sample.tokens) for record in found for sample in record.samples]
+
+    def first_window(self) -> list[EncodedRecord]:
+        """Return the records of the first packing window of a run with one replica."""
+        for given in filter(is_stream, self.config.data.datasets):
+            prepare_stream(given, run_dir=self._run_dir)
+        found = self.reader(rank=0, ranks=1).read(self.windows(self.config, 0).size)
+        return self.collator(CollateSpec.of(self.config, self)).records(found)
+
+    def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
+        return []
+
+    def first_sequences(self, config: Config, records: int) -> FirstSequences:
+        raise UserError("--datasets: tars of WebDataset are streams, which only a run reads")
 
 
 def files_source(config: Config) -> FilesSource:
@@ -107,16 +151,9 @@ class StreamBatchSampler(PackedBatchSampler):
     """Packs windows of a rank's streams. Its state holds the position of the streams at the start of the window."""
 
     def __init__(
-        self,
-        reader: StreamReader,
-        collator: FileCollator,
-        *,
-        count: int,
-        windows: Windows,
-        seq_length: int,
-        packing: bool,
+        self, reader: StreamReader, collator: Collator, *, count: int, windows: Windows, seq_length: int
     ) -> None:
-        super().__init__(self._read, count=count, windows=windows, seq_length=seq_length, packing=packing)
+        super().__init__(self._read, count=count, windows=windows, seq_length=seq_length)
         self._reader = reader
         self._collator = collator
         self._next_window = 0  # the window that `reader` reads next
@@ -142,18 +179,9 @@ class StreamBatchSampler(PackedBatchSampler):
         self._next_window = state["window"]
         self._states = {self._next_window: state["reader"]}
 
-    def _read(self, number: int) -> Sequence[EncodedRecord]:
+    def _read(self, number: int) -> Window:
         assert number == self._next_window, "streams are read in order"
         found = self._reader.read(self._divided.size)
         self._next_window += 1
         self._states[self._next_window] = self._reader.state_dict()
-        return encode_all(self._collator, found)
-
-
-def encode_all(collator: FileCollator, found: Sequence[SampleId | Skipped | None]) -> list[EncodedRecord]:
-    """Return the encoded record of each sample that a reader returned, in order; what is skipped or held out has no
-    tokens.
-    """
-    encoded = iter(collator.encode([each for each in found if each is not None and not isinstance(each, Skipped)]))
-    skipped = [() if each is None else (each,) if isinstance(each, Skipped) else None for each in found]
-    return [next(encoded) if each is None else EncodedRecord((), each) for each in skipped]
+        return self._collator.window(found)

@@ -21,17 +21,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.multiprocessing  # tensors travel in shared memory
 
-from megavlm.data.files import FilesSource
 from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.resilience.ended import how_it_ended
 from megavlm.resilience.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from megavlm.data.files import FilesSource
 
 Result = TypeVar("Result")
 

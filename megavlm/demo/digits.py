@@ -1,9 +1,11 @@
-"""`DigitsSource`: canvases of handwritten digits with questions and answers in words, the demo's data."""
+"""Canvases of handwritten digits: with questions and answers in words (`DigitsSource`, the data of the demo), and with
+texts that find them and are found by them (`DigitPairs`, the data of `demo-embed`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,9 @@ from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.schema import Config
+from megavlm.data.members import POSITIVE, QUERY, identity_of
 from megavlm.data.source import ComputedSource, HeldOutPrompt, generator
+from megavlm.data.synthetic import joined
 from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
 from megavlm.data.types import HeldOut, Sample
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
@@ -21,22 +25,7 @@ from megavlm.rules.defaults import resolve
 
 VOCABULARY = 160  # tokens; enough for each word of the captions to be one token
 _TOKENIZER_TEXTS = 500
-
-
-def slug(kind: str) -> str:
-    """Return a kind of question as metrics name it."""
-    return kind.replace(" ", "_")
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """A held-out question. `sample` is the prompt: all tokens before the answer."""
-
-    kind: str
-    text: str
-    answer: str
-    sample: Sample
-    canvas: NDArray[np.uint8]  # [height, width, channels]
+_KIND = "which digits"  # its answer is all that a canvas shows: the text of a pair
 
 
 def tokenizer_of(canvases: Canvases, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> Tokenizer:
@@ -52,7 +41,7 @@ class DigitsSource(ComputedSource):
     A sequence is: begin token, image tokens, question, answer, end token. The answer and the end token are trained.
     """
 
-    validation_names = tuple(map(slug, PHRASINGS))
+    validation_names = tuple(kind.replace(" ", "_") for kind in PHRASINGS)
 
     def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
         """Raises UserError if the sequence or the vocabulary is too small."""
@@ -101,10 +90,7 @@ class DigitsSource(ComputedSource):
 
     def held_out_prompt(self, held_out: HeldOut) -> HeldOutPrompt:
         """Return a held-out question with its canvas and its answer."""
-        asked = self._question(self._held_out_scene(held_out))
-        pixels = np.repeat(asked.canvas[:, :, :1], 3, axis=2)
-        label = f"{asked.kind} {held_out.record + 1}"
-        return HeldOutPrompt(asked.sample, label, asked.text, asked.answer, (pixels,))
+        return self._question(self._held_out_scene(held_out), held_out.record)
 
     @property
     def answer_ends(self) -> tuple[int, ...]:
@@ -125,16 +111,11 @@ class DigitsSource(ComputedSource):
             images=(self._image(lambda: self._pixels(scene)),),
         )
 
-    def questions(self, per_kind: int) -> list[Question]:
-        """Return `per_kind` held-out questions of each kind, the same in every call and every run."""
-        kinds = list(PHRASINGS)
-        scenes = [
-            self._canvases.held_out_scene(index, kind=kinds[index % len(kinds)])
-            for index in range(per_kind * len(kinds))
-        ]
-        return [self._question(scene) for scene in scenes]
+    def questions(self, per_kind: int) -> list[HeldOutPrompt]:
+        places = [HeldOut(source, record) for record in range(per_kind) for source in range(len(PHRASINGS))]
+        return [self.held_out_prompt(place) for place in places]
 
-    def with_shuffled_images(self, questions: Sequence[Question]) -> list[Question]:
+    def with_shuffled_images(self, questions: Sequence[HeldOutPrompt]) -> list[HeldOutPrompt]:
         """Return the same questions, each with the canvas of another one.
 
         Sattolo's algorithm draws a permutation that is one cycle, which has no fixed point. A canvas may go to a
@@ -146,21 +127,21 @@ class DigitsSource(ComputedSource):
             other = int(rng.integers(last))
             donors[last], donors[other] = donors[other], donors[last]
         return [
-            replace(question, sample=replace(question.sample, images=donor.sample.images), canvas=donor.canvas)
-            for question, donor in zip(questions, donors, strict=True)
+            replace(each, sample=replace(each.sample, images=donor.sample.images), pictures=donor.pictures)
+            for each, donor in zip(questions, donors, strict=True)
         ]
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated tokens up to the end token."""
         return self._tokenizer.decode(token_ids)
 
-    def _question(self, scene: Scene) -> Question:
+    def _question(self, scene: Scene, number: int) -> HeldOutPrompt:
         text, answer = self._canvases.dialogue(scene)
         tokens = np.array(self._prompts[text], dtype=np.int64)
-        canvas = self._pixels(scene)
-        images = (self._image(lambda: canvas),)
-        prompt = Sample(tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_), images=images)
-        return Question(kind=scene.kind, text=text, answer=answer, sample=prompt, canvas=canvas)
+        pixels = self._pixels(scene)
+        prompt = Sample(tokens, np.zeros(len(tokens), dtype=np.bool_), (self._image(lambda: pixels),))
+        picture = np.repeat(pixels[:, :, :1], 3, axis=2)
+        return HeldOutPrompt(prompt, f"{scene.kind} {number + 1}", text, answer, (picture,), kind=scene.kind)
 
     def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
         """Return the pixels [height, width, channels] of a scene; the scans are grey, so all channels are equal."""
@@ -169,3 +150,70 @@ class DigitsSource(ComputedSource):
     def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:
         height, width = self._canvases.height, self._canvases.width
         return Image(height=height, width=width, patch_size=self._patch_size, render=render)
+
+
+class DigitPairs(ComputedSource):
+    """An endless stream of canvases with what they show in words; one record in two asks for the canvas.
+
+    Texts are: begin token, image tokens or words, end token. Canvases of the same digits are the same document. Of the
+    held-out scenes, the last data set pairs each text with the canvas of the next scene: a control, by which no model
+    can find anything but by chance.
+    """
+
+    validation_names = ("find_the_canvas", "find_the_text", "shuffled_canvases")
+
+    def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
+        """Raises UserError if the sequence is too short."""
+        vision = config.model.vision
+        self.image_token, self.pad_token = tokenizer.image, tokenizer.pad
+        self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
+        self._canvases, self._tokenizer = canvases, tokenizer
+        self._channels, self._patch_size = vision.in_channels, vision.patch_size
+        grid = grid_of(canvases.height, canvases.width, vision.patch_size)
+        self._image_tokens = tokens_per_grid(grid, config.model.projector)
+        needed = 2 * (2 + max(self._image_tokens, 3 * MAX_DIGITS))
+        if needed > config.train.seq_length:
+            raise UserError(
+                f"--seq-length {config.train.seq_length} is too short for a canvas and its text: set it to at least "
+                f"{needed}"
+            )
+
+    @classmethod
+    def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitPairs:
+        """Return the source with the run's tokenizer; if there is none yet, rank 0 trains it."""
+        canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
+        return cls(config, canvases, tokenizer_of(canvases, run_dir=run_dir, rank=rank, barrier=barrier))
+
+    def sample(self, index: int) -> Sample:
+        """Return training record `index`."""
+        scene = self._canvases.training_scene(index)
+        return self._record(scene, scene, asks_for_canvas=index % 2 == 0)
+
+    def validation_sample(self, held_out: HeldOut) -> Sample:
+        scene, canvas = (self._canvases.held_out_scene(held_out.record + step, kind=_KIND) for step in (0, 1))
+        shuffled = held_out.source == self.validation_names.index("shuffled_canvases")
+        asks_for_text = held_out.source == self.validation_names.index("find_the_text")
+        shown = canvas if shuffled else scene
+        return self._record(scene, shown, asks_for_canvas=not asks_for_text, source=held_out.source)
+
+    def _record(self, told: Scene, shown: Scene, *, asks_for_canvas: bool, source: int = 0) -> Sample:
+        words = self._canvases.digits_of(told)
+        text, canvas = self._text(words), self._canvas(shown)
+        query, document = (text, canvas) if asks_for_canvas else (canvas, text)
+        return joined([(QUERY, query, 0), (POSITIVE, document, identity_of(words))], source=source)
+
+    def _text(self, words: str) -> Sample:
+        tokens = np.array([self._tokenizer.bos, *self._tokenizer.encode(words), self._tokenizer.eos], dtype=np.int64)
+        return Sample(tokens, np.zeros(len(tokens), dtype=np.bool_))
+
+    def _canvas(self, scene: Scene) -> Sample:
+        inside = [self._tokenizer.image] * self._image_tokens
+        tokens = np.array([self._tokenizer.bos, *inside, self._tokenizer.eos], dtype=np.int64)
+        height, width = self._canvases.height, self._canvases.width
+        image = Image(
+            height=height,
+            width=width,
+            patch_size=self._patch_size,
+            render=lambda: np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2),
+        )
+        return Sample(tokens, np.zeros(len(tokens), dtype=np.bool_), (image,))

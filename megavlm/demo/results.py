@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
@@ -11,41 +11,38 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from megavlm.demo.digits import Question
+from megavlm.data.source import HeldOutPrompt
 
 
-def exact_match_table(
-    questions: Sequence[Question],
-    predictions: Sequence[str],
-    shuffled_questions: Sequence[Question],
-    shuffled_predictions: Sequence[str],
-) -> str:
-    """Return a table of the exact-match accuracy of each kind of question.
+def exact_match_table(questions: Sequence[HeldOutPrompt], answers: Sequence[str], shuffled: Sequence[str]) -> str:
+    """Return a table of the exact-match accuracy of each kind of question, given the answers with the questions' own
+    images and with those of other questions (`shuffled`).
 
-    "shuffled images" is the accuracy with each question's image replaced by that of another; "blind guess" is the score
-    of always giving the kind's most frequent answer. With shuffled images, a model that reads its answers off the image
-    falls to about the blind guess.
+    "blind guess" is the score of always giving the kind's most frequent answer. With shuffled images, a model that
+    reads its answers off the image falls to about the blind guess.
     """
-    hits = _hits(questions, predictions)
-    shuffled_hits = _hits(shuffled_questions, shuffled_predictions)
-    answers: dict[str, Counter[str]] = {}
-    for question in questions:
-        answers.setdefault(question.kind, Counter())[question.answer] += 1
     header = f"{'question':<14} {'n':>5} {'exact match':>12} {'shuffled images':>16} {'blind guess':>12}"
-    rows = [
-        f"{kind:<14} {len(right):>5} {_share(right):>12.1%} {_share(shuffled_hits[kind]):>16.1%} "
-        f"{max(answers[kind].values()) / len(right):>12.1%}"
-        for kind, right in hits.items()
-    ]
-    return "\n".join([header, "-" * len(header), *rows])
+    rows = [header, "-" * len(header)]
+    for kind in dict.fromkeys(question.kind for question in questions):
+        places = [place for place, question in enumerate(questions) if question.kind == kind]
+        right = [questions[place].reference for place in places]
+        scores = [
+            sum(given[place] == reference for place, reference in zip(places, right, strict=True)) / len(places)
+            for given in (answers, shuffled)
+        ]
+        blind = max(Counter(right).values()) / len(places)
+        rows.append(f"{kind:<14} {len(places):>5} {scores[0]:>12.1%} {scores[1]:>16.1%} {blind:>12.1%}")
+    return "\n".join(rows)
 
 
-def draw_examples(questions: Sequence[Question], predictions: Sequence[str], path: Path, *, count: int = 12) -> None:
+def draw_examples(
+    questions: Sequence[HeldOutPrompt], predictions: Sequence[str], path: Path, *, count: int = 12
+) -> None:
     """Write one PNG of up to `count` canvases with question, answer and prediction: green right, red wrong.
 
     Examples are taken evenly from the list of questions, whether the answer is right or wrong.
     """
-    shown = [round(place) for place in np.linspace(0, len(questions) - 1, min(count, len(questions)))]
+    shown = [round(place) for place in np.linspace(0, len(questions) - 1, min(_SHOWN, len(questions)))]
     cards = [_card(questions[number], predictions[number]) for number in shown]
     columns = min(_COLUMNS, len(cards))
     rows = -(-len(cards) // columns)
@@ -58,6 +55,7 @@ def draw_examples(questions: Sequence[Question], predictions: Sequence[str], pat
     sheet.save(path)
 
 
+_SHOWN = 12
 _COLUMNS = 4
 _CANVAS_WIDTH = 240
 _MARGIN = 14
@@ -68,55 +66,33 @@ _PAPER, _CARD, _INK, _MUTED = "#e9ecf1", "#ffffff", "#1d2430", "#6b7484"
 _RIGHT, _WRONG = "#16834a", "#c62f3b"
 
 
-def _card(question: Question, prediction: str) -> Image.Image:
+def _card(question: HeldOutPrompt, prediction: str) -> Image.Image:
     """Return one example: the canvas, the question on at most two lines, the answer, the model's answer."""
-    verdict = _RIGHT if prediction == question.answer else _WRONG
-    canvas = _enlarged(question.canvas)
+    verdict = _RIGHT if prediction == question.reference else _WRONG
+    canvas = _enlarged(question.pictures[0])
     width, height = canvas.width + 2 * _MARGIN, canvas.height + 4 * _MARGIN + 4 * _LINE
     card = Image.new("RGB", (width, height), _CARD)
     card.paste(canvas, (_MARGIN, _MARGIN))
     pen = ImageDraw.Draw(card)
     pen.rectangle((0, height - 6, width, height), fill=verdict)
     top = canvas.height + 2 * _MARGIN - 4
-    for line in wrap(question.text, width=34)[:2]:
+    for line in wrap(question.question, width=34)[:2]:
         pen.text((_MARGIN, top), line, font=_font(14), fill=_INK)
         top += _LINE
     top = height - _MARGIN - 2 * _LINE - 4
-    for label, words, colour in (("answer", question.answer, _INK), ("model", prediction or "(nothing)", verdict)):
+    for label, words, colour in (("answer", question.reference, _INK), ("model", prediction or "(nothing)", verdict)):
         pen.text((_MARGIN, top), label, font=_font(12), fill=_MUTED)
-        pen.text((_MARGIN + 52, top - 2), _fitting(words, width=canvas.width - 52), font=_font(14), fill=colour)
+        pen.text((_MARGIN + 52, top - 2), words, font=_font(14), fill=colour)
         top += _LINE
     return card
 
 
 def _enlarged(canvas: NDArray[np.uint8]) -> Image.Image:
     """Return the canvas as the model sees it, enlarged without interpolation."""
-    height, width, channels = canvas.shape
-    pixels = canvas if channels == 3 else np.repeat(canvas[:, :, :1], 3, axis=2)
+    height, width, _ = canvas.shape
     size = (_CANVAS_WIDTH, round(_CANVAS_WIDTH * height / width))
-    return Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
-
-
-def _fitting(text: str, *, width: int) -> str:
-    """Return the text, cut with an ellipsis if it is wider than `width` pixels."""
-    if _font(14).getlength(text) <= width:
-        return text
-    while text and _font(14).getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+    return Image.fromarray(canvas).resize(size, Image.Resampling.NEAREST)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
-
-
-def _hits(questions: Sequence[Question], predictions: Sequence[str]) -> dict[str, list[bool]]:
-    """Return, for each kind, whether each question was answered exactly."""
-    hits: dict[str, list[bool]] = {}
-    for question, prediction in zip(questions, predictions, strict=True):
-        hits.setdefault(question.kind, []).append(prediction == question.answer)
-    return hits
-
-
-def _share(hits: Iterable[bool]) -> float:
-    return float(np.mean(list(hits)))

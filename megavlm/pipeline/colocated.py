@@ -1,7 +1,7 @@
 """A step of a colocated encoder: each rank encodes its images, features go to the embedding, gradients come back.
 
 Every rank of a model replica (TP × CP × PP) holds an encoder, or with `--vision-tp` a shard of one. All of them know
-the sizes of all images of a step, so they compute the same assignment of images (`data/image_assignment.py`) and the
+the sizes of all images of a step, so they compute the same assignment of images (`data/costs.py`) and the
 same routes; only features and their gradients are sent, in one all-to-all each. The features are leaf tensors of the
 language model's pipeline.
 
@@ -24,7 +24,7 @@ from megavlm.backend.accelerator import InlineStream, SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.context_parts import in_parts
-from megavlm.data.image_assignment import ImageAssignment
+from megavlm.data.costs import ImageAssignment
 from megavlm.inputs.batch import ImageBatch, LocalFeatures, MicroBatch
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.encoder import EncoderPasses, EncoderRunner, shard_size

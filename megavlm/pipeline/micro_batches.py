@@ -20,7 +20,7 @@ from megavlm.arch.dims import RowSplit
 from megavlm.backend.host_copies import HostCopies
 from megavlm.config.schema import ModelConfig
 from megavlm.data.context_parts import in_memory_of, in_parts, part_of
-from megavlm.data.image_assignment import ImageAssignment
+from megavlm.data.costs import ImageAssignment
 from megavlm.inputs.batch import DealtImages, ImageBatch, MicroBatch
 from megavlm.pipeline.colocated import Rows, feature_exchange_of
 

@@ -112,10 +112,8 @@ def dry_run(config: Config, *, world: int) -> None:
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
     if config.data.datasets:
-        from megavlm.data.epochs import with_counted_length
         from megavlm.data.streaming import files_source
-        from megavlm.data.summary import data_table
-        from megavlm.data.validation import cost_line
+        from megavlm.data.survey import cost_line, data_table, with_counted_length
 
         source = files_source(config)
         config = with_counted_length(config, source)
@@ -125,7 +123,7 @@ def dry_run(config: Config, *, world: int) -> None:
         if has_validation(config) and config.train.train_iters is not None and (line := cost_line(config, source)):
             print(line)
     if config.evaluation.sample_interval:
-        from megavlm.data.prompts import samples_line
+        from megavlm.data.survey import samples_line
 
         print(samples_line(config))
     if config.train.train_iters is not None:

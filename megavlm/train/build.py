@@ -23,8 +23,7 @@ from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.derived import minutes_to_meet, overlapped
 from megavlm.config.schema import Config
-from megavlm.data.files import FilesSource
-from megavlm.data.source import ComputedSource
+from megavlm.data.source import Source
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
@@ -144,7 +143,7 @@ class _Chosen:
     asked: Config  # by the user, now
     given: Config  # with what the run that goes on began with
     config: Config  # with every default
-    source: ComputedSource | FilesSource
+    source: Source
     plan: Plan
 
 

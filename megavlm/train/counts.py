@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from megavlm.arch.workload import image_workload, sliding_squares
 from megavlm.config.model_schema import ModelConfig
-from megavlm.data.rank_loader import stats
+from megavlm.data.loader import stats
 from megavlm.data.types import StepData
 from megavlm.parallel.groups import Groups
 

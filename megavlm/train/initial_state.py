@@ -17,7 +17,7 @@ from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
 from megavlm.config.schema import Config
-from megavlm.data.data_loader import DataLoader
+from megavlm.data.loader import DataLoader
 from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import from_rank_0
 from megavlm.resilience import events

@@ -11,9 +11,8 @@ from megavlm.backend import Backend
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.state import Position
 from megavlm.config.schema import Config
-from megavlm.data.data_loader import DataLoader
-from megavlm.data.files import FilesSource
-from megavlm.data.source import ComputedSource, HeldOutPrompt
+from megavlm.data.loader import DataLoader
+from megavlm.data.source import HeldOutPrompt, Source
 from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.resilience.lock import RunLock
@@ -30,7 +29,7 @@ class Run:
     config: Config
     plan: Plan
     backend: Backend
-    source: ComputedSource | FilesSource
+    source: Source
     data_loader: DataLoader
     validation_loader: DataLoader | None  # None without validation samples
     prompts: tuple[HeldOutPrompt, ...]  # of --sample-interval

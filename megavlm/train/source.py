@@ -11,20 +11,16 @@ from megavlm.config.option import data_kind
 from megavlm.config.registry import Entry, registered
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
-from megavlm.data.source import ComputedSource
+from megavlm.data.source import Source
 from megavlm.data.streaming import files_source
-from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.synthetic_pairs import SyntheticPairs
-from megavlm.demo.digit_pairs import DigitPairs
+from megavlm.data.synthetic import SyntheticPairs, SyntheticSource
 from megavlm.demo.digits import VOCABULARY as DIGITS
-from megavlm.demo.digits import DigitsSource
+from megavlm.demo.digits import DigitPairs, DigitsSource
 from megavlm.errors import UserError
 from megavlm.rules.defaults import is_set, resolve
 
 
-def build_source(
-    config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None
-) -> ComputedSource | FilesSource:
+def build_source(config: Config, *, run_dir: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None) -> Source:
     """Return the source that `--data` names.
 
     Rank 0 writes the tokenizer of the demo to `run_dir`; the other ranks call `barrier` to wait for it.
@@ -42,7 +38,7 @@ def _synthetic(config: Config) -> SyntheticSource | SyntheticPairs:
     return SyntheticPairs(config) if objective_of(config.model).embeds else SyntheticSource(config)
 
 
-def _of_extension(config: Config) -> ComputedSource:
+def _of_extension(config: Config) -> Source:
     """Return the source that an extension adds. Raises UserError if its code fails."""
     kind = data_kind(config)
     entry = registered("sources")[kind]
@@ -53,7 +49,7 @@ def _of_extension(config: Config) -> ComputedSource:
         raise
     except Exception as error:
         raise UserError(f"--data {kind} cannot be made: {described(error)}") from error
-    if not isinstance(source, ComputedSource):
+    if not isinstance(source, Source):
         raise UserError(
             f"--data {kind} makes a {type(source).__name__}: derive it from megavlm.data.source.ComputedSource"
         )

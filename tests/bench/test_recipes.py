@@ -13,7 +13,7 @@ from megavlm.arch.kinds import forward_share, model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.config.derived import starts_from
 from megavlm.config.messages import several
-from megavlm.data.validation import DEAR
+from megavlm.data.survey import DEAR
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
 from megavlm.programs.train import train

@@ -83,7 +83,7 @@ def train_counting(argv: list[str], run_dir: str) -> list[dict[str, int]]:
 
     import torch.distributed as dist
 
-    from megavlm.data.data_loader import DataLoader
+    from megavlm.data.loader import DataLoader
 
     steps: list[dict[str, int]] = []
     read, broadcast, all_to_all = DataLoader._read, dist.broadcast, dist.all_to_all_single
@@ -171,7 +171,7 @@ def end_of_late_data(argv: list[str], run_dir: str) -> str:
 
     import torch.distributed as dist
 
-    from megavlm.data.data_loader import DataLoader
+    from megavlm.data.loader import DataLoader
     from megavlm.errors import UserError
 
     waits: list[int] = []

@@ -56,7 +56,7 @@ def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:
     """Rank 1 sleeps before each step, as the attack's row 23."""
     import torch.distributed as dist
 
-    from megavlm.data.data_loader import DataLoader
+    from megavlm.data.loader import DataLoader
 
     original = DataLoader.next_step
 

@@ -97,7 +97,7 @@ def fail_in_a_replica(argv: list[str], run_dir: str, late: bool) -> str:
 
     import torch.distributed as dist
 
-    from megavlm.data.rank_loader import RankLoader
+    from megavlm.data.loader import RankLoader
     from megavlm.errors import UserError
     from megavlm.optim.chained import MeanGradientOptimizer
 

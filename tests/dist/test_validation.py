@@ -212,7 +212,7 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
     """Run with validation data of which the second batch of the first validation cannot be read."""
     from unittest.mock import patch
 
-    from megavlm.data.data_loader import DataLoader
+    from megavlm.data.loader import DataLoader
     from megavlm.errors import UserError
     from megavlm.train.hooks.validation import Validation
 

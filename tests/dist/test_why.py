@@ -40,7 +40,7 @@ def slowed(function: Callable[..., Any], *, rank: int | None = None) -> Callable
 
 def train_impaired(argv: list[str], run_dir: str, cause: str) -> None:
     from megavlm.checkpoint.saving import Saver
-    from megavlm.data.rank_loader import RankLoader
+    from megavlm.data.loader import RankLoader
     from megavlm.model.vlm import VLMChunk
 
     impaired: dict[str, tuple[type, str, int | None]] = {

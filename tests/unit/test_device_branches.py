@@ -25,7 +25,7 @@ ASKED = {
     "programs/train.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
     "rules/defaults.py": "the default that differs: tests/dist/test_gpu_defaults.py",
     "data/broadcast.py": "pins memory: tests/fake",
-    "data/rank_loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
+    "data/loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
     "programs/inference/options.py": "Transformers' device, or none: tests/parity/test_asking_programs.py",
     "inputs/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "model/attention.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",

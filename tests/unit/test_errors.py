@@ -19,7 +19,10 @@ def test_a_name_from_elsewhere_is_printed_and_not_obeyed() -> None:
     bad = BadSample(Reason.CORRUPT, NAME)
     assert (bad.detail, str(bad)) == (SHOWN, f"corrupt: {SHOWN}")
     assert (
-        SkipSummary().add([Skipped(NAME, NAME, Reason.CORRUPT, "x")]).told().startswith(f"1 × corrupt, as {SHOWN}: x")
+        SkipSummary()
+        .add([Skipped(NAME, NAME, Reason.CORRUPT, "x")])
+        .message()
+        .startswith(f"1 × corrupt, as {SHOWN}: x")
     )
 
 

@@ -56,14 +56,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1] for name in row)
 # They may compute with torch, but neither communicate nor touch a GPU.
 DEVICE_FREE = (
-    "megavlm.data.batch_sampler",
+    "megavlm.data.sampler",
     "megavlm.data.collate",
     "megavlm.model.packing",
     "megavlm.model.rotary",
     "megavlm.model.vision_ops",
     "megavlm.optim.matrix_plan",
     "megavlm.optim.rules",
-    "megavlm.data.image_assignment",
+    "megavlm.data.costs",
 )
 # What computes a step follows plans, but makes no estimates.
 WITHOUT_PLANNER = tuple(
@@ -399,9 +399,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("megavlm.data.rank_loader", "from megavlm.train import loop", "later in RANKS"),
-        ("megavlm.data.rank_loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
-        ("megavlm.data.rank_loader", "from ..train.loop import fit", "later in RANKS"),
+        ("megavlm.data.loader", "from megavlm.train import loop", "later in RANKS"),
+        ("megavlm.data.loader", "def f():\n    import megavlm.checkpoint.save", "later in RANKS"),
+        ("megavlm.data.loader", "from ..train.loop import fit", "later in RANKS"),
         ("megavlm.config.derived", "from megavlm.arch.dims import Dims", "later in RANKS"),
         ("megavlm.config.registry", "found = load('megavlm.arch.connectors:ALL')", "by a string"),
         ("megavlm.arch.dims", "from megavlm.parallel import groups", "later in RANKS"),
@@ -411,9 +411,9 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.arch.plan", "import torch", "pure Python"),
         ("megavlm.arch.kinds", "from torch import nn", "pure Python"),
         ("megavlm.optim.stores", "from megavlm.planner.memory import HOST_PIECE", "uses the planner"),
-        ("megavlm.data.image_assignment", "import torch\ntorch.cuda.Event()", "pure calculation"),
-        ("megavlm.data.image_assignment", "import torch.distributed as dist", "pure calculation"),
-        ("megavlm.data.image_assignment", "from torch import cuda", "pure calculation"),
+        ("megavlm.data.costs", "import torch\ntorch.cuda.Event()", "pure calculation"),
+        ("megavlm.data.costs", "import torch.distributed as dist", "pure calculation"),
+        ("megavlm.data.costs", "from torch import cuda", "pure calculation"),
         ("megavlm.model.vlm", "from megatron.training import get_args", "megatron.training"),
         ("megavlm.model.vlm", "from megatron.core import parallel_state as ps", "only megavlm.parallel.groups"),
         ("megavlm.model.vlm", "from megatron.core.parallel_state import get_x", "only megavlm.parallel.groups"),
@@ -447,7 +447,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("megavlm.train.build", "from megavlm.data.rank_loader import Loader\nimport megavlm.errors"),
+        ("megavlm.train.build", "from megavlm.data.loader import Loader\nimport megavlm.errors"),
         ("megavlm.model.vlm", "from megavlm.parallel.groups import Groups\nfrom . import flops"),
         ("megavlm.arch.plan", "from megavlm.arch.kinds import layer_cost"),
         ("megavlm.precision.fp8_state", "from megavlm.parallel.shards import ParamShard"),
@@ -457,7 +457,7 @@ def test_the_checker_catches(name: str, source: str, message: str) -> None:
         ("megavlm.model.vlm", "import torch\ntorch.backends.cuda.matmul.allow_tf32 = False"),
         ("megavlm.model.vlm", "import torch\nx = torch.zeros(2)\nx[0] = 1\nself.torch = x"),
         ("megavlm.model.vlm", "import torch\ntorch.load(f, weights_only=True)"),
-        ("megavlm.data.image_assignment", "import torch\ntorch.tensor(1)"),
+        ("megavlm.data.costs", "import torch\ntorch.tensor(1)"),
         ("tests.dist.test_a", "from tests.support.training import train\nfrom tests.fake import device"),
     ],
 )

@@ -126,7 +126,7 @@ def write_shards(
             )
             _note(out, notes)
     if not notes.samples:
-        raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.told()}")
+        raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.message()}")
     if not notes.done:
         tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
         notes = replace(notes, done=True)

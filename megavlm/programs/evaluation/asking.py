@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megavlm.data.skips import REMEDIES, SkipSummary
-from megavlm.data.summary import rounded
+from megavlm.data.survey import rounded
 from megavlm.data.types import Sample, Skipped
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -48,7 +48,7 @@ def refuse_unasked(tasks: Sequence[Task], answers: Iterable[Answer]) -> None:
     for task in tasks:
         mine = [answer for answer in failed if answer.task == task.name]
         if len(mine) > _MOST_UNASKED * len(task.questions):
-            told = SkipSummary().add(_skipped(task, answer) for answer in mine).told(_REMEDIES)
+            told = SkipSummary().add(_skipped(task, answer) for answer in mine).message(_REMEDIES)
             raise UserError(
                 f"--task {task.name}: {len(mine):,} of {len(task.questions):,} questions could not be asked: {told}"
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -11,11 +9,8 @@ from torch import Tensor
 from megavlm.arch.packing import pack
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
-from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
-from megavlm.data.records import is_stream, prepare_stream
-from megavlm.data.streaming import MAX_STREAM_WINDOW, StreamSource, encode_all, files_source
+from megavlm.data.streaming import files_source
 from megavlm.data.types import EncodedRecord, Picture, Sample, Segment, Skipped
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
@@ -33,7 +28,7 @@ def look(config: Config, *, shown: int, title: str) -> PreviewContent:
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     config = resolve(config)
     source = files_source(config)
-    records = _window(config, source)
+    records = source.first_window()
     usable = [record for record in records if record.samples]
     skipped = [skip for record in records for skip in record.skipped]
     samples, undecodable = _shown(source, usable, shown)
@@ -42,24 +37,12 @@ def look(config: Config, *, shown: int, title: str) -> PreviewContent:
         facts=_facts(config, source),
         seq_length=config.train.seq_length,
         read=len(records),
-        sources=_shares(config, source, len(records)),
+        sources=_shares(source, len(records)),
         sequences=_sequences(config, source, usable),
         skipped=(*skipped, *undecodable),
         shown=samples,
         warnings=tuple(source.warnings()),
     )
-
-
-def _window(config: Config, source: FilesSource) -> list[EncodedRecord]:
-    """Return the records of the first packing window; with streams, the first window of a run with one replica."""
-    size, run_dir = config.data.packing_window, Path(config.run.run_dir)
-    collator = FileCollator(source, CollateSpec.of(config, source))
-    if not isinstance(source, StreamSource):
-        return collator.encode(range(size))
-    for given in filter(is_stream, config.data.datasets):
-        prepare_stream(given, run_dir=run_dir)
-    reader = source.reader(rank=0, ranks=1, run_dir=run_dir)
-    return encode_all(collator, reader.read(min(size, MAX_STREAM_WINDOW)))
 
 
 def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
@@ -71,16 +54,11 @@ def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _shares(config: Config, source: FilesSource, read: int) -> tuple[SourceShare, ...]:
+def _shares(source: FilesSource, read: int) -> tuple[SourceShare, ...]:
     drawn = [source.order.record(number).source for number in range(read)]
     return tuple(
-        SourceShare(
-            name=source.names[number],
-            records=len(source.records[number]) if number in source.records else None,
-            share=share,
-            drawn=drawn.count(number),
-        )
-        for number, share in enumerate(source.order.shares)
+        SourceShare(name=each.name, records=each.records, share=each.share or 0.0, drawn=drawn.count(number))
+        for number, each in enumerate(source.data_sets())
     )
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.data_loader import DataLoader
+from megavlm.data.loader import DataLoader
+from megavlm.data.survey import DEAR, cheaper
 from megavlm.data.types import StepData
-from megavlm.data.validation import DEAR, cheaper
 from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import OTHER, VALIDATION
-from megavlm.train.evaluate import Examiner, accuracies
+from megavlm.train.evaluate import accuracies
 from megavlm.train.held_out_texts import HeldOutTexts
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.hooks.stops import Stops
@@ -62,8 +62,7 @@ class Validation(RankHook):
             found = fields(totals.tolist(), run.source.validation_names, of_tokens=held_out is None)
             if held_out is not None:
                 found |= held_out.scores(run.source.validation_names, run.backend.device)
-            if isinstance(run.source, Examiner):
-                found |= accuracies(run, run.source)
+            found |= accuracies(run)
         run.engine.schedule.phases.enter(OTHER)
         ended = time.perf_counter()
         seconds, share = ended - began, (ended - began) / (ended - self._since)

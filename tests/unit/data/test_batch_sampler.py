@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.batch_sampler import PackedBatchSampler
+from megavlm.data.sampler import PackedBatchSampler, Window, Windows, window_of
 from megavlm.data.types import EncodedRecord, LoaderState, Skipped
-from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Reason
 from tests.support.encoded import LENGTH, encoded
@@ -19,7 +18,7 @@ from tests.support.encoded import LENGTH, encoded
 WINDOW = 20
 
 
-def window_of(number: int) -> Sequence[EncodedRecord]:
+def records_of(number: int) -> Sequence[EncodedRecord]:
     """Samples of random lengths; every fifth is bad, every seventh in two pieces."""
     samples = []
     for item in range(number * WINDOW, (number + 1) * WINDOW):
@@ -31,7 +30,12 @@ def window_of(number: int) -> Sequence[EncodedRecord]:
 
 
 def sampler(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> PackedBatchSampler:
-    return PackedBatchSampler(window_of, count=count, windows=Windows(window), seq_length=LENGTH, packing=packing)
+    return PackedBatchSampler(
+        lambda number: window_of(records_of(number), seq_length=LENGTH, packing=packing),
+        count=count,
+        windows=Windows(window),
+        seq_length=LENGTH,
+    )
 
 
 def taken(
@@ -57,9 +61,9 @@ def test_every_usable_piece_comes_once_and_fits(count: int, packing: bool) -> No
     flat = [member for row in sequences for member in row]
     assert len(flat) == len(set(flat))
     whole = places[-1]["window"]
-    expected = {(s.sample_id, piece) for n in range(whole) for s in window_of(n) for piece in range(len(s.samples))}
+    expected = {(s.sample_id, piece) for n in range(whole) for s in records_of(n) for piece in range(len(s.samples))}
     assert expected <= set(flat)
-    lengths = {s.sample_id: s.samples[0].cost.length for n in range(whole + 1) for s in window_of(n) if s.samples}
+    lengths = {s.sample_id: s.samples[0].cost.length for n in range(whole + 1) for s in records_of(n) if s.samples}
     assert all(sum(lengths[item] for item, _ in row) <= LENGTH for row in sequences)
     assert packing or all(len(row) == 1 for row in sequences)
 
@@ -97,9 +101,7 @@ def test_packing_needs_fewer_sequences() -> None:
 
 def test_data_without_a_usable_sample_says_why() -> None:
     bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
-    given_sampler = PackedBatchSampler(
-        lambda number: [EncodedRecord((), (bad,), number)], count=1, windows=Windows(1), seq_length=8, packing=True
-    )
+    given_sampler = PackedBatchSampler(lambda number: Window((), 1, (bad,)), count=1, windows=Windows(1), seq_length=8)
     with pytest.raises(UserError, match=r"none of the first 1 record .* 1 × missing_file, as train.jsonl:3"):
         given_sampler.batch_at(given_sampler.start)
     given_sampler.close()

@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data import epochs
+from megavlm.data import files
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import FileCollator
-from megavlm.data.epochs import prepare_data, run_length, windows_of, with_counted_length
 from megavlm.data.files import FilesSource
-from megavlm.data.loaders import build_batch_sampler
-from megavlm.data.summary import data_table
-from megavlm.data.windows import Windows
+from megavlm.data.sampler import Windows
+from megavlm.data.survey import data_table, prepare_data, run_length, with_counted_length
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -60,10 +57,10 @@ def test_the_run_ends_where_its_epochs_do(folder: Path, flags: str) -> None:
     source = FilesSource(config)
     epoch = sum(prepare_data(config))
     assert epoch == 50
-    length = run_length(config, source, windows_of(config, epoch))
+    length = run_length(config, source, epoch)
     assert length.measured is None
 
-    sampler = build_batch_sampler(config, FileCollator(source, CollateSpec.of(config, source)), epoch=epoch)
+    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)), epoch=epoch)
     place, seen, done = sampler.start, Counter[int](), 0.0
     for _ in range(length.iterations):
         before, batch = done, sampler.batch_at(place)
@@ -84,7 +81,7 @@ def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> Non
         datasets = tuple(replace(each, weight=weight) for each, weight in zip(two, weights, strict=True))
         config = replace(one, data=replace(one.data, datasets=datasets))
         source = FilesSource(config)
-        windows = windows_of(config, sum(prepare_data(config)))
+        windows = source.windows(config, sum(prepare_data(config)))
         read = [source.order.record(number) for w in range(windows.per_epoch) for number in windows.samples(w)]
         told = data_table(with_counted_length(config, source), source)
         if weights == (None, None):
@@ -97,10 +94,10 @@ def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> Non
 
 def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folder, "--epochs 20 --no-packing")
-    source, windows = FilesSource(config), windows_of(config, 50)
-    exact = run_length(config, source, windows)
-    monkeypatch.setattr(epochs, "MEASURED", 25)
-    about = run_length(config, source, windows)
+    source = FilesSource(config)
+    exact = run_length(config, source, 50)
+    monkeypatch.setattr(files, "MEASURED", 25)
+    about = run_length(config, source, 50)
     assert (exact.measured, about.measured) == (None, 37), "three even windows of 50, and the fourth is of epoch 2"
     assert about.iterations == pytest.approx(exact.iterations, rel=0.1)
     assert "counted" in exact.line(config)
@@ -114,4 +111,4 @@ def test_data_without_a_usable_sample_have_no_epochs(folder: Path, tmp_path: Pat
     bad.write_text(json.dumps({"conversations": [{"from": "human", "value": "cat"}]}) + "\n")
     config = parse([*SMALL[2:], "--datasets", str(bad), *sources_of(folder)[-2:], "--epochs", "1"])
     with pytest.raises(UserError, match="--epochs: none of the first 1 samples can be used"):
-        run_length(config, FilesSource(config), windows_of(config, 1))
+        run_length(config, FilesSource(config), 1)

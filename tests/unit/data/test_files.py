@@ -22,14 +22,13 @@ from PIL import Image
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data import visuals
-from megavlm.data.batch_sampler import PackedBatchSampler
 from megavlm.data.chat import ChatFormat
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import FileCollator, collate_segments
+from megavlm.data.collator import collate_segments
 from megavlm.data.files import FilesSource
-from megavlm.data.loaders import build_batch_sampler
-from megavlm.data.rank_loader import RankLoader
-from megavlm.data.summary import data_table
+from megavlm.data.loader import RankLoader
+from megavlm.data.sampler import PackedBatchSampler
+from megavlm.data.survey import data_table
 from megavlm.data.types import Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError
@@ -150,7 +149,7 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     spec = CollateSpec.of(config, source)
     loaders = [
         RankLoader(
-            build_batch_sampler(config, collator),
+            source.sampler(config, collator),
             collator,
             dp_rank=1,
             dp_size=2,
@@ -158,8 +157,8 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
             balance=True,
         )
         for collator in (
-            FileCollator(source, spec),
-            FileCollator(source, spec, pool=WorkerPool(source, 2, timeout=300)),
+            source.collator(spec),
+            source.collator(spec, pool=WorkerPool(source, 2, timeout=300)),
         )
     ]
     for _ in range(3):
@@ -192,7 +191,7 @@ def test_a_sample_is_tokenised_and_its_headers_are_read_once(tmp_path: Path, mon
     monkeypatch.setattr(ChatFormat, "encode", counted("encode", ChatFormat.encode))
     for name in ("size_of", "decode"):
         monkeypatch.setattr(visuals, name, counted(name, getattr(visuals, name)))
-    collator = FileCollator(source, CollateSpec.of(config, source))
+    collator = source.collator(CollateSpec.of(config, source))
     records = collator.encode(range(24))
     images = sum(len(sample.images) for record in records for sample in record.samples)
     rows = [tuple(Segment(number, sample) for sample in record.samples) for number, record in enumerate(records)]
@@ -208,8 +207,8 @@ def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) 
     data = replace(config.data, datasets=config.data.datasets[:1], packing_window=64)
     source = FilesSource(replace(config, data=data, train=long))
     with patch.object(source, "encode", wraps=source.encode) as encode:
-        collator = FileCollator(source, CollateSpec.of(config, source))
-        sampler = build_batch_sampler(source._config, collator, epoch=4)
+        collator = source.collator(CollateSpec.of(config, source))
+        sampler = source.sampler(source.config, collator, epoch=4)
         with pytest.raises(UserError, match="none of the 4 records can be used: 4 × too_long"):
             sampler.batch_at(sampler.start)
         sampler.close()
@@ -220,7 +219,7 @@ def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=30))
     config = replace(config, data=replace(config.data, datasets=config.data.datasets[:1], packing_window=30))
     source = FilesSource(config)
-    sampler = build_batch_sampler(config, FileCollator(source, CollateSpec.of(config, source)))
+    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)))
     assert isinstance(sampler, PackedBatchSampler)
     place, items = sampler.start, []
     while place["window"] == 0:

@@ -11,11 +11,9 @@ import pytest
 from megavlm.arch.workload import FIELDS, DataWindow
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
-from megavlm.data.loaders import build_batch_sampler
+from megavlm.data.loader import RankLoader
 from megavlm.data.look import STEPS, data_window
-from megavlm.data.rank_loader import RankLoader
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
@@ -53,9 +51,9 @@ def test_micro_batches_are_those_that_a_run_reads(config: Config, balance: bool)
     source = FilesSource(config)
     batches = micro_batches(looked(config), dp=2, cp=1, size=2, colocated=False)
     for rank in range(2):
-        collator = FileCollator(source, CollateSpec.of(config, source))
+        collator = source.collator(CollateSpec.of(config, source))
         loader = RankLoader(
-            build_batch_sampler(config, collator),
+            source.sampler(config, collator),
             collator,
             dp_rank=rank,
             dp_size=2,

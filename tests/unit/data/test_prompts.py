@@ -10,10 +10,10 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.data.files import FilesSource
-from megavlm.data.prompts import choose_prompts, in_turn
+from megavlm.data.order import in_turn
+from megavlm.data.prompts import choose_prompts
 from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, HeldOut, ImageRef, Turn
-from megavlm.data.validation import validation_samples
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve
 from tests.support.data_files import WORDS, record, sources_of, write_all
@@ -53,7 +53,7 @@ def chosen(folder: Path, *held: str, flags: str = "") -> tuple[FilesSource, tupl
     argv = [*SMALL, *sources_of(folder), "--images-per-sample", "1", "--image-sizes", "--sample-interval", "1"]
     config = resolve(parse([*argv, "--seq-length", "64", "--validation", *paths, *flags.split()]))
     source = FilesSource(config)
-    return source, choose_prompts(config, source, validation_samples(config, source).samples)
+    return source, choose_prompts(config, source, source.validation_samples(config))
 
 
 def test_data_sets_take_turns_whatever_their_sizes() -> None:

@@ -14,18 +14,15 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
-from megavlm.data.epochs import with_counted_length
 from megavlm.data.files import FilesSource
-from megavlm.data.loaders import build_batch_sampler
+from megavlm.data.loader import RankLoader
 from megavlm.data.look import data_window
 from megavlm.data.prompts import choose_prompts
-from megavlm.data.rank_loader import RankLoader
 from megavlm.data.reads import Reads
+from megavlm.data.sampler import Windows
 from megavlm.data.streaming import StreamBatchSampler, StreamReader
-from megavlm.data.summary import data_table
+from megavlm.data.survey import data_table, with_counted_length
 from megavlm.data.types import HeldOut
-from megavlm.data.validation import validation_samples
-from megavlm.data.windows import Windows
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -49,12 +46,13 @@ def stuck() -> Iterator[threading.Event]:
 
 
 def loader_of(source: FilesSource, reads: Reads, *, stream: object = None) -> RankLoader:
-    collator = FileCollator(source, CollateSpec.of(source._config, source), reads=reads)
-    sampler = build_batch_sampler(source._config, collator)
+    spec = CollateSpec.of(source.config, source)
+    collator = FileCollator(source, spec, packing=True, reads=reads)
+    sampler = source.sampler(source.config, collator)
     if stream is not None:
         reader = StreamReader(source, {0: stream}, rank=0, ranks=1, reads=reads)
-        sampler = StreamBatchSampler(reader, collator, count=1, windows=Windows(WINDOW), seq_length=96, packing=False)
-    return RankLoader(sampler, collator, dp_rank=0, dp_size=1, micro_batch_size=1, reads=reads)
+        sampler = StreamBatchSampler(reader, collator, count=1, windows=Windows(WINDOW), seq_length=96)
+    return RankLoader(sampler, collator, dp_rank=0, dp_size=1, micro_batch_size=1)
 
 
 def expect_a_name(loader: RankLoader, name: str) -> None:
@@ -83,8 +81,8 @@ def test_a_sample_of_files_that_cannot_be_read(
         return original(sample)
 
     monkeypatch.setattr(source, what, hanging)
-    monkeypatch.setattr("megavlm.data.rank_loader._CLOSE", 0.2)
-    monkeypatch.setattr("megavlm.data.batch_sampler._CLOSE", 0.2)
+    monkeypatch.setattr("megavlm.data.loader._CLOSE", 0.2)
+    monkeypatch.setattr("megavlm.data.sampler._CLOSE", 0.2)
     expect_a_name(loader_of(source, Reads(1.0)), f"sample {source.label(6)[1]}")
 
 
@@ -107,8 +105,8 @@ class Stream:
 
 
 def test_a_tar_that_cannot_be_read(source: FilesSource, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megavlm.data.rank_loader._CLOSE", 0.2)
-    monkeypatch.setattr("megavlm.data.batch_sampler._CLOSE", 0.2)
+    monkeypatch.setattr("megavlm.data.loader._CLOSE", 0.2)
+    monkeypatch.setattr("megavlm.data.sampler._CLOSE", 0.2)
     loader = loader_of(source, Reads(1.0), stream=Stream(source, stuck))
     monkeypatch.setattr(type(source.order), "record", lambda self, number: type("Ref", (), {"source": 0, "record": 0}))
     expect_a_name(loader, "the sample of tars after tars/0.tar/2")
@@ -117,7 +115,7 @@ def test_a_tar_that_cannot_be_read(source: FilesSource, stuck: threading.Event, 
 FIRST: dict[str, Callable[[Config, FilesSource], object]] = {
     "shares": data_table,
     "epochs": with_counted_length,
-    "validation": validation_samples,
+    "validation": lambda config, source: source.validation_samples(config),
     "prompts": lambda config, source: choose_prompts(config, source, [HeldOut(0, 0)]),
     "plan": lambda config, source: data_window(config, source, records=8),
 }
@@ -128,10 +126,10 @@ def test_a_record_that_cannot_be_read_before_the_run_begins(
     what: str, source: FilesSource, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
     """Whatever looks at the first ones: with data workers as well, which have not begun then."""
-    config = source._config
+    config = source.config
     held = replace(config.data, validation=config.data.datasets)
     config = replace(config, data=held, train=replace(config.train, epochs=1.0, train_iters=None))
-    monkeypatch.setattr(source, "_config", config)
+    monkeypatch.setattr(source, "config", config)
     monkeypatch.setattr(source, "validation_records", list(source.records.values()))
     monkeypatch.setattr(source, "validation_names", source.names)
     monkeypatch.setattr(source, "reads", pickle.loads(pickle.dumps(Reads(1.0))))

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from megavlm.arch.kinds import forward_share
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
-from megavlm.data.loaders import build_batch_sampler
 from megavlm.data.records.split import is_held_out, key_of
-from megavlm.data.summary import samples_per_sequence
-from megavlm.data.validation import cost_line, validation_samples
+from megavlm.data.survey import cost_line, samples_per_sequence
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve
 from tests.support.data_files import record, write_all
@@ -63,8 +60,8 @@ def sides(files: list[Path], tokenizer: Path, *flags: str) -> tuple[set[str], se
     """What is trained on in the first two epochs, and what is held out."""
     config = parse([*FLAGS, "--datasets", *map(str, files), "--tokenizer", str(tokenizer), "--epochs", "2", *flags])
     source = FilesSource(config)
-    held_out = {said(source, sample) for sample in validation_samples(config, source).samples}
-    sampler = build_batch_sampler(config, FileCollator(source, CollateSpec.of(config, source)), epoch=100)
+    held_out = {said(source, sample) for sample in source.validation_samples(config)}
+    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)), epoch=100)
     place, trained = sampler.start, set[str]()
     while place["window"] < 28:  # 4 epochs of 100: all of each data set, whose weights are equal
         batch = sampler.batch_at(place)
@@ -107,7 +104,7 @@ def test_a_split_without_a_sample_is_refused(tmp_path: Path) -> None:
     flags = ["--datasets", str(tmp_path / "book.txt"), "--tokenizer", str(tmp_path / "tokenizer")]
     config = parse([*FLAGS, *flags, "--validation-split", "0.0001"])
     with pytest.raises(UserError, match=r"--validation-split 0\.0001 holds out none of 20 records: raise it"):
-        validation_samples(config, FilesSource(config))
+        FilesSource(config).validation_samples(config)
 
 
 def test_a_dry_run_foretells_what_validation_costs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megavlm.arch.image_tokens import TileGroup, tokens_per_grid
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig, TrainConfig, VisionConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.rank_loader import stats
+from megavlm.data.loader import stats
 from megavlm.data.synthetic import SyntheticSource, chain, entropy
 from megavlm.errors import UserError
 

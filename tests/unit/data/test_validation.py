@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Skipped
-from megavlm.data.validation import ValidationBatchSampler, ValidationSamples, spread
-from megavlm.data.windows import Windows
+from megavlm.data.order import spread
+from megavlm.data.sampler import ValidationBatchSampler, Window, window_of
+from megavlm.data.survey import validation_line
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment, Skipped
 from megavlm.inputs.bad_sample import Reason
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.stops import Stops
@@ -45,17 +46,20 @@ def encode(samples: Sequence[HeldOut]) -> list[EncodedRecord]:
     return found
 
 
+def computed_window(samples: Sequence[HeldOut]) -> Window:
+    return Window(tuple((Segment(sample),) for sample in samples), len(samples), ())
+
+
 def batches(samples: int, *, multiple: int = 1, most: int | None = None, computed: bool = False) -> list[GlobalBatch]:
     """All batches of a validation that follows another one."""
     sampler = ValidationBatchSampler(
         [HeldOut(0, number) for number in range(samples)],
-        None if computed else encode,
+        computed_window if computed else lambda part: window_of(encode(part), seq_length=LENGTH, packing=True),
         count=8,
         multiple=multiple,
         most=most,
-        windows=Windows(20),
+        size=20,
         seq_length=LENGTH,
-        packing=True,
     )
     state, rounds = sampler.start, list[list[GlobalBatch]]()
     for _ in range(2):
@@ -141,7 +145,7 @@ def test_a_line_is_short_whatever_the_number_of_data_sets(sets: int) -> None:
     assert lines[0].startswith("validation/loss 1.0000, validation/perplexity 2.7183")
     assert ("validation/r01/loss" in lines[0]) == (sets == 2)
     assert len(lines[0]) < 240
-    samples = ValidationSamples(names, tuple(HeldOut(number % sets, number) for number in range(60)))
-    assert samples.line() == (
+    samples = [HeldOut(number % sets, number) for number in range(60)]
+    assert validation_line(names, samples) == (
         "validation: 30 samples of r00, 30 samples of r01" if sets == 2 else "validation: 60 samples of 20 data sets"
     )

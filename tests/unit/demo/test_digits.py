@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig, VisionConfig
-from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.members import POSITIVE, QUERY, identity_of
+from megavlm.data.types import HeldOut
 from megavlm.demo.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
-from megavlm.demo.digits import DigitsSource
+from megavlm.demo.digits import DigitPairs, DigitsSource
 from megavlm.errors import UserError
 from megavlm.train.source import build_source
 
@@ -142,32 +144,26 @@ def test_questions_are_the_same_for_every_seed_and_show_their_canvas(source: Dig
     questions, again = source.questions(10), other.questions(10)
     assert [question.kind for question in questions] == list(PHRASINGS) * 10
     for ours, theirs in zip(questions, again, strict=True):
-        assert (ours.text, ours.answer) == (theirs.text, theirs.answer)
-        assert np.array_equal(ours.canvas, theirs.canvas)
-        assert np.array_equal(ours.sample.images[0].render(), ours.canvas)
+        assert (ours.question, ours.reference) == (theirs.question, theirs.reference)
+        assert np.array_equal(ours.pictures[0], theirs.pictures[0])
+        assert np.array_equal(ours.sample.images[0].render(), ours.pictures[0][:, :, :1])
         assert not ours.sample.trained.any()
-        assert source.decode_answer(ours.sample.tokens).endswith(ours.text), "the prompt ends where the answer begins"
+        assert source.decode_answer(ours.sample.tokens).endswith(ours.question), (
+            "the prompt ends where the answer begins"
+        )
 
 
 def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSource) -> None:
     questions = source.questions(20)
     shuffled = source.with_shuffled_images(questions)
-    places = {question.canvas.tobytes(): place for place, question in enumerate(questions)}
-    taken = [places[question.canvas.tobytes()] for question in shuffled]
+    places = {question.pictures[0].tobytes(): place for place, question in enumerate(questions)}
+    taken = [places[question.pictures[0].tobytes()] for question in shuffled]
     assert sorted(taken) == list(range(len(questions)))
     assert all(place != donor for place, donor in enumerate(taken))
     for before, after in zip(questions, shuffled, strict=True):
-        assert (before.kind, before.text, before.answer) == (after.kind, after.text, after.answer)
+        assert (before.kind, before.question, before.reference) == (after.kind, after.question, after.reference)
         assert np.array_equal(before.sample.tokens, after.sample.tokens)
-        assert np.array_equal(after.sample.images[0].render(), after.canvas)
-
-
-def test_prompts_collate(source: DigitsSource) -> None:
-    prompts = [question.sample for question in source.questions(2)]
-    batch = collate([[sample] for sample in prompts], CollateSpec.of(CONFIG, source, seq_length=48))
-    assert batch.images is not None
-    assert batch.images.patches.shape == (6 * 4, CollateSpec.of(CONFIG, source).patch_dim)
-    assert batch.text.loss_mask.sum() == 0
+        assert np.array_equal(after.sample.images[0].render(), after.pictures[0][:, :, :1])
 
 
 def test_channels_follow_the_model(run_dir: Path) -> None:
@@ -205,3 +201,41 @@ def test_a_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         load_scans()
+
+
+DEMO = ["--recipe", "demo-embed"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> DigitPairs:
+    return DigitPairs.build(parse(DEMO), run_dir=tmp_path_factory.mktemp("pairs"), rank=0, barrier=lambda: None)
+
+
+def held_out_words(record: int) -> str:
+    canvases = Canvases(seed=0, width=64)
+    return canvases.digits_of(canvases.held_out_scene(record, kind="which digits"))
+
+
+def test_records_ask_for_canvases_and_for_words_in_turn(pairs: DigitPairs) -> None:
+    for index in range(4):
+        query, document = pairs.sample(index).texts()
+        assert (query.members[0].role, document.members[0].role) == (QUERY, POSITIVE)
+        asked, found = (text.members[0].images for text in (query, document))
+        assert (asked, found) == ((0, 1) if index % 2 == 0 else (1, 0))
+
+
+def test_held_out_records_are_what_their_data_set_says(pairs: DigitPairs) -> None:
+    for record in range(5):
+        canvas, words, shuffled = (pairs.validation_sample(HeldOut(source, record)) for source in range(3))
+        assert canvas.members[1].identity == words.members[1].identity == identity_of(held_out_words(record))
+        text = canvas.texts()[0].tokens
+        assert words.texts()[1].tokens.tolist() == text.tolist() == shuffled.texts()[0].tokens.tolist()
+        right, wrong = (each.images[0].patches() for each in (canvas, shuffled))
+        assert not right.equal(wrong)
+        following = pairs.validation_sample(HeldOut(0, record + 1)).images[0].patches()
+        assert wrong.equal(following)
+
+
+def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--seq-length 16 is too short"):
+        DigitPairs.build(parse([*DEMO, "--seq-length", "16"]), run_dir=tmp_path, rank=0, barrier=lambda: None)

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Sample
-from megavlm.demo.digits import Question
 from megavlm.demo.results import draw_examples, exact_match_table
 
 NO_PROMPT = Sample(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_))
 GREEN, RED = (22, 131, 74), (198, 47, 59)
 
 
-def asked(kind: str, answer: str, *, channels: int = 1) -> Question:
-    canvas = np.full((40, 40, channels), 128, dtype=np.uint8)
+def asked(kind: str, answer: str) -> HeldOutPrompt:
+    canvas = np.full((40, 40, 3), 128, dtype=np.uint8)
     text = "Which digits are there, from left to right?"
-    return Question(kind=kind, text=text, answer=answer, sample=NO_PROMPT, canvas=canvas)
+    return HeldOutPrompt(NO_PROMPT, kind, text, answer, (canvas,), kind=kind)
 
 
 def test_the_table_counts_per_kind() -> None:
@@ -27,7 +27,6 @@ def test_the_table_counts_per_kind() -> None:
     table = exact_match_table(
         questions,
         ["one", "two", "two", "four", "nine"],
-        questions,
         ["two", "two", "one", "one", "eight"],
     )
     how_many, largest = table.splitlines()[2:]
@@ -37,13 +36,13 @@ def test_the_table_counts_per_kind() -> None:
 
 def test_a_prediction_must_match_exactly() -> None:
     questions = [asked("which digits", "one two")] * 3
-    table = exact_match_table(questions, ["one two three", "one", "two one"], questions, [""] * 3)
+    table = exact_match_table(questions, ["one two three", "one", "two one"], [""] * 3)
     assert table.splitlines()[2].split()[3] == "0.0%"
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (4, 1), (5, 2)])
 def test_examples_are_green_where_right_and_red_where_wrong(tmp_path: Path, count: int, rows: int) -> None:
-    questions = [asked("which digits", "one", channels=3 if place % 2 else 1) for place in range(count)]
+    questions = [asked("which digits", "one") for _ in range(count)]
     predictions = ["one", *["three seven seven seven seven seven"] * (count - 1)]
     path = tmp_path / "run" / "examples.png"
     draw_examples(questions, predictions, path)

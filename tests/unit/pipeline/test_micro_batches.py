@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from megavlm.data.rank_loader import HostStaging
+from megavlm.data.loader import HostStaging
 from megavlm.inputs.batch import MicroBatch
 from megavlm.pipeline.micro_batches import DevicePrefetcher
 from tests.support.host_copies import LateCopies

@@ -1,4 +1,8 @@
-"""Assign the sequences of global batches to data-parallel ranks and micro-batches, one step ahead of training."""
+"""Load the data of each step, one step ahead of training.
+
+`RankLoader` assigns the sequences of global batches to data-parallel ranks and micro-batches on a rank that reads;
+`DataLoader` gives them to every rank of a replica, of which one reads and the others receive.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.packing import imbalance, of_micro_batches, of_ranks
-from megavlm.data.batch_sampler import BatchSampler
+from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collator import Collator
-from megavlm.data.reads import Reads
+from megavlm.data.sampler import BatchSampler
 from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
@@ -45,12 +51,11 @@ class RankLoader:
         balance: bool = False,
         alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
-        reads: Reads | None = None,
     ) -> None:
         """Prepare the loader; it begins to read at the first `next_step`.
 
         `alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
-        micro-batches for the copy to the device, in the loader's thread. `reads` knows of reads that hang.
+        micro-batches for the copy to the device, in the loader's thread.
         """
         assert 0 <= dp_rank < dp_size
         self._sampler = sampler
@@ -61,7 +66,6 @@ class RankLoader:
         self._balance = balance
         self._alone = alone
         self._stage = stage
-        self._reads = reads or Reads(0)
         self._state = sampler.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: Future[tuple[StepData, LoaderState]] | None = None
@@ -73,7 +77,7 @@ class RankLoader:
         pending = self._prefetched or self._thread.submit(self._make, self._state)
         self._prefetched = pending  # `close` looks whether it is done
         while not wait([pending], timeout=_LOOK).done:
-            self._reads.check()
+            self._collator.reads.check()
         self._prefetched = None
         step, self._state = pending.result()
         self._prefetched = self._thread.submit(self._make, self._state)
@@ -89,7 +93,7 @@ class RankLoader:
             if wait([pending], timeout=_LOOK).done:
                 return pending.exception()
             try:
-                self._reads.check()
+                self._collator.reads.check()
             except UserError as error:
                 return error
         return None
@@ -167,6 +171,105 @@ class RankLoader:
             language_before=imbalance(costs[:, 1], in_turn),
         )
         return mine, evenness
+
+
+class DataLoader:
+    """Returns the data of each step, on every rank of a replica, and the state to resume from."""
+
+    def __init__(
+        self,
+        loader: RankLoader | None,
+        *,
+        broadcast: ReplicaBroadcast | None = None,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Prepare the loader of a rank.
+
+        `loader` is None on a rank that does not read. `replicas` is the data-parallel group if each replica has a state
+        of its own, as with streams.
+        """
+        assert (loader is not None) == (broadcast is None or broadcast.reads)
+        self._loader = loader
+        self._broadcast = broadcast
+        self._replicas = replicas
+        self._peeked: tuple[LoaderState | None, StepData] | None = None
+
+    def peek(self) -> StepData:
+        """Return the data that `next_step` will return, without a change of state. Every rank of a replica calls it."""
+        if self._peeked is None:
+            state = self._own_state()
+            self._peeked = state, self._read()
+        return self._peeked[1]
+
+    def next_step(self) -> StepData:
+        """Return the data of the next optimizer step. Raises UserError on every rank of a replica alike."""
+        if self._peeked is None:
+            return self._read()
+        (_, step), self._peeked = self._peeked, None
+        return step
+
+    def rewind(self) -> None:
+        """Go back to the beginning of the data."""
+        if self._loader is not None:
+            self._loader.rewind()
+
+    def is_ahead(self) -> bool:
+        """Return whether the next step's data are prefetched, or could not be; true on a rank that does not read."""
+        return self._loader is None or self._loader.is_ahead()
+
+    def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
+        """Wait until the prefetched step is ready or `unless()` is true; return the error that it raised, if any.
+
+        The next step then raises this error on all ranks of the replica; the ranks of other replicas do not know.
+        """
+        return None if self._loader is None else self._loader.failure_ahead(unless=unless)
+
+    def _read(self) -> StepData:
+        if self._broadcast is None:
+            return self._own.next_step()
+        return self._broadcast.share(lambda: self._own.next_step())
+
+    def state_dict(self) -> LoaderState:
+        """Return the state at which the next step begins. Every rank must call it, since ranks communicate in it."""
+        own = self._own_state() if self._peeked is None else self._peeked[0]
+        if self._broadcast is not None:
+            own = self._broadcast.share_state(own)
+        assert own is not None
+        state: LoaderState = own
+        if self._replicas is None:
+            return state
+        states: list[Any] = [None] * self._replicas.size()
+        dist.all_gather_object(states, state, group=self._replicas)
+        return {"replicas": states}
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Continue at a state. Raises UserError for one of other data, or of streams with other replicas."""
+        self._peeked = None
+        if self._replicas is not None:
+            states = state.get("replicas")
+            if states is None or len(states) != self._replicas.size():
+                was = "other data" if states is None else f"{len(states)} data-parallel replicas"
+                raise UserError(
+                    f"the checkpoint is of a run on {was}, but each replica resumes its own part of a WebDataset: use "
+                    f"the same --datasets and the same number of replicas, now {self._replicas.size()}"
+                )
+            state = states[self._replicas.rank()]
+        if self._loader is not None:
+            self._loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop prefetching."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def _own_state(self) -> LoaderState | None:
+        """Return the state at which this rank's loader begins its next step; None on a rank that does not read."""
+        return None if self._loader is None else self._loader.state_dict()
+
+    @property
+    def _own(self) -> RankLoader:
+        assert self._loader is not None
+        return self._loader
 
 
 def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:

@@ -1,4 +1,4 @@
-"""Every layout reads the same global batches, and the state is one integer."""
+"""Every layout reads the same global batches, and the state is one integer, which no look ahead moves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import Config, DataConfig, TrainConfig
-from megavlm.data.batch_sampler import SequentialBatchSampler
 from megavlm.data.collate import CollateSpec
-from megavlm.data.collator import ComputedCollator
-from megavlm.data.rank_loader import RankLoader, stats
+from megavlm.data.collator import ComputedCollator, all_images
+from megavlm.data.loader import DataLoader, RankLoader, stats
+from megavlm.data.sampler import SequentialBatchSampler
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
 from megavlm.inputs.batch import MicroBatch
@@ -36,7 +36,11 @@ def loader(
     source = source or SyntheticSource(CONFIG)
     return RankLoader(
         SequentialBatchSampler(count=GLOBAL_BATCH),
-        ComputedCollator(source, CollateSpec.of(CONFIG, source, seq_length=seq_length), with_patches=with_patches),
+        ComputedCollator(
+            source,
+            CollateSpec.of(CONFIG, source, seq_length=seq_length),
+            own_images=all_images if with_patches else None,
+        ),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=micro_batch_size,
@@ -148,3 +152,25 @@ def test_stats_do_not_count_padding() -> None:
     batches = steps(loader(micro_batch_size=GLOBAL_BATCH, with_patches=False, seq_length=60), 1)[0]
     assert batches[0].text.tokens.shape == (GLOBAL_BATCH, 60)
     assert stats(batches).tokens == GLOBAL_BATCH * 40
+
+
+def test_peek_shows_the_next_step_and_leaves_the_place():
+    plain, peeking = DataLoader(loader()), DataLoader(loader())
+    for _ in range(3):
+        expected = plain.next_step()
+        assert peeking.next_step().batches[0].text.tokens.equal(expected.batches[0].text.tokens)
+        ahead = peeking.peek()
+        assert peeking.peek() is ahead
+        assert peeking.state_dict() == plain.state_dict()
+    plain.close()
+    peeking.close()
+
+
+def test_a_loaded_place_forgets_what_was_seen():
+    first = DataLoader(loader())
+    start = first.state_dict()
+    expected = first.next_step().batches[0].text.tokens
+    first.peek()
+    first.load_state_dict(start)
+    assert first.next_step().batches[0].text.tokens.equal(expected)
+    first.close()

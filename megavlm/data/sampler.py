@@ -1,9 +1,12 @@
-"""Batch samplers: they choose the samples of each global batch, in an order that does not depend on the layout.
+"""Batch samplers: choose the samples of each global batch, in an order that does not depend on the layout.
 
     samples ─ window of W ─ encoded, pixels not read ─ packed ─→ sequences ─ G per step ─→ global batches
 
 Each window is packed independently, so which samples share a sequence depends on the seed and the window alone, and the
 position in the data is two integers: the window, and how many of its sequences have been taken.
+
+Validation samples are read once each, all in global batches of their own. The last of these is filled up with empty
+sequences, which have no tokens and no loss.
 """
 
 from __future__ import annotations
@@ -16,13 +19,53 @@ from typing import Protocol
 
 from megavlm.arch.packing import pack
 from megavlm.data.skips import SkipSummary
-from megavlm.data.types import EncodedRecord, GlobalBatch, LoaderState, Segment, Segments, Skipped
-from megavlm.data.windows import Windows
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Segment, Segments, Skipped
 from megavlm.errors import UserError
 
 # Consecutive windows without a usable sample after which a run ends, if they do not hold every record before.
 _EMPTY_WINDOWS = 4
 _CLOSE = 10.0  # seconds that a window has to be done
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Window w is a range of samples that are packed together.
+
+    An epoch is as many samples as the data sets have records. Runs of `--epochs` have windows `within_epochs`, which
+    end where an epoch ends, so that each of its samples is packed, and trained on, once before the next epoch begins.
+    """
+
+    size: int  # samples of the largest window
+    epoch: float | None = None  # samples of an epoch, of those that this rank's sampler reads; None: not known
+    within_epochs: bool = False
+
+    def samples(self, number: int) -> range:
+        """Return the numbers of the samples of a window."""
+        return range(self._start(number), self._start(number + 1))
+
+    def epochs(self, number: int, fraction: float = 0.0) -> float | None:
+        """Return how many epochs lie before a place in the data: a window, and the fraction of it that is done."""
+        if not self.epoch:
+            return None
+        start, end = self._start(number), self._start(number + 1)
+        return (start + fraction * (end - start)) / self.epoch
+
+    def _start(self, number: int) -> int:
+        if not self.within_epochs:
+            return number * self.size
+        epoch, place = divmod(number, self.per_epoch)
+        whole = self._whole
+        return epoch * whole + place * whole // self.per_epoch
+
+    @property
+    def per_epoch(self) -> int:
+        """Return the number of windows of an epoch that they do not exceed: as few, and as even, as possible."""
+        return -(-self._whole // self.size)
+
+    @property
+    def _whole(self) -> int:
+        assert self.epoch, "only data sets with an end have windows within epochs"
+        return int(self.epoch)
 
 
 class BatchSampler(Protocol):
@@ -71,23 +114,14 @@ class Window:
 class PackedBatchSampler:
     """Composes global batches of `count` sequences, packed window by window.
 
-    `encode(w)` returns the encoded records of window w. It is called ahead of use, for one window, in a thread.
+    `make(w)` returns the sequences of window w. It is called ahead of use, for one window, in a thread.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[int], Sequence[EncodedRecord]],
-        *,
-        count: int,
-        windows: Windows,
-        seq_length: int,
-        packing: bool,
-    ) -> None:
-        self._encode = encode
+    def __init__(self, make: Callable[[int], Window], *, count: int, windows: Windows, seq_length: int) -> None:
+        self._make = make
         self._count = count
         self._divided = windows
         self._seq_length = seq_length
-        self._packing = packing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampler")
         self._windows: OrderedDict[int, Future[Window]] = OrderedDict()
 
@@ -133,7 +167,7 @@ class PackedBatchSampler:
             which = f"{len(lost):,} record{'s' if len(lost) > 1 else ''}"
             raise UserError(
                 f"--datasets: none of the {'' if every else 'first '}{which} can be used: "
-                f"{SkipSummary().add(lost.values()).told()}"
+                f"{SkipSummary().add(lost.values()).message()}"
             )
 
     def forget(self) -> None:
@@ -175,21 +209,73 @@ class PackedBatchSampler:
         self._windows.move_to_end(number)
         return self._windows[number]
 
-    def _make(self, number: int) -> Window:
-        records = self._encode(number)
-        encoded = [
-            (record.sample_id, sample)
-            for record in records
-            if record.sample_id is not None
-            for sample in record.samples
-        ]
-        lengths = [sample.cost.length for _, sample in encoded]
-        bins = bins_of(lengths, seq_length=self._seq_length, packing=self._packing)
-        return Window(
-            sequences=tuple(tuple(Segment(*encoded[index]) for index in indices) for indices in bins),
-            read=len(records),
-            skipped=tuple(skip for record in records for skip in record.skipped),
+
+class ValidationBatchSampler(PackedBatchSampler):
+    """Composes global batches of `count` sequences of the validation samples; after the last one, it begins anew."""
+
+    def __init__(
+        self,
+        samples: Sequence[HeldOut],
+        pack: Callable[[Sequence[HeldOut]], Window],
+        *,
+        count: int,
+        multiple: int,
+        most: int | None,
+        size: int,
+        seq_length: int,
+    ) -> None:
+        """`pack` makes sequences of `size` samples. A batch has a multiple of `multiple` sequences, and there are at
+        most `most` batches.
+        """
+        super().__init__(
+            lambda number: pack(samples[number * size : (number + 1) * size]),
+            count=count,
+            windows=Windows(size),
+            seq_length=seq_length,
         )
+        self._number_of_windows = -(-len(samples) // size)
+        self._multiple = multiple
+        self._most = most
+
+    @property
+    def start(self) -> LoaderState:
+        return {"window": 0, "taken": 0, "batch": 0}
+
+    def batch_at(self, state: LoaderState) -> GlobalBatch:
+        number, taken, batch = state["window"], state["taken"], state["batch"] + 1
+        sequences: list[Segments] = []
+        skipped: list[Skipped] = []
+        read = 0
+        while len(sequences) < self._count and number < self._number_of_windows:
+            window = self._window(number)
+            if taken == 0:
+                read += window.read
+                skipped += window.skipped
+            more = window.sequences[taken : taken + self._count - len(sequences)]
+            sequences += more
+            taken += len(more)
+            if taken == len(window.sequences):
+                number, taken = number + 1, 0
+        last = number == self._number_of_windows or batch == self._most
+        sequences += [()] * (-max(len(sequences), 1) % self._multiple + (not sequences))
+        after = self.start if last else {"window": number, "taken": taken, "batch": batch}
+        return GlobalBatch(tuple(sequences), after, read, tuple(skipped), last=last)
+
+    def _prepared(self, number: int) -> Future[Window]:
+        return super()._prepared(number % self._number_of_windows)
+
+
+def window_of(records: Sequence[EncodedRecord], *, seq_length: int, packing: bool) -> Window:
+    """Return the sequences of the encoded records of a window."""
+    encoded = [
+        (record.sample_id, sample) for record in records if record.sample_id is not None for sample in record.samples
+    ]
+    bins = bins_of([sample.cost.length for _, sample in encoded], seq_length=seq_length, packing=packing)
+    return Window(
+        sequences=tuple(tuple(Segment(*encoded[index]) for index in indices) for indices in bins),
+        read=len(records),
+        skipped=tuple(skip for record in records for skip in record.skipped),
+    )
 
 
 def bins_of(lengths: Sequence[int], *, seq_length: int, packing: bool) -> list[list[int]]:

@@ -1,0 +1,189 @@
+"""`Encoder`: a record becomes tokens with a mask of what is trained, its images layouts and later patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.arch.image_tokens import TileGroup
+from megavlm.arch.objectives import objective_of
+from megavlm.config.schema import Config
+from megavlm.data.chat import ChatFormat, Piece, split
+from megavlm.data.costs import CostModel
+from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
+from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
+from megavlm.data.types import Conversation, EncodedSample, Sample, Turn, VideoRef, Visual
+from megavlm.data.visuals import Visuals, stored
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.layout import Film, Layout
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.sampling import Budget
+from megavlm.rules.defaults import resolve
+
+_ROLES = {"query": QUERY, "positive": POSITIVE, "negative": NEGATIVE}
+
+
+class Encoder:
+    """Encodes conversations and texts as the model reads them: template, tokens, image processor."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the tokenizer, the chat template and the image processor.
+
+        Raises UserError if one of them is missing or does not fit the model.
+        """
+        self.processor: Processor = processor_for(config)
+        self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
+        self.embeds = objective_of(config.model).embeds
+        self.config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
+        self.chat = ChatFormat.of(
+            self.tokenizer,
+            template=config.data.chat_template,
+            placeholder=self.processor.placeholder,
+            train_on=config.data.train_on,
+            model_type=model_type(tokenizer_path(config)),
+            reserved=(self.processor.video.text,) if self.processor.video is not None else (),
+            videos_as_text=self.processor.video is not None and self.processor.video.as_text,
+        )
+        self.vocab_size = config.model.language.vocab_size
+        self.image_token = self.tokenizer.image
+        self.feature_tokens = (self.image_token, *filter(None, [config.model.video_token]))
+        self.pad_token = self.tokenizer.pad
+        self.max_pixels = config.data.max_image_pixels
+        self.visuals = Visuals(self.processor, self.max_pixels, _budget(self.processor, config))
+        self._costs = CostModel.of(config.model)
+
+    def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:
+        """Return the samples of a record, and which parts of it are too long and left out; "" if none is.
+
+        Raises BadSample for a record of which no part can be used.
+        """
+        layouts = self.visuals.layouts(record.images)
+        if self.embeds:
+            sample, dropped = self._encoded_pairs(record, layouts, source=source)
+            return (sample,), f"{dropped} of its negatives" if dropped else ""
+        encoded = self.chat.encode(record, [layout.prompt for layout in layouts])
+        fitted = split(encoded, self.config.train.seq_length)
+        samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
+        return samples, f"{fitted.dropped} of its turns" if fitted.dropped else ""
+
+    def _encoded_pairs(
+        self, record: Conversation, layouts: Sequence[Layout], *, source: int
+    ) -> tuple[EncodedSample, int]:
+        """Return the texts of a record of pairs as one sample, and how many of its negatives do not fit a sequence.
+
+        Each text has its instruction before it and the end token behind it. Raises BadSample if the query and the
+        positives are longer than a sequence together.
+        """
+        if not record.identities:
+            raise BadSample(Reason.NOT_A_RECORD, "it has no query and positives, which --objective compares")
+        texts: list[NDArray[np.int64]] = []
+        members: list[Member] = []
+        image, length = 0, self.config.train.seq_length
+        room = length
+        for turn, identity in zip(record.turns, record.identities, strict=True):
+            own = layouts[image : image + len(turn.images)]
+            text = self._text_tokens(turn, own)
+            if len(text) > room:
+                if turn.role == "negative":
+                    break
+                raise BadSample(
+                    Reason.TOO_LONG, f"its query and positives do not fit --seq-length {length} together: raise it"
+                )
+            room -= len(text)
+            image += len(own)
+            texts.append(text)
+            members.append(Member(_ROLES[turn.role], identity, len(text), len(own)))
+        tokens = np.concatenate(texts)
+        whole = self._encoded(
+            Piece(tokens, np.zeros(len(tokens), dtype=np.bool_), range(image)), layouts, source=source
+        )
+        language = sum(self._costs.cost(length=each.length, grids=(), images=0).language for each in members)
+        sample = replace(whole, members=tuple(members), cost=replace(whole.cost, language=language))
+        return sample, len(record.turns) - len(members)
+
+    def _text_tokens(self, text: Turn, layouts: Sequence[Layout]) -> NDArray[np.int64]:
+        """Return the tokens [L] of a query or a document behind its instruction, the end token included.
+
+        Raises BadSample for a text that has none.
+        """
+        options = self.config.model.objective
+        prefix = options.query_prefix if text.role == "query" else options.document_prefix
+        parts = (prefix, *text.parts) if prefix else text.parts
+        prompts = [layout.prompt for layout in layouts]
+        return self.chat.encode(Conversation((Turn("text", parts),)), prompts).tokens
+
+    def prompt(self, conversation: Conversation) -> Sample:
+        """Return a conversation that ends with a question as the sample that a model continues with its answer.
+
+        Raises BadSample.
+        """
+        layouts = self.visuals.layouts(conversation.images)
+        tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
+        return self._loaded(tokens, conversation.images, layouts)
+
+    def embedded(self, text: Turn) -> Sample:
+        """Return a query or a document, as its role says, as the sample that a model embeds. Raises BadSample."""
+        layouts = self.visuals.layouts(text.images)
+        tokens = self._text_tokens(text, layouts)
+        sample = self._loaded(tokens, text.images, layouts)
+        return replace(sample, members=(Member(QUERY, 0, len(tokens), len(layouts)),))
+
+    def _loaded(self, tokens: NDArray[np.int64], images: Sequence[Visual], layouts: Sequence[Layout]) -> Sample:
+        """Return tokens of which none is trained and the patches of all their images. Raises BadSample."""
+        return Sample(
+            tokens=tokens,
+            trained=np.zeros(len(tokens), dtype=np.bool_),
+            images=tuple(self.visuals.load(images, stored(*each)) for each in enumerate(layouts)),
+            tile_groups=self._tile_groups(layouts),
+        )
+
+    def film_of(self, video: VideoRef) -> Film:
+        """Return the frames of a video that the model receives. Raises BadSample if it reads none, or not this one."""
+        (layout,) = self.visuals.layouts([video])
+        assert layout.film is not None
+        return layout.film
+
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens before which an answer ends: the tokenizer's, and that of the chat template."""
+        mark = self.chat.end_of_turn.strip()
+        ids = self.tokenizer.encode(mark).ids.tolist() if mark else []
+        return tuple(sorted({self.tokenizer.eos, *(ids if len(ids) == 1 else [])}))
+
+    def decode_answer(self, token_ids: Sequence[int]) -> str:
+        """Return the text of generated tokens without special ones."""
+        return self.tokenizer.decode(token_ids, special=False).strip()
+
+    def _encoded(self, piece: Piece, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
+        shown = [(number, layouts[number]) for number in piece.images]
+        images = tuple(stored(number, layout) for number, layout in shown)
+        return EncodedSample(
+            tokens=piece.tokens,
+            trained=piece.trained,
+            images=images,
+            tile_groups=self._tile_groups([layout for _, layout in shown]),
+            source=source,
+            cost=self._costs.cost(
+                length=len(piece), grids=[grid for image in images for grid in image.grids], images=len(images)
+            ),
+        )
+
+    def _tile_groups(self, layouts: Sequence[Layout]) -> tuple[TileGroup, ...]:
+        """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
+        if not self.processor.anyres:
+            return ()
+        return tuple(group for layout in layouts for group in layout.tile_groups)
+
+
+def _budget(processor: Processor, config: Config) -> Budget:
+    """Return the budget of each video: what the options say, else what is usual for the model."""
+    usual, data = Budget() if processor.video is None else processor.video.usual, config.data
+    return replace(
+        usual,
+        fps=data.video_fps or usual.fps,
+        max_frames=data.video_max_frames or usual.max_frames,
+        max_tokens=data.video_max_tokens or config.train.seq_length // 2,
+    )

@@ -1,0 +1,232 @@
+"""Survey the data of a run before it begins: its data sets, its length, and how much of its time validation takes.
+
+Lengths in tokens are known only once records are templated and tokenized. If the data sets have few records, all are
+encoded and packed here as the run will do it, and the iterations of `--epochs` are counted. If they have many, the
+first windows are, and the rest of the run is assumed to need as many sequences per sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megavlm.arch.kinds import forward_share
+from megavlm.arch.packing import pack
+from megavlm.config.messages import several
+from megavlm.config.option import data_kind
+from megavlm.config.schema import Config
+from megavlm.data.files import FilesSource
+from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
+from megavlm.data.sampler import bins_of
+from megavlm.data.skips import SkipSummary
+from megavlm.data.source import Source
+from megavlm.data.types import EncodedRecord, HeldOut
+from megavlm.errors import UserError
+from megavlm.rules.run_rules import with_train_iters
+
+DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
+_LOOKED_AT = 64  # samples whose length is read before the run
+_BINS = 40  # sequences that are packed to see how many samples one holds
+_NAMED = 6  # most data sets that a line names
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long `--epochs` makes a run."""
+
+    iterations: int
+    samples: int  # of an epoch
+    measured: int | None  # samples from which the number of sequences is estimated; None: it is counted
+
+    def line(self, config: Config) -> str:
+        """Return the line that a run begins with."""
+        how = "counted" if self.measured is None else f"estimated from the first {self.measured:,} samples"
+        return (
+            f"--epochs {config.train.epochs:g}: {several(self.iterations, 'iteration')} of "
+            f"{several(config.train.global_batch_size, 'sequence')} ({how}); an epoch is {self.samples:,} samples"
+        )
+
+
+def prepare_data(config: Config) -> tuple[int, ...]:
+    """Open every data set once, before all ranks rely on it, and index tars that have no index. One rank calls it.
+
+    Returns:
+        The number of records of each data set, which together are the samples of an epoch; empty for computed data,
+        which have no end.
+
+    Raises UserError for a data set that cannot be read.
+    """
+    if data_kind(config) != "files":
+        return ()
+    run_dir, counts = Path(config.run.run_dir), list[int]()
+    for source in config.data.validation:
+        if is_stream(source):
+            prepare_stream(source, run_dir=run_dir, log=print)
+    for source in config.data.datasets:
+        if is_stream(source):
+            prepare_stream(source, run_dir=run_dir, log=print)
+            counts.append(open_stream(source, run_dir=run_dir, rank=0, world=1, seed=config.train.seed).length)
+        else:
+            counts.append(len(open_records(source)))
+    return tuple(counts)
+
+
+def with_counted_length(config: Config, source: FilesSource) -> Config:
+    """Return the configuration of a dry run of `--epochs` with its number of iterations, which is printed.
+
+    Tars are indexed, and so counted, when a run begins: with them the configuration is returned as it is.
+    """
+    if config.train.epochs is None:
+        return config
+    if any(map(is_stream, config.data.datasets)):
+        print(f"--epochs {config.train.epochs:g}: iterations are counted when the run begins, which indexes the tars")
+        return config
+    epoch = sum(prepare_data(config))
+    length = run_length(config, source, epoch)
+    print(length.line(config))
+    return with_train_iters(config, length.iterations)
+
+
+def run_length(config: Config, source: Source, epoch: int) -> RunLength:
+    """Return the length of a run of `--epochs` on data sets whose epoch has so many samples.
+
+    Raises UserError if none of the samples that it looks at can be used.
+    """
+    return source.reads.wait(lambda: _run_length(config, source, epoch))
+
+
+def _run_length(config: Config, source: Source, epoch: int) -> RunLength:
+    epochs, windows = config.train.epochs, source.windows(config, epoch)
+    assert epochs, "the caller looks"
+    assert epoch, "only data sets with an end have epochs"
+    last = epochs * windows.per_epoch if windows.within_epochs else math.inf  # the last one maybe in part
+    read = sequences = 0.0
+    exact = False
+    for number, (size, lengths) in enumerate(source.window_lengths(windows)):
+        part = min(1.0, last - number)
+        made = len(bins_of(lengths, seq_length=config.train.seq_length, packing=config.data.packing))
+        read, sequences = read + part * size, sequences + part * made
+        exact = number + 1 >= last
+        if exact:
+            break
+    if not sequences:
+        raise UserError(f"--epochs: none of the first {read:.0f} samples can be used: see what is wrong without it")
+    total = sequences if exact else sequences / read * epochs * epoch
+    # A sum of many fractions of windows may be a hair above the whole number that it stands for.
+    iterations = max(1, math.ceil(total / config.train.global_batch_size - 1e-9))
+    return RunLength(iterations, epoch, None if exact else int(read))
+
+
+def data_table(config: Config, source: Source) -> str:
+    """Return a line for each data set: its records, its share of the samples, and the epochs of it that the run reads.
+
+    The last are estimated from the lengths of the first samples. Raises UserError for a data set that cannot be read.
+    """
+    data, train = config.data, config.train
+    data_sets = source.data_sets()
+    sequences = (train.train_iters or 0) * train.global_batch_size
+    first = source.first_records(_LOOKED_AT)
+    held = _per_sequence(config, [record for _, record in first])
+    rows = [("data", "records", "share of samples", "epochs of the run")]
+    for each in data_sets:
+        epochs = ""
+        if each.records and held and sequences and each.share:
+            epochs = f"about {rounded(sequences * held * each.share / each.records)}"
+        part = "by its size, counted when the run begins" if each.share is None else f"{each.share:.1%}"
+        rows.append((each.name, "tars" if each.records is None else f"{each.records:,}", part, epochs))
+    wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
+        for name, *cells in rows
+    ]
+    steps = "steps" if train.train_iters is None else several(train.train_iters, "step")
+    lines.append(
+        f"{steps} of {several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+        + ("" if held is None else f"; samples in a sequence: about {rounded(held)}")
+    )
+    if train.epochs is not None and len(data_sets) > 1 and any(each.weight is not None for each in data.datasets):
+        lines.append(
+            "warning: with weights an epoch does not have each record once, as the last column says: leave weight= out "
+            "for that"
+        )
+    records = dict(first)  # a small data set comes several times
+    skipped = SkipSummary().add(skip for record in records.values() for skip in record.skipped)
+    if lost := skipped.counts.total():
+        lines.append(f"{lost} of the first {len(records)} records are skipped: {skipped.message()}")
+    return "\n".join(lines)
+
+
+def rounded(number: float) -> str:
+    """Return a number with two digits, or without a fraction: 0.14, 8.5, 8,500."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def samples_per_sequence(config: Config, source: Source) -> float | None:
+    """Return how many records fill a sequence on average, from the first ones; None for streams, which have no number,
+    and if none can be used.
+    """
+    return _per_sequence(config, [record for _, record in source.first_records(_LOOKED_AT)])
+
+
+def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | None:
+    lengths = [sample.cost.length for record in looked for sample in record.samples]
+    usable = sum(bool(record.samples) for record in looked)
+    if not usable:
+        return None
+    if not config.data.packing:
+        return usable / len(lengths)
+    copies = math.ceil(_BINS * config.train.seq_length / sum(lengths))  # one sequence more or less hardly counts then
+    return usable * copies / len(pack(lengths * copies, config.train.seq_length))
+
+
+def validation_line(names: Sequence[str], samples: Sequence[HeldOut]) -> str:
+    """Return the line about validation samples that a run begins with, given the names of their data sets."""
+    sources = [sample.source for sample in samples]
+    if len(names) > _NAMED:
+        return f"validation: {several(len(sources), 'sample')} of {len(names)} data sets"
+    return "validation: " + ", ".join(
+        f"{several(sources.count(number), 'sample')} of {name}" for number, name in enumerate(names)
+    )
+
+
+def cost_line(config: Config, source: FilesSource) -> str | None:
+    """Return what a dry run says of validation: how much of it there is, and its share of the run's time, where a pass
+    takes the time of its floating-point operations. None with tars, whose samples nobody has counted.
+
+    Its samples are taken to be as long as the first ones of the training data.
+    """
+    train, interval, data = config.train, config.evaluation.eval_interval, config.data
+    streams = any(map(is_stream, data.validation))
+    held = None if streams else samples_per_sequence(config, source)
+    if held is None:
+        return None
+    samples = sum(map(len, source.validation_records)) * (data.validation_split or 1)
+    sequences = samples / held
+    if config.evaluation.eval_iters is not None:
+        sequences = min(sequences, config.evaluation.eval_iters * train.global_batch_size)
+    times = -(-train.train_iters // interval) if interval else 1
+    cost = times * sequences * forward_share(config)
+    share = cost / (cost + train.train_iters * train.global_batch_size)
+    line = (
+        f"validation: about {samples:,.0f} samples, {sequences:,.1f} full sequences, "
+        f"{'once' if times == 1 else f'{times:,} times'}: {share:.1%} of the time, by floating-point operations"
+    )
+    return f"{line}; {cheaper(interval, share)}" if share > DEAR and times > 1 else line
+
+
+def cheaper(interval: int, share: float) -> str:
+    """Return how to make validation take DEAR of the time, if it takes this share of it at an interval."""
+    least = math.ceil(interval * share / (1 - share) * (1 - DEAR) / DEAR)
+    return f"an --eval-interval of {least} makes that {DEAR:.0%}; --eval-iters measures fewer samples"
+
+
+def samples_line(config: Config, count: int | None = None) -> str:
+    """Return the line about prompts that a run begins with; `count` is how many there are, if it is known."""
+    options = config.evaluation
+    number = f"{count}" if count is not None else f"up to {options.sample_count}"
+    return (
+        f"samples: {number} held-out prompts, answered every {options.sample_interval} steps with at most "
+        f"{options.sample_max_new_tokens} tokens: {config.run.run_dir}/samples/index.html"
+    )
