@@ -259,6 +259,17 @@ def everywhere(module: Module) -> Iterator[Finding]:
             yield i.line, "imports megatron.training, which the megatron-core of PyPI does not have"
 
 
+def source_kinds(module: Module) -> Iterator[Finding]:
+    """Yield where a module asks which kind of source it has: a source answers for itself (`megavlm/data/source.py`)."""
+    for node in module.nodes:
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+                names = [each.id for each in ast.walk(kinds) if isinstance(each, ast.Name)]
+                for name in names:
+                    if name.endswith("Source") and name != "Source":
+                        yield node.lineno, f"asks for a {name}: give `Source` a method that answers"
+
+
 Rule = Callable[[Module], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     everywhere,
@@ -269,6 +280,7 @@ RULES: tuple[Rule, ...] = (
     code_out_of_files,
     patches,
     helpers,
+    source_kinds,
 )
 TEST_RULES: tuple[Rule, ...] = (everywhere, helpers)
 
@@ -433,6 +445,7 @@ def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> 
         ("megavlm.model.vlm", "import torch.nn as nn\nsetattr(nn, 'Linear', f)", "patches"),
         ("megavlm.model.vlm", "import torch\nfor torch.x in y: pass", "patches"),
         ("tools.plan", "def f():\n    global x\n    x = 1", "global x"),
+        ("megavlm.train.build", "isinstance(source, FilesSource | list)", "asks for a FilesSource"),
         ("tests.dist.test_a", "from tests.dist.test_b import train", "tests/support"),
         ("tests.dist.test_a", "from tests.dist import test_b", "tests/support"),
         ("tests.gpu.model", "def f():\n    from tests.gpu.conftest import world", "tests/support"),
