@@ -133,7 +133,7 @@ def _random(chunks: Any) -> None:
 
 def _loading(config: Any, shape: gpu_model.Shape, folder: str) -> Callable[[Any], None]:
     """Return a function that loads the weights that the other side wrote."""
-    from megavlm.checkpoint.hf.load import load_weights
+    from megavlm.checkpoint.hf.importing import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
 
     pretrained = Pretrained.of(Path(folder) / MODEL_FILE, *ALL_PARTS)

@@ -13,8 +13,8 @@ from megavlm.rules.check import idle, without_idle
 from megavlm.rules.defaults import is_set, with_values_of
 from megavlm.rules.fields import options, value_at
 from megavlm.rules.load import from_yaml_file
+from megavlm.storage import is_url
 from megavlm.storage.store import StoreError
-from megavlm.storage.urls import is_url
 
 # The former neither compute nor read anything else; other sizes of the model are refused, with a line of their own.
 _ASIDE = ("run", "logging", "model.vision", "model.projector", "model.language")

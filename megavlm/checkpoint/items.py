@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
-from megavlm.paths import inside
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange, inside
 
 ITEMS, STATE = "items.json", "state.json"
 _LARGEST = 2**30  # bytes of a JSON file: 2,000 ranks with 5,000 pieces each stay below

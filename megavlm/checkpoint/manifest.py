@@ -11,7 +11,6 @@ CRC-32 has 4.0) would find no more.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -258,19 +257,9 @@ def _unreadable(error: OSError | ValueError) -> str:
     return str(error)
 
 
-_WORDS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file would be larger than the limit for files (ulimit -f)",
-    errno.EACCES: "there is no permission",
-    errno.EPERM: "there is no permission",
-    errno.EROFS: "the file system is read-only",
-}
-
-
 def in_words(error: OSError) -> str:
-    """Return what the file system said, as a person would say it."""
-    return _WORDS.get(error.errno or 0) or os.strerror(error.errno or 0) if error.errno else str(error)
+    """Return what the file system said."""
+    return error.strerror or str(error)
 
 
 class Damaged(UserError):

@@ -47,15 +47,17 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     patches.read_checkpoints_with(Reader)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), common_strategy=_Common())
-    except CheckpointException as error:  # every rank gets the failures of all ranks
-        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise _damaged(folder, first, f", rank {rank}") from error
-    except (CheckpointingException, OSError, TypeError, ValueError) as error:
-        raise _damaged(folder, error) from error
+    except (CheckpointException, CheckpointingException, OSError, TypeError, ValueError) as error:
+        raise _unloadable(folder, error) from error
     return loaded
 
 
-def _damaged(folder: Path, error: BaseException, where: str = "") -> UserError:
+def _unloadable(folder: Path, error: BaseException) -> UserError:
+    """Return why a checkpoint cannot be loaded, in one line."""
+    where = ""
+    if isinstance(error, CheckpointException):  # every rank gets the failures of all ranks
+        rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        where = f", rank {rank}"
     if isinstance(error, UserError):
         return error
     reason = str(error).strip().partition("\n")[0][:200]
@@ -197,7 +199,7 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
         damaged = str(error)
     except (Exception, CheckpointException) as error:  # whatever is said of files that are not as they should be
         failure = error
-    said = None if failure is None else _in_one_line(failure, folder)
+    said = None if failure is None else str(_unloadable(folder, failure))
     found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (damaged, said))
     if problems := [each for each, _ in found if each]:
@@ -205,16 +207,3 @@ def _load_and_verify(folder: Path, load: Callable[[Path], Loaded]) -> tuple[Any,
     if failures := [each for _, each in found if each]:
         raise UserError(failures[0]) from failure  # every byte is what was written: an older one would not load either
     return loaded, None
-
-
-def _in_one_line(error: BaseException, folder: Path) -> str:
-    """Return the reason of a failed load in one line: of a UserError its text, else the innermost cause."""
-    if isinstance(error, UserError):
-        return str(error)
-    inner = getattr(error, "failures", None)
-    if isinstance(inner, dict) and inner:
-        error = next(iter(inner.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{folder} cannot be loaded ({type(error).__name__}{': ' + lines[0][:200] if lines else ''})"

@@ -171,12 +171,11 @@ class Saver:
         self._staging = Staging()
         self.division = Division()
         self._metadata: Metadata | None = None  # of the last save
-        self._places: Places = {}  # of the last save
         self._job: Job | None = None  # under way
         self._began = 0.0
         self._again = False  # whether another writer may do the job
         self._reports: list[SaveReport] = []
-        self._new = True  # whether the writer knows nothing of the memory, nor of the tensors
+        self._new = True  # whether the writer knows nothing of the memory, nor of what tensors there are
         self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
         self._start()
 
@@ -198,15 +197,14 @@ class Saver:
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()
         self._new = self._new or self._staging.bytes != before
-        known = not self._new and places == self._places
-        self._places, self._metadata = places, share.metadata or self._metadata
+        self._metadata = share.metadata or self._metadata
         self._job = Job(
             root=self._root,
             iteration=int(summary["iteration"]),
             attempt=share.name,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
-            places=None if known else places,
+            places=places,
             whole=whole,
             metadata=self._metadata if self._new else share.metadata,
             keep=self._keep,
@@ -285,7 +283,7 @@ class Saver:
             return
         self._again = False
         memory = self._staging.bytes or None
-        self._job = replace(self._job, memory=memory, metadata=self._metadata, places=self._places)
+        self._job = replace(self._job, memory=memory, metadata=self._metadata)
         self._send(self._job)
 
     def _end(self, outcome: Outcome) -> None:

@@ -37,6 +37,7 @@ _FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single w
 _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
 
 Item = tuple[MetadataIndex, torch.Tensor | io.BytesIO]
+Spot = tuple[str, Sequence[int], str, int, int]  # of an item: tensor, offsets, file, first byte, length
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _place(index: MetadataIndex, data: torch.Tensor | io.BytesIO, offset: int) -
 class Written:
     """Where the items of a rank's files are, and the sums of these files."""
 
-    results: Sequence[WriteResult]
+    places: Sequence[Spot]
     sums: Mapping[str, FileSum]
 
     @property
@@ -176,7 +177,7 @@ def write_share(
 
     Raises NotFinite for a tensor that has a NaN or an infinity, SaveError if a file cannot be written.
     """
-    results: list[WriteResult] = []
+    places: list[Spot] = []
     sums: dict[str, FileSum] = {}
     lock = threading.Lock()
 
@@ -184,20 +185,20 @@ def write_share(
         items = files[name] if name in files else whole[name]
         found, total = write_file(folder / name, items, go_on)
         with lock:
-            results.extend(found)
+            places.extend(found)
             sums[name] = total
 
     with without_record_sums(), ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(write, [*files, *whole]):
             pass  # an error of any is raised here
-    return Written(results, sums)
+    return Written(places, sums)
 
 
 def write_file(
     path: Path, content: Sequence[Item] | bytes, go_on: Callable[[], None] = lambda: None
-) -> tuple[list[WriteResult], FileSum]:
+) -> tuple[list[Spot], FileSum]:
     """Write and flush one file; return where its items are and its sum. Raises SaveError."""
-    results = []
+    places: list[Spot] = []
     stream = None
     try:
         with open_new(path) as file, without_record_sums():
@@ -216,7 +217,7 @@ def write_file(
                         torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
                     stream.end_item()
                     length = stream.tell() - start
-                    results.append(WriteResult(index, length, _StorageInfo(path.name, start, length)))
+                    places.append((index.fqn, list(index.offset or ()), path.name, start, length))
             on_disk.finish()
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
@@ -226,7 +227,7 @@ def write_file(
         if cause is not None and not isinstance(cause, OSError):
             raise cause from error
         raise SaveError(f"{path.name} cannot be written: {in_words(cause) if cause else error}") from error
-    return results, stream.sum
+    return places, stream.sum
 
 
 class _FlushedFile:
@@ -255,7 +256,12 @@ class _FlushedFile:
 def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
     """Write `items.json`, which says where all ranks' tensors are, and torch's `.metadata`. Raises SaveError."""
     try:
-        FileSystemWriter(folder).finish(metadata, [list(each.results) for each in written])
+        results = [
+            WriteResult(MetadataIndex(name, torch.Size(offsets)), length, _StorageInfo(file, start, length))
+            for each in written
+            for name, offsets, file, start, length in each.places
+        ]
+        FileSystemWriter(folder).finish(metadata, [results])
         write_items(folder, metadata)
     except OSError as error:
         raise SaveError(f"{ITEMS} cannot be written: {in_words(error)}") from error

@@ -33,9 +33,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Keep
@@ -67,7 +64,7 @@ class Job:
     attempt: str  # tells this save's folder from those of earlier attempts
     rank: int
     world: int
-    places: Places | None  # None: as before
+    places: Places
     whole: dict[str, bytes]
     metadata: Metadata | None  # on rank 0; None: as before
     keep: Keep
@@ -118,17 +115,7 @@ class Reports:
         """Report for a rank: what it has written, or why it has not. The report appears whole or not at all."""
         content: dict[str, Any] = {"error": error, "not_finite": not_finite}
         if written is not None:
-            content["items"] = [
-                [
-                    each.index.fqn,
-                    None if each.index.offset is None else list(each.index.offset),
-                    each.index.index,
-                    each.storage_data.relative_path,
-                    each.storage_data.offset,
-                    each.storage_data.length,
-                ]
-                for each in written.results
-            ]
+            content["places"] = written.places
             content["sums"] = {name: [each.bytes, each.crc32, each.items] for name, each in written.sums.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_file(self._folder / f"{rank}.json", json.dumps(content))
@@ -143,15 +130,7 @@ class Reports:
             raise NotFinite(content["not_finite"])
         if content["error"] is not None:
             raise SaveError(content["error"])
-        results = [
-            WriteResult(
-                MetadataIndex(name, None if offset is None else torch.Size(offset), number),
-                length,
-                _StorageInfo(file, start, length),
-            )
-            for name, offset, number, file, start, length in content["items"]
-        ]
-        return Written(results, {name: FileSum(*each) for name, each in content["sums"].items()})
+        return Written(content["places"], {name: FileSum(*each) for name, each in content["sums"].items()})
 
     def of_all(self, world: int, checkpoint: Path, go_on: Callable[[], None]) -> list[Written]:
         """Wait for the reports of all ranks and return them; `go_on` is called meanwhile.
@@ -184,19 +163,16 @@ def serve(connection: Connection, pulse: Pulse) -> NoReturn:
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
     memory: mmap.mmap | None = None
     metadata: Metadata | None = None
-    places: Places = {}
     try:
         while True:
             job: Job = connection.recv()
             pulse.beat()
             metadata = job.metadata or metadata
-            places = places if job.places is None else job.places
             if job.memory is not None:
                 file = recv_handle(connection)
                 memory = mmap.mmap(file, job.memory)
                 os.close(file)
-            job = replace(job, metadata=metadata, places=places)
-            connection.send(do(job, memory, partial(_check, connection, pulse)))
+            connection.send(do(replace(job, metadata=metadata), memory, partial(_check, connection, pulse)))
     except (EOFError, OSError, Abandoned, KeyboardInterrupt):
         os._exit(0)
     except BaseException:
@@ -249,7 +225,7 @@ def _written(
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return write_share(folder, items_at(memory, job.places or {}), job.whole, go_on=go_on)
+            return write_share(folder, items_at(memory, job.places), job.whole, go_on=go_on)
         except NotFinite:
             raise
         except SaveError as failure:

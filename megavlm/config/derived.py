@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.storage import is_url
 from megavlm.storage.hub import repository
-from megavlm.storage.urls import is_url
 
 _COPY_MINUTES = 60.0  # 150 GB at 40 MB/s
 Offloaded = Literal["optimizer", "activations", "parameters"]

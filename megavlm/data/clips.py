@@ -25,8 +25,8 @@ from megavlm.data.decode import content_of
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.sampling import Clip, rate_of
-from megavlm.storage.file_range import FileRange
-from megavlm.storage.stored_file import StoredFile
+from megavlm.paths import FileRange
+from megavlm.storage.transfer import StoredFile
 
 if TYPE_CHECKING:
     from av.container import InputContainer

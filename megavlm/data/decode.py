@@ -24,7 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.store import StoreError
-from megavlm.storage.stored_file import StoredFile
+from megavlm.storage.transfer import StoredFile
 
 Source = bytes | Path | StoredFile  # an image file: its content, or where it is
 

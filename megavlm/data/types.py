@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.members import Member
 from megavlm.inputs.bad_sample import Reason
-from megavlm.storage.file_range import FileRange
-from megavlm.storage.stored_file import StoredFile
+from megavlm.paths import FileRange
+from megavlm.storage.transfer import StoredFile
 
 if TYPE_CHECKING:
     from torch import Tensor

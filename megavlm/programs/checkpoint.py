@@ -19,8 +19,8 @@ from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
 from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import plain
 from megavlm.errors import UserError
+from megavlm.storage import is_url
 from megavlm.storage.store import Store, StoreError
-from megavlm.storage.urls import is_url
 
 
 @reported("checkpoint")

@@ -19,7 +19,7 @@ from megavlm.errors import UserError
 from megavlm.paths import read_bytes
 from megavlm.rules.elsewhere import exact_hint, hint, meaning_of, trainer_of
 from megavlm.rules.fields import Option, options, with_values
-from megavlm.storage.urls import without_secrets
+from megavlm.storage import without_secrets
 
 _MOST_KEYS = 20  # of another trainer's file that a message translates
 _LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete one has 10,000); values in it

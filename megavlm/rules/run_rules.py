@@ -15,8 +15,8 @@ from megavlm.errors import UserError
 from megavlm.resilience.bad_steps import iterations
 from megavlm.rules.defaults import is_set, resolve
 from megavlm.rules.training_rules import OPTIMIZER_RULES
-from megavlm.storage.urls import complaint as url_complaint
-from megavlm.storage.urls import is_url, without_secrets
+from megavlm.storage import complaint as url_complaint
+from megavlm.storage import is_url, without_secrets
 
 
 def with_train_iters(config: Config, iterations: int) -> Config:

@@ -1,7 +1,6 @@
-"""Copies on this machine of folders and files that URLs name: made once for all processes, deleted when room is needed.
+"""Copies on this machine of folders and files that URLs name, made once for all processes.
 
 A copy is a folder whose name is a hash of the URL and of the versions of the files in it, so that a copy never changes.
-The processes that use it share a lock; who needs room deletes those that nobody has locked, the oldest first.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from pathlib import Path
 
 from megavlm.errors import StoreLost, UserError
 from megavlm.paths import Escapes, plain
-from megavlm.storage import hub
+from megavlm.storage import complaint, hub, is_url, without_secrets
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
-from megavlm.storage.urls import complaint, is_url, without_secrets
 
 # What is copied of a folder: no code, and no second copy of the weights in another format.
 SUFFIXES = (
@@ -32,8 +30,6 @@ SUFFIXES = (
 DATASETS = "--datasets"  # the option whose repositories are data sets
 # How a pointer of git-lfs begins, which files that are read may be one, and how many of a folder are looked at.
 _POINTER, _READ, _LOOKED_AT = b"version https://git-lfs", {".safetensors", ".json", ".model"}, 1000
-_LIMIT = 500.0  # GB, unless MEGAVLM_CACHE_GB says otherwise
-_held: list[int] = []  # locks of the copies that this process uses
 
 
 def local_path(place: str, option: str, *, weights: bool = True) -> Path:
@@ -111,19 +107,14 @@ def _copied(url: str) -> Path:
 
 def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return a folder of copies or links, which one process makes if it is not there or its links lead nowhere."""
-    while True:
-        shared = _lock(folder, fcntl.LOCK_SH)  # waits for another process that makes it
-        assert shared is not None
-        if folder.is_dir() and all(file.exists() for file in folder.iterdir()):
-            os.utime(folder)
-            _held.append(shared)
-            return folder
-        os.close(shared)
-        if (alone := _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-            try:
-                make(folder)
-            finally:
-                os.close(alone)
+    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that makes it
+        if not folder.is_dir() or not all(file.exists() for file in folder.iterdir()):
+            make(folder)
+    finally:
+        os.close(lock)
+    return folder
 
 
 def home() -> Path:
@@ -150,12 +141,14 @@ def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
 
 
 def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
-    """Copy files into a folder that appears when all are there."""
-    if folder.is_dir():  # another process was faster
-        return
+    """Copy files into a folder that appears when all are there. Raises UserError where the disk has no room."""
     needed, temporary = sum(sizes.values()), folder.with_name(f"tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    _make_room(needed)
+    if needed > (free := shutil.disk_usage(home()).free):
+        raise UserError(
+            f"needs {needed / 1e9:.1f} GB in {home()}, where {free / 1e9:.1f} are free: delete copies there, or set "
+            "MEGAVLM_CACHE to a folder on a larger disk"
+        )
     print(f"copies {store.url} ({needed / 1e9:.3f} GB) to {folder}", flush=True)
 
     def fetch(name: str, moved: Moved) -> None:
@@ -168,41 +161,3 @@ def _copy(folder: Path, store: Store, sizes: Mapping[str, int]) -> None:
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _make_room(needed: int) -> None:
-    """Delete copies that nobody uses, the oldest first, until there is room. Raises UserError if that is too little."""
-    try:
-        limit = float(os.environ.get("MEGAVLM_CACHE_GB") or _LIMIT) * 1e9
-    except ValueError as error:
-        raise UserError("cannot be copied: MEGAVLM_CACHE_GB must be a number of gigabytes") from error
-    copies = sorted((each for each in home().iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime)
-    used = {each: sum(file.lstat().st_size for file in each.iterdir()) for each in copies}
-    for each in copies:
-        if _fits(needed, sum(used.values()), limit):
-            return
-        if (lock := _lock(each, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-            shutil.rmtree(each, ignore_errors=True)
-            os.close(lock)
-            del used[each]
-    if not _fits(needed, sum(used.values()), limit):
-        free = shutil.disk_usage(home()).free
-        raise UserError(
-            f"needs {needed / 1e9:.1f} GB in {home()}, where {free / 1e9:.1f} are free and {limit / 1e9:.0f} "
-            "allowed: set MEGAVLM_CACHE to a folder on a larger disk, or raise MEGAVLM_CACHE_GB"
-        )
-
-
-def _fits(needed: int, used: int, limit: float) -> bool:
-    return used + needed <= limit and needed < shutil.disk_usage(home()).free
-
-
-def _lock(folder: Path, kind: int) -> int | None:
-    """Lock a copy; return the descriptor that holds the lock, or None if another process has it and none is to wait."""
-    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, kind)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub by name: taken from its local cache, or fetched into it once by each machine.
+"""Repositories of the Hugging Face hub by name: taken from its local cache, or fetched into it.
 
 `huggingface_hub` is imported only where something is fetched. Nothing of a repository is executed, and no pickled
 weights are fetched. A repository that is in the cache is used as it is there, without a look at the network.
@@ -7,12 +7,9 @@ weights are fetched. A repository that is in the cache is used as it is there, w
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import os
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
-from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.paths import read_bytes
 
@@ -37,7 +33,6 @@ _NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json", "dataset_in
 _TRAIN = re.compile(r"(?:^|[/._ -])train(?:ing)?(?=$|[/._ -])")
 _OTHERS = re.compile(r"(?:^|[/._ -])(?:test|testing|eval|evaluation|dev|val|valid|validation)(?=$|[/._ -])")
 _LARGEST = 2**24  # bytes of a repository's README
-_TELL = 10.0  # seconds between lines on a download
 
 
 @dataclass(frozen=True)
@@ -122,42 +117,16 @@ def data_files(data: Repository) -> list[Path]:
 
 
 def _folder(wanted: Repository, is_whole: Callable[[Path], bool], fetch: Callable[[_Fetch], Path]) -> Path:
-    """Return the folder of the cache, fetched by one process of those that ask for it, if it is not whole."""
+    """Return the folder of the cache, fetched if it is not whole; the library lets processes wait for one another."""
     if (found := wanted.cached) is not None and is_whole(found):
         return found
-    began = time.time()
-    with _alone(wanted) as failures:
-        if (found := wanted.cached) is not None and is_whole(found):
+    try:
+        return fetch(_Fetch(wanted))
+    except _Unreachable as error:
+        # What others left in the cache may lack a file that nobody needs here: those who read it say so.
+        if found is not None and (wanted.is_data or _has_model(found, True)):
             return found
-        if failures.stat().st_mtime > began and (said := failures.read_text(encoding="utf-8")):
-            raise UserError(said)  # of a process that asked meanwhile
-        try:
-            return fetch(_Fetch(wanted))
-        except _Unreachable as error:
-            # What others left in the cache may lack a file that nobody needs here: those who read it say so.
-            if found is not None and (wanted.is_data or _has_model(found, True)):
-                return found
-            problem = wanted.unreachable(str(error))
-        except UserError as error:
-            problem = error
-        replace_file(failures, str(problem))
-        raise problem
-
-
-@contextmanager
-def _alone(wanted: Repository) -> Iterator[Path]:
-    """Wait until no other process fetches the repository; yield the locked file, which holds the last failure."""
-    lock = cache() / ".locks" / f"megavlm-{wanted._home.name}.lock"
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    except OSError as error:
-        raise wanted.problem(f"cannot be fetched to {cache()} ({error.strerror}): set HF_HOME to another") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield lock
-    finally:
-        os.close(file)
+        raise wanted.unreachable(str(error)) from error
 
 
 class _Unreachable(Exception):
@@ -165,7 +134,7 @@ class _Unreachable(Exception):
 
 
 class _Fetch:
-    """Fetches files of a repository, and prints how far it is."""
+    """Fetches files of a repository."""
 
     def __init__(self, wanted: Repository) -> None:
         """Ask for the list of files. Raises UserError, _Unreachable."""
@@ -190,31 +159,17 @@ class _Fetch:
 
     def files(self, names: Sequence[str]) -> Path:
         """Return the folder of the cache, in which these files then are."""
-        whole, blobs = sum(self.sizes[name] for name in names), self.wanted._home / "blobs"
-        ended, before = threading.Event(), _bytes_in(blobs)
-
-        def tell() -> None:
-            print(f"fetches {self.wanted.name} ({whole / 1e9:.3f} GB) to {cache()}", flush=True)
-            while not ended.wait(_TELL):
-                done = min(whole, _bytes_in(blobs) - before)
-                print(f"fetches {self.wanted.name}: {done / 1e9:.1f} of {whole / 1e9:.1f} GB", flush=True)
-
-        teller = threading.Thread(target=tell, daemon=True)
-        if whole > 1e6:
-            teller.start()
-        try:
-            with self._told():
-                # By its name, so that the cache remembers which commit that is.
-                patterns = [glob.escape(name) for name in names]
-                folder = self._library.snapshot_download(
-                    self.wanted.name,
-                    repo_type=self._kind,
-                    revision=self.wanted.revision,
-                    cache_dir=cache(),
-                    allow_patterns=patterns,
-                )
-        finally:
-            ended.set()
+        if (size := sum(self.sizes[name] for name in names)) > 1e6:
+            print(f"fetches {self.wanted.name} ({size / 1e9:.3f} GB) to {cache()}", flush=True)
+        with self._told():
+            # By its name, so that the cache remembers which commit that is.
+            folder = self._library.snapshot_download(
+                self.wanted.name,
+                repo_type=self._kind,
+                revision=self.wanted.revision,
+                cache_dir=cache(),
+                allow_patterns=[glob.escape(name) for name in names],
+            )
         return Path(folder)
 
     @contextmanager
@@ -247,10 +202,6 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in folder.iterdir()) if folder.is_dir() else 0
 
 
 def _fetch_model(fetch: _Fetch, weights: bool) -> Path:

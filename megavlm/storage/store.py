@@ -16,7 +16,7 @@ from typing import Any
 from megavlm.errors import UserError
 from megavlm.files import open_new
 from megavlm.paths import open_regular
-from megavlm.storage.urls import complaint, without_secrets
+from megavlm.storage import complaint, without_secrets
 
 Moved = Callable[[int], None]  # is called with the number of bytes that went through
 

@@ -1,15 +1,18 @@
-"""Move many files at once in a few threads: what fails is tried again, and where nothing moves any more it ends."""
+"""Move files to and from stores, several at once: try again what fails, and give up a store that is silent."""
 
 from __future__ import annotations
 
+import functools
+import os
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from megavlm.storage.store import Moved, StoreError
+from megavlm.storage.store import Moved, Store, StoreError
 
 THREADS = 4  # files at once; s3fs holds up to four parts of 50 MB of each in memory
 ATTEMPTS = 5
@@ -18,6 +21,7 @@ _LAST = 5.0  # seconds for what is on its way when one file has failed
 Result = TypeVar("Result")
 _FIRST_PAUSE = 0.5  # seconds; each further one is twice as long …
 _LONGEST_PAUSE = 30.0  # … up to this
+_ATTEMPTS = 1000  # at most; who waits for a worker process replaces it long before
 
 
 def move(
@@ -116,3 +120,32 @@ def with_retries(act: Callable[[], Result], stop: threading.Event | None = None,
             stop.wait(pause * random.uniform(0.5, 1.5))  # so that not all nodes come back at once
             pause = min(2 * pause, _LONGEST_PAUSE)
     return act()
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the folder at a URL. It is pickled with the record that names it."""
+
+    folder: str
+    name: str
+
+    def read(self, *, at_most: int) -> bytes:
+        """Return the content, for as long as it takes the store to answer. Raises StoreError for a file that is not
+        there, may not be read or is too large.
+        """
+        store = _store(self.folder, os.getpid())
+        return with_retries(lambda: store.read(self.name, at_most=at_most), attempts=_ATTEMPTS)
+
+    def head(self, *, at_most: int) -> tuple[bytes, int]:
+        """Return the first bytes of the file, and its size, as patiently. Raises StoreError as `read` does."""
+        store = _store(self.folder, os.getpid())
+        return with_retries(lambda: store.head(self.name, at_most=at_most), attempts=_ATTEMPTS)
+
+    def __str__(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+
+@functools.lru_cache(maxsize=16)
+def _store(url: str, process: int) -> Store:
+    """Return this process's connection to the store; each process opens its own, because none survives a fork."""
+    return Store.at(url)

@@ -19,12 +19,10 @@ from megavlm.parallel.groups import from_rank_0, on_rank_0
 from megavlm.parallel.in_step import in_step
 from megavlm.resilience import events
 from megavlm.resilience.phases import START, Phases
+from megavlm.storage import is_url
 from megavlm.storage.store import Store, StoreError
 from megavlm.storage.transfer import with_retries
-from megavlm.storage.urls import is_url
 from megavlm.train.run_dir import configuration
-
-_TELL = 10.0  # seconds between lines on a download
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _choose(wanted: Fetch, skipped: set[str]) -> StoredCheckpoint | UserError | 
                 _leave_out(wanted, candidate, problem)
                 continue
             _check_room(candidate, wanted.root)
-            print(f"copies {candidate.folder.url} ({_size(candidate) / 1e9:.3f} GB) to {wanted.root}", flush=True)
+            print(f"copies {candidate.folder.url} ({candidate.bytes / 1e9:.3f} GB) to {wanted.root}", flush=True)
             return candidate
     except StoreError as error:
         if newest < 0:
@@ -154,18 +152,8 @@ def _leave_out(wanted: Fetch, checkpoint: StoredCheckpoint, problem: str) -> Non
 
 def _copy(checkpoint: StoredCheckpoint, root: Path) -> None:
     """Copy this rank's part of the files."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     sums = with_retries(checkpoint.sums)
-    names = remote.share(sums, rank=rank, world=world)
-    whole, told = sum(sums[name].bytes for name in names), time.monotonic()
-
-    def go_on(moved: int) -> None:
-        nonlocal told
-        if rank == 0 and time.monotonic() - told > _TELL:
-            print(f"copies {checkpoint.name}: rank 0 has {moved / 1e9:.1f} of {whole / 1e9:.1f} GB", flush=True)
-            told = time.monotonic()
-
-    remote.download(checkpoint, root, names, sums, go_on=go_on)
+    remote.download(checkpoint, root, remote.share(sums, rank=dist.get_rank(), world=dist.get_world_size()), sums)
 
 
 def _commit(checkpoint: StoredCheckpoint, wanted: Fetch, began: float) -> None:
@@ -182,7 +170,7 @@ def _commit(checkpoint: StoredCheckpoint, wanted: Fetch, began: float) -> None:
         "download",
         iteration=checkpoint.iteration,
         seconds=round(seconds, 3),
-        bytes=_size(checkpoint),
+        bytes=checkpoint.bytes,
         folder=checkpoint.folder.url,
     )
     print(f"copied and verified {folder} in {seconds:.1f} s", flush=True)
@@ -193,16 +181,11 @@ def _check_room(checkpoint: StoredCheckpoint, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     begun = remote.temporary_for(root, checkpoint.name)
     there = sum(file.stat().st_size for file in begun.rglob("*") if file.is_file())
-    free, needed = shutil.disk_usage(root).free, _size(checkpoint) - there
-    if needed > free:
+    if (free := shutil.disk_usage(root).free) < checkpoint.bytes - there:
         raise UserError(
-            f"{root} has {free / 1e9:.1f} GB free, and {checkpoint.folder.url} needs {needed / 1e9:.1f}: make room, or "
+            f"{root} has {free / 1e9:.1f} GB free, and {checkpoint} needs {checkpoint.bytes / 1e9:.1f}: make room, or "
             "choose a --run-dir on another disk"
         )
-
-
-def _size(checkpoint: StoredCheckpoint) -> int:
-    return sum(checkpoint.files.values())
 
 
 def _warn(wanted: Fetch, text: str) -> None:

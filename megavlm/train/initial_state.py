@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint import folders, state
 from megavlm.checkpoint.folders import Holds
-from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary

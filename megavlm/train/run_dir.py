@@ -18,8 +18,7 @@ import torch.distributed as dist
 import megavlm
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
-from megavlm.checkpoint.hf.channels import note_channels
-from megavlm.checkpoint.hf.compose import composed_config, write_composed_sidecar, write_part_sidecars
+from megavlm.checkpoint.hf.compose import composed_config, note_channels, write_composed_sidecar, write_part_sidecars
 from megavlm.checkpoint.hf.exporting import keep_untrained
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, pretrained_of
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, carry_sidecar, write_sidecar

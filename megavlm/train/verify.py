@@ -12,9 +12,9 @@ from megavlm.arch.image_tokens import Tiling
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at
-from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.files import transformers_model
+from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.reference import transformers_model
 from megavlm.checkpoint.summary import check_model, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec, collate

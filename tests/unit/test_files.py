@@ -27,7 +27,6 @@ OWN = {
     ("metrics/sinks.py", "replace"): "renames a damaged file aside, and refuses to go on without a regular one",
     ("train/run_dir.py", "touch"): "a name that nobody can know",
     ("storage/store.py", "open"): "a file of an object store",
-    ("storage/hub.py", "open"): "a lock in the cache of the user, which has no content",
     ("storage/cache.py", "rename"): "a folder of the user's own cache",
     ("storage/cache.py", "open"): "a lock in the user's own cache, which has no content",
     ("checkpoint/folders.py", "rename"): "folders of checkpoints",

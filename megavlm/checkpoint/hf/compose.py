@@ -12,15 +12,48 @@ from typing import Any
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import part_of
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.processor_files import write_processor_files
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_kept, write_sidecar, write_tensors
 from megavlm.config.schema import Config, ModelConfig
+from megavlm.data.chat.probe import image_style, source_of
+from megavlm.data.chat.template import ChatTemplate, TemplateError
+from megavlm.data.preprocessors import image_settings, model_type, processor_for, tokenizer_path
+from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megavlm.errors import UserError
 from megavlm.families import families, family_of
 from megavlm.families.shared.connectors import exported_config
 from megavlm.families.shared.family import Composition
 from megavlm.families.shared.settings import Settings
 from megavlm.files import replace_file
+from megavlm.inputs.vision_inputs import NAME as CHANNELS_FILE
+from megavlm.inputs.vision_inputs import RGB, Channels, channels_json
+from megavlm.json_files import read_json
+from megavlm.storage.cache import local_path
 
+_TEMPLATE = "chat_template.jinja"
+_IMAGES, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
+_OF_OTHERS = ("chat_template.json", "video_preprocessor_config.json")
+# Gives a template that takes messages as texts those of messages in parts: what `ChatFormat` makes of them in training.
+_IN_PARTS = """\
+{%- set flat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set said = namespace(text='', image=false) -%}
+{%- if message.content is string -%}
+{%- set said.text = message.content -%}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{%- set said.text = said.text + IMAGE -%}
+{%- else -%}
+{%- set said.text = said.text + ('\\n' if said.image and part.text[:1].strip() else '') + part.text -%}
+{%- endif -%}
+{%- set said.image = part.type == 'image' -%}
+{%- endfor -%}
+{%- endif -%}
+{%- set flat.messages = flat.messages + [dict(message, content=said.text)] -%}
+{%- endfor -%}
+{%- set messages = flat.messages -%}
+"""
+_CHANNELS = ("num_channels", "in_channels", "in_chans")  # of a config.json's vision_config
 _TOWER_PARTS = ("embeddings.", "encoder.", "post_layernorm.", "head.")
 
 
@@ -124,3 +157,72 @@ def _unused_of_tower(vision: Pretrained) -> Kept:
         for name in vision.unused
         if name.startswith(prefix) and name.removeprefix(prefix).startswith(_TOWER_PARTS)
     }
+
+
+def write_processor_files(files: Path, config: Config, processor: Mapping[str, Any], *, image_token: int) -> None:
+    """Write to `files` the image processor of the run's tower, `processor_config.json` with what `processor` says, and
+    the run's chat template; nothing where the run has no tokenizer or image processor.
+    """
+    given = config.data.image_processor or config.checkpoint.vision_from
+    settings = None if given is None else image_settings(local_path(given, "--image-processor", weights=False))
+    try:
+        folder = tokenizer_path(config)
+        tokenizer = HuggingFaceTokenizer.of(folder, image=image_token)
+        source = source_of(tokenizer, config.data.chat_template, model_type(folder))
+        template = None if source is None else _for_parts(source, tokenizer)
+    except UserError:  # a run of synthetic data needs none
+        return
+    if settings is None:
+        return
+    for name in _OF_OTHERS:
+        (files / name).unlink(missing_ok=True)
+    images = settings.get("image_processor", settings)
+    images = {name: value for name, value in images.items() if name != "processor_class"}
+    _write(files / _IMAGES, images)
+    _write(files / _PROCESSOR, {**processor, "image_token": tokenizer.image_text})
+    if template is not None:
+        replace_file(files / _TEMPLATE, template)
+
+
+def _for_parts(source: str, tokenizer: HuggingFaceTokenizer) -> str | None:
+    """Return the template for messages in parts, with images as the tokenizer's image token; None for one that no
+    conversation can be rendered with.
+    """
+    try:
+        in_parts, written = image_style(
+            ChatTemplate(source, tuple(sorted(tokenizer.specials.items()))), tokenizer.image_text, tokenizer.image_text
+        )
+    except TemplateError:
+        return None
+    if in_parts and written == tokenizer.image_text:
+        return source
+    return _IN_PARTS.replace("IMAGE", json.dumps(tokenizer.image_text)) + source
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    replace_file(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def note_channels(files: Path, config: Config) -> None:
+    """Correct the number of channels in `files`/config.json, and write channels.json, where images are not RGB.
+
+    Transformers then loads the export, and `--init-from` reads images as this run did.
+    """
+    wanted = config.model.vision.in_channels
+    values = read_json(files / "config.json")
+    family = family_of(Settings(values, "config.json"))
+    if family.config(Settings(values, "config.json")).vision.in_channels != wanted:
+        tower = values.get("vision_config", values)
+        # A family reads one of the keys; those that a file leaves out come last.
+        for key in sorted(_CHANNELS, key=lambda key: key not in tower):
+            wider = {**tower, key: wanted}
+            changed = {**values, "vision_config": wider} if "vision_config" in values else wider
+            if family.config(Settings(changed, "config.json")).vision.in_channels == wanted:
+                replace_file(files / "config.json", json.dumps(changed, indent=2) + "\n")
+                break
+    if config.data.kind != "files":
+        return
+    processor = processor_for(config)
+    if processor.vision_input.name != RGB.name:
+        channels = Channels(processor.mean, processor.std)
+        replace_file(files / CHANNELS_FILE, channels_json(processor.vision_input.name, channels))

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +25,14 @@ from megavlm.arch.objectives import OBJECTIVES, learned_scalars, objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import Adapters, folded, is_model_adapter, read_adapters
-from megavlm.checkpoint.hf.checkpoint_reader import Stored, TrainedReader
+from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
 from megavlm.checkpoint.hf.embedding_files import (
     write_embedding_file_of_parts,
     write_embedding_files,
     write_file_of_parts,
 )
-from megavlm.checkpoint.hf.files import INDEX, HfFolder
-from megavlm.checkpoint.hf.pretrained import copies, refuse, slice_of, without_output
-from megavlm.checkpoint.hf.raw import PIECE_BYTES, for_each
-from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
+from megavlm.checkpoint.hf.files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
+from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, slice_of, without_output
 from megavlm.checkpoint.hf.sidecar import (
     TENSORS,
     UNUSED,
@@ -45,7 +43,6 @@ from megavlm.checkpoint.hf.sidecar import (
     read_sidecar,
     sidecars,
 )
-from megavlm.checkpoint.hf.sizes import check_size
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
@@ -134,7 +131,9 @@ class Exported:
 
     def shape(self, key: str) -> Shape:
         """Return the shape of a weight without padding."""
-        return _real(key, self.records.stored[key], self.model)
+        vocab_size = self.model.language.vocab_size
+        assert vocab_size is not None
+        return real_shape(key, self.records.stored[key].shape, self.model, vocab_size=vocab_size)
 
     def is_kept(self, key: str) -> bool:
         """Return whether a weight's tensors lie in the sidecar as they came."""
@@ -160,6 +159,14 @@ class Exported:
             if name in pairs and self.merged is not None:
                 values = folded(values, pairs[name], rows, self.merged)
             yield name, rows.start, values.to(DTYPES[self.declared[name][0]])
+
+    def runs(self, key: str) -> Iterator[tuple[str, int, int]]:
+        """Yield the ranges of a weight's rows that are copied in one piece, as `pieces` takes them."""
+        stored, height = self.records.stored[key], self.shape(key)[0]
+        rows = max(1, PIECE_BYTES // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
+        if isinstance(self.table[key], Transpose):
+            rows = height
+        return ((key, start, min(start + rows, height)) for start in range(0, height, rows))
 
     def whole(self, key: str) -> Tensor:
         """Return a weight of megavlm in fp32, with the values that are written."""
@@ -216,12 +223,12 @@ def export(
             for each in (name, *source.copies.get(name, ())):
                 writer_of[each].write(each, values, first_row=first_row)
 
-        def move(run: _Run) -> None:
+        def move(run: tuple[str, int, int]) -> None:
             for name, first_row, values in source.pieces(*run):
                 write(name, values, first_row=first_row)
 
         made = [*read, *(key for key in source.adapters if source.is_kept(key))]
-        for_each(move, (run for key in made for run in _runs(key, source.shape(key), records.stored[key], table[key])))
+        for_each(move, (run for key in made for run in source.runs(key)))
         written = {name for key in made for name in table[key].hf_names}
         for name in source.kept.tensors.keys() - written:
             source.kept.copy(name, partial(write, name))
@@ -251,7 +258,7 @@ def keep_untrained(checkpoint: Path, run_dir: Path, config: Config) -> None:
             for name in kept:
                 source.kept.copy(name, partial(out.write, name))
             for key in rounded:
-                for run in _runs(key, source.shape(key), source.records.stored[key], source.table[key]):
+                for run in source.runs(key):
                     for name, first_row, values in source.pieces(*run):
                         out.write(name, values, first_row=first_row)
         os.replace(temporary, sidecar.path / UNUSED)
@@ -330,26 +337,6 @@ def settings_at(sidecar: Sidecar) -> Settings:
     """Return a run's copy of config.json."""
     file = sidecar.files / "config.json"
     return Settings(read_json(file), str(file))
-
-
-class _Run(NamedTuple):
-    """Rows [start, stop) of the tensor `key`, which are copied in one piece."""
-
-    key: str
-    start: int
-    stop: int
-
-
-def _runs(key: str, real: tuple[int, ...], stored: Stored, rule: Rule) -> Iterator[_Run]:
-    rows = max(1, PIECE_BYTES // (math.prod(stored.shape[1:]) * stored.dtype.itemsize))
-    if isinstance(rule, Transpose):
-        rows = real[0]
-    return (_Run(key, start, min(start + rows, real[0])) for start in range(0, real[0], rows))
-
-
-def _real(key: str, stored: Stored, model: ModelConfig) -> tuple[int, ...]:
-    assert model.language.vocab_size is not None
-    return real_shape(key, stored.shape, model, vocab_size=model.language.vocab_size)
 
 
 def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:

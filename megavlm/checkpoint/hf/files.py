@@ -1,28 +1,87 @@
-"""Read a Hugging Face folder on disk: its config.json, and rows of the tensors in its safetensors files."""
+"""Read and write the files of a Hugging Face folder: config.json, and rows of the tensors in its safetensors files.
+
+Bytes of tensors are read and written at given offsets, without a file position, so threads can share a file.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megavlm.checkpoint.hf.raw import PIECE_BYTES, read_into
-from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings
+from megavlm.files import open_new
 from megavlm.json_files import read_json
 from megavlm.paths import Escapes, inside
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Tensors are read and written in pieces of this size: small enough that the allocator reuses their memory.
+PIECE_BYTES = 16 * 2**20
+# Each thread reads a piece and writes it. With several, the disk is busy while one of them copies in memory.
+THREADS = 3
+
+Task = TypeVar("Task")
+
+
+def read_into(descriptor: int, tensor: Tensor, offset: int) -> None:
+    """Fill a contiguous tensor with a file's bytes from `offset` on. Raises EOFError if the file ends too early."""
+    view = _bytes(tensor)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise EOFError(f"the file ends {len(view)} bytes before the tensor does")
+        view, offset = view[count:], offset + count
+
+
+def write_at(descriptor: int, tensor: Tensor, offset: int) -> None:
+    """Write a tensor's values, row-major, from `offset` on."""
+    view = _bytes(tensor.contiguous())
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def for_each(task: Callable[[Task], None], items: Iterable[Task]) -> None:
+    """Run `task` for all items on THREADS threads. Raises the first error; items that were not begun are left out."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(task, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -171,3 +230,67 @@ def _weight_files(path: Path) -> list[str]:
     if not files:
         raise UserError(f"{path} holds no *.safetensors: give a folder with a Hugging Face checkpoint")
     return files
+
+
+class StreamedFile:
+    """A safetensors file whose tensors are declared first; rows may then be written in any order, from any thread.
+
+    The library's own writer wants all of a file in memory at once. The format is documented: 8 bytes with the header's
+    length, little-endian; the header, JSON of name → type, shape and byte range, padded with spaces to a multiple of 8;
+    then the bytes.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Write the header of a file; `tensors` has (type in safetensors' spelling, shape) of each tensor by name."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        self._tensors = tensors
+        self._starts: dict[str, int] = {}
+        for name, (dtype, shape) in tensors.items():
+            size = math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            self._starts[name] = offset
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._first = 8 + len(text)
+        self.size = offset
+        self._file = open_new(path, buffering=0)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._first + offset)
+
+    def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
+        """Write rows of a tensor, which must have the declared type, from row `first_row` on."""
+        dtype, shape = self._tensors[name]
+        assert values.dtype == DTYPES[dtype], f"{name} was declared as {dtype}"
+        row = math.prod(shape[1:]) * values.element_size()
+        write_at(self._file.fileno(), values, self._first + self._starts[name] + first_row * row)
+
+    def __enter__(self) -> StreamedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32) -> Any:
+    """Return the model in evaluation mode, on the CPU; `dtype` "auto" is the type of the files.
+
+    No code of the folder runs, nothing is fetched, and pickled weights are not read. Raises UserError where
+    Transformers is not installed or refuses the folder.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("Transformers, which runs the model, is not installed: pip install transformers") from error
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForImageTextToText.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        raise UserError(f"Transformers cannot load {folder}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face folder into a megavlm checkpoint without holding the model in memory.
+"""Load Hugging Face weights: into the chunks of a rank, which reads only its slices, or into a checkpoint, streamed.
 
 torch's checkpoint writer asks its planner for each item's values when it writes them. The planner here declares all
 items from the files' headers, and reads values when it is asked for them. The result is what a run would have saved,
@@ -11,12 +11,13 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
@@ -29,8 +30,8 @@ from torch.futures import Future
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.checkpoint_reader import Stored
-from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.raw import PIECE_BYTES, THREADS, for_each
+from megavlm.checkpoint.hf.files import PIECE_BYTES, THREADS, for_each
+from megavlm.checkpoint.hf.pretrained import Pretrained, refuse
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
 from megavlm.checkpoint.items import STATE, write_items
 from megavlm.checkpoint.manifest import SUMMARY, FileSum, SummingFile
@@ -39,6 +40,8 @@ from megavlm.checkpoint.summary import FORMAT
 from megavlm.config.schema import Config
 from megavlm.families.shared.table import Shape
 from megavlm.files import open_new, replace_file
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import index_of, initialize, named_shards, real_shape
 
 
 def import_checkpoint(
@@ -148,4 +151,44 @@ def _items(key: str, tensor: Stored) -> Iterator[WriteItem]:
                 properties=TensorProperties(dtype=tensor.dtype),
                 size=torch.Size(tensor.shape),
             ),
+        )
+
+
+@torch.no_grad()
+def load_weights(
+    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+) -> None:
+    """Set the weights of `chunks` from pretrained folders, and draw the others (such as a new projector's) at random.
+
+    Every rank calls it. Raises UserError on all ranks, listing every missing, surplus or wrongly shaped tensor.
+    """
+    _check(chunks, pretrained_list, config, vocab_size=vocab_size)
+    for chunk in chunks:
+        initialize(chunk, config, vocab_size=vocab_size, drawn=lambda key: _provider(pretrained_list, key) is None)
+        for shard in named_shards(chunk):
+            if (pretrained := _provider(pretrained_list, shard.key)) is not None:
+                real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
+                shard.data.copy_(pretrained.read_slice(shard.key, real, index_of(shard)))
+
+
+def _provider(pretrained_list: Sequence[Pretrained], key: str) -> Pretrained | None:
+    return next((pretrained for pretrained in pretrained_list if pretrained.provides(key)), None)
+
+
+def _check(
+    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+) -> None:
+    shapes = {
+        shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
+        for chunk in chunks
+        for shard in named_shards(chunk)
+    }
+    for pretrained in pretrained_list:
+        # A rank sees the shapes of its own chunks only, and all ranks must stop together.
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, pretrained.wrong_shapes(shapes))
+        wrong = sorted({problem for problems in found for problem in problems})
+        refuse(
+            [*pretrained.problems(), *wrong],
+            f"{pretrained.folder.path} does not hold the model that its config.json says",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from megavlm.arch.image_tokens import Tiling
-from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, part_of
+from megavlm.arch.kinds import model_parameters
+from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
-from megavlm.checkpoint.hf.files import HfFolder
-from megavlm.checkpoint.hf.safetensors_writer import DTYPES
-from megavlm.checkpoint.hf.sizes import check_connector, check_size
+from megavlm.checkpoint.hf.files import DTYPES, HfFolder
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
@@ -37,12 +36,14 @@ from megavlm.families.shared.table import (
     matches,
     row_pairs,
 )
+from megavlm.rules.defaults import resolve_model
 from megavlm.rules.fields import options
 from megavlm.storage.cache import local_path
 
 PATCH_WEIGHT = f"{PATCH_EMBED}.proj.weight"
 # What a run decides of the experts of a folder's model: how they are balanced in training.
 BALANCING = ("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing")
+_SLACK = 2  # so much less than a description may be there: what exactly is missing is listed later
 
 
 @dataclass(frozen=True)
@@ -361,3 +362,29 @@ def refuse(problems: Iterable[str], what: str) -> None:
         shown = "\n  ".join(each if each.isprintable() else ascii(each) for each in listed[:40])
         more = f"\n  … and {len(listed) - 40} more" if len(listed) > 40 else ""
         raise UserError(f"{what}: {len(listed)} tensors do not fit, nothing was written\n  {shown}{more}")
+
+
+def check_size(model: ModelConfig, parts: Collection[str], shapes: Collection[Shape], *, where: str) -> None:
+    """Raise UserError if parts of a model are far larger than the tensors of these shapes.
+
+    Settings may be those of a real model each, and ask for terabytes together. `where` names files and remedy.
+    """
+    layers = sum(getattr(model, part).num_layers for part in ("vision", "language") if part in parts)
+    if layers > _SLACK * len(shapes):  # each layer has several
+        raise UserError(f"a model of {layers} layers is described, and there are {len(shapes)} tensors: {where}")
+    model = resolve_model(model)
+    described = sum(model_parameters(name, model) for name in layer_names(model) if part_of(name) in parts)
+    there = sum(map(math.prod, shapes))
+    if described > _SLACK * there:
+        raise UserError(f"a model of {described:,} parameters is described, and there are {there:,}: {where}")
+
+
+def check_connector(decided: Mapping[str, Any], shapes: Collection[Shape], *, where: str) -> None:
+    """Raise UserError if a connector's config.json names a size that none of its folder's tensors has room for.
+
+    What else a connector's size depends on, the width of the tower and of the language model, is not in its folder.
+    """
+    largest = max([len(shapes), *(size for shape in shapes for size in shape)], default=0)
+    for name, value in decided.items():
+        if isinstance(value, int) and value > largest:
+            raise UserError(f"{name} {value} is described, and no tensor is larger than {largest}: {where}")

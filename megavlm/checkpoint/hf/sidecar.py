@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from megavlm.arch.layers import EMBEDDING, is_trained
-from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.files import DTYPE_NAMES, DTYPES, HfFolder, StreamedFile
 from megavlm.checkpoint.hf.pretrained import Pretrained
-from megavlm.checkpoint.hf.safetensors_writer import DTYPE_NAMES, DTYPES, StreamedFile
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS

@@ -22,8 +22,8 @@ from megavlm.data.records.spans import BOM, SpanFile, line_spans
 from megavlm.data.records.videos import FindVideo, stored_video, video_below
 from megavlm.errors import UserError
 from megavlm.paths import open_regular
+from megavlm.storage import complaint, is_url, without_secrets
 from megavlm.storage.cache import local_path
-from megavlm.storage.urls import complaint, is_url, without_secrets
 
 _TABLES: dict[str, Callable[[Path, Choose], Container]] = {".parquet": ParquetFile, ".arrow": ArrowFile}
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *DELIMITERS, *_TABLES)  # suffixes of the files of a folder

@@ -18,7 +18,7 @@ from megavlm.data.records.shapes import record_of, shape_of
 from megavlm.data.records.videos import natural
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")
 ARRAYS = ("npy", "npz")

@@ -14,7 +14,7 @@ from megavlm.data.decode import resolve_inside
 from megavlm.data.types import ImageRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import Escapes, plain
-from megavlm.storage.stored_file import StoredFile
+from megavlm.storage.transfer import StoredFile
 
 FindFile = Callable[[str], ImageRef]
 """Returns the image that a record refers to by its name; raises BadSample if there is none."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from megavlm.data.records.parts import Part
 from megavlm.data.records.shapes import content_of
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 
 _BYTES = 8
 _NEVER = b"\xff" * _BYTES  # of a record that has no content: it will be skipped

@@ -10,7 +10,7 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import tars
 from megavlm.data.records.opening import name_of
 from megavlm.errors import UserError
-from megavlm.storage.urls import is_url
+from megavlm.storage import is_url
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream

@@ -18,8 +18,8 @@ from megavlm.data.records.split import key_of_parts
 from megavlm.data.types import Conversation
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.storage.file_range import FileRange
-from megavlm.storage.urls import is_url
+from megavlm.paths import FileRange
+from megavlm.storage import is_url
 
 
 class TarRecords:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megavlm.data.records.parts import Part, is_clip
 from megavlm.files import replace_file
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 
 META = ".nv-meta"
 _INFO = (".info.json", ".info.yaml")

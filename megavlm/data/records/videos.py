@@ -14,7 +14,7 @@ from megavlm.data.decode import resolve_inside
 from megavlm.data.records.pictures import FindFile, file_below, image_of
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 
 FindVideo = Callable[[str], VideoRef]
 """Returns the video that a record refers to by its name; raises BadSample if there is none."""

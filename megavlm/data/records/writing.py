@@ -32,9 +32,8 @@ from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
-from megavlm.paths import open_regular
-from megavlm.storage.file_range import FileRange
-from megavlm.storage.stored_file import StoredFile
+from megavlm.paths import FileRange, open_regular
+from megavlm.storage.transfer import StoredFile
 
 NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_embedding_file
+from megavlm.checkpoint.hf.files import transformers_model
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
-from megavlm.checkpoint.hf.reference import transformers_model
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import read_file_of_parts
+from megavlm.checkpoint.hf.files import DTYPES
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
-from megavlm.checkpoint.hf.safetensors_writer import DTYPES
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.types import Sample
@@ -62,7 +62,7 @@ def own_model(config: Config, device: torch.device) -> tuple[Any, torch.device]:
             "--device out, or hide GPUs (CUDA_VISIBLE_DEVICES=)"
         )
 
-    from megavlm.checkpoint.hf.load import load_weights
+    from megavlm.checkpoint.hf.importing import load_weights
     from megavlm.train.single_process import full_model, single_process_groups
 
     chunk = full_model(config, single_process_groups(chosen), chosen)

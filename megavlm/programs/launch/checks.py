@@ -17,7 +17,7 @@ from megavlm.planner.hardware import profile
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
 from megavlm.rules.defaults import resolve
-from megavlm.storage.urls import is_url
+from megavlm.storage import is_url
 from megavlm.train.source import vocab_size_of
 
 # File systems of one machine. A folder on any other (nfs, lustre, gpfs, beegfs, ceph, wekafs, fuse.…) may be shared.

@@ -1,16 +1,27 @@
-"""What the manifest of a checkpoint finds, and what it says."""
+"""What the manifest of a checkpoint finds: in whole files, and in each item of a file while it is read."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megavlm.checkpoint import manifest
-from megavlm.checkpoint.manifest import MANIFEST, SUMMARY, FileSum, SummingFile
+from megavlm.checkpoint.manifest import (
+    BLOCK,
+    MANIFEST,
+    SUMMARY,
+    Damaged,
+    FileSum,
+    FoldedSum,
+    SummingFile,
+    VerifiedItems,
+)
 
 
 @pytest.fixture
@@ -24,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 4
+    content[at] ^= 1
     path.write_bytes(content)
 
 
@@ -104,13 +115,6 @@ def test_a_file_is_summed_while_it_is_written(tmp_path: Path) -> None:
     assert stream.sum == manifest.sum_of(tmp_path / "a") == FileSum(7, 0x312A6AA6)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "permission"), (errno.EIO, "Input/output")]
-)
-def test_errors_of_the_file_system_have_words(number: int, words: str) -> None:
-    assert words in manifest.in_words(OSError(number, "?"))
-
-
 def test_a_file_remembers_what_the_file_system_said() -> None:
     class Full(io.BytesIO):
         def write(self, data: object) -> int:
@@ -120,4 +124,98 @@ def test_a_file_remembers_what_the_file_system_said() -> None:
     with pytest.raises(OSError, match="No space"):
         stream.write(b"x")
     assert stream.error is not None
-    assert manifest.in_words(stream.error) == "the disk is full"
+    assert manifest.in_words(stream.error) == "No space left on device"
+
+
+ITEMS = [bytes([number]) * length for number, length in enumerate((1, BLOCK - 1, 2 * BLOCK + 5, BLOCK))]
+STARTS = [sum(map(len, ITEMS[:number])) for number in range(len(ITEMS))]
+
+
+@pytest.fixture
+def total(tmp_path: Path) -> FileSum:
+    with (tmp_path / "a.distcp").open("wb") as file:
+        stream = SummingFile(file)
+        for item in ITEMS:
+            stream.write(item)
+            stream.end_item()
+    return stream.sum
+
+
+def read(folder: Path, items: VerifiedItems, number: int) -> bytes:
+    into = bytearray(len(ITEMS[number]))
+    with (folder / "a.distcp").open("rb") as file:
+        items.read(file, "a.distcp", STARTS[number], memoryview(into))
+        items.verify(file, "a.distcp", STARTS[number], len(into))
+    return bytes(into)
+
+
+def test_each_item_is_read_and_verified_by_itself(tmp_path: Path, total: FileSum) -> None:
+    items = VerifiedItems({"a.distcp": total})
+    assert [read(tmp_path, items, number) for number in range(len(ITEMS))] == ITEMS
+    flip(tmp_path / "a.distcp", STARTS[2] + BLOCK)
+    with pytest.raises(Damaged, match=r"a\.distcp is damaged: the sum of bytes"):
+        read(tmp_path, items, 2)
+    assert [read(tmp_path, items, number) for number in (0, 1, 3)] == [ITEMS[0], ITEMS[1], ITEMS[3]]
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 2), (1, 1), (5, 5)])
+def test_what_is_no_item_is_refused(tmp_path: Path, total: FileSum, start: int, length: int) -> None:
+    """As where the descriptions of tensors belong to other files."""
+    with (tmp_path / "a.distcp").open("rb") as file, pytest.raises(Damaged, match="no item of it"):
+        VerifiedItems({"a.distcp": total}).verify(file, "a.distcp", start, length)
+
+
+def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path, total: FileSum) -> None:
+    with (tmp_path / "a.distcp").open("r+b") as file:
+        file.truncate(total.bytes - 3)
+    with pytest.raises(Damaged, match="3 bytes too early"):
+        read(tmp_path, VerifiedItems({"a.distcp": total}), 3)
+
+
+def test_a_file_without_sums_of_items_is_refused(tmp_path: Path, total: FileSum) -> None:
+    items = VerifiedItems({"a.distcp": FileSum(total.bytes, total.crc32)})
+    with pytest.raises(Damaged, match=r"no sums of what is in a\.distcp"):
+        read(tmp_path, items, 0)
+
+
+def folded(data: bytes, *, pieces: int = BLOCK) -> int:
+    total = FoldedSum()
+    for at in range(0, len(data), pieces):
+        total.update(memoryview(data)[at : at + pieces])
+    return total.value
+
+
+RANDOM = random.Random(1).randbytes(2 * BLOCK + 12_345)
+
+
+@pytest.mark.parametrize("pieces", [7, BLOCK - 1, len(RANDOM)])
+def test_the_sum_does_not_depend_on_the_pieces(pieces: int) -> None:
+    assert folded(RANDOM, pieces=pieces) == folded(RANDOM)
+
+
+def zeroed(data: bytearray) -> None:
+    data[8192:12288] = bytes(4096)
+
+
+def swapped(data: bytearray) -> None:
+    data[4096:8192], data[12288:16384] = data[12288:16384], data[4096:8192]
+
+
+def one_bit_of_every_line(data: bytearray) -> None:
+    """As a broken cell of memory does it."""
+    for at in range(13, len(data), 64):
+        data[at] |= 0x80
+
+
+@pytest.mark.parametrize("damage", [zeroed, swapped, one_bit_of_every_line])
+def test_the_sum_finds_what_storage_does_to_bytes(damage: Callable[[bytearray], None]) -> None:
+    data = bytearray(RANDOM)
+    damage(data)
+    assert folded(bytes(data)) != folded(RANDOM)
+
+
+def test_the_sum_finds_each_flipped_bit() -> None:
+    for place in random.Random(2).sample(range(8 * len(RANDOM)), 200):
+        data = bytearray(RANDOM)
+        data[place // 8] ^= 1 << place % 8
+        assert folded(bytes(data)) != folded(RANDOM), place

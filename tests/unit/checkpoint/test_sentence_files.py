@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megavlm.checkpoint.hf.embedding_files import read_embedding_file, write_embedding_files
-from megavlm.checkpoint.hf.sentence_files import end_texts
+from megavlm.checkpoint.hf.embedding_files import end_texts, read_embedding_file, write_embedding_files
 from megavlm.config.schema import ModelConfig, ObjectiveConfig
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 

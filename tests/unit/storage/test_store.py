@@ -15,11 +15,10 @@ import fsspec
 import pytest
 
 from megavlm.errors import UserError
+from megavlm.storage import complaint, is_url, transfer, without_secrets
 from megavlm.storage import store as store_module
-from megavlm.storage import transfer
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
-from megavlm.storage.urls import complaint, is_url, without_secrets
 
 
 @pytest.fixture(autouse=True)

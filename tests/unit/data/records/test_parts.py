@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.types import ImageRef, Turn, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 
 A, B = ImageRef(b"first"), ImageRef(b"second")
 

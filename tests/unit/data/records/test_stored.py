@@ -19,7 +19,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
-from megavlm.storage.stored_file import StoredFile
+from megavlm.storage.transfer import StoredFile
 from tests.support.data_files import write_llava
 
 

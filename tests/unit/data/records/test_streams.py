@@ -18,7 +18,7 @@ from megavlm.data.records.streams import for_energon
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.storage.file_range import FileRange
+from megavlm.paths import FileRange
 from tests.support.tar_shards import sample, write_shards, write_tar
 
 

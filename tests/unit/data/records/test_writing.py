@@ -16,9 +16,9 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.errors import UserError
+from megavlm.paths import FileRange
 from megavlm.programs import channels
 from megavlm.programs.prepare import main
-from megavlm.storage.file_range import FileRange
 
 
 def picture(colour: int, file_format: str = "PNG") -> bytes:
