@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 48_033,  # 40,000
-    "modules": 486,  # 380
-    "code lines of the largest module": 313,
+    "code lines of the package": 47_828,  # 40,000
+    "modules": 475,  # 380
+    "code lines of the largest module": 306,
     "options": 293,
     "flags": 147,  # 150
-    "code lines of tests": 42_362,  # 33,000
-    "words of documentation": 45_303,  # 45,000
+    "code lines of tests": 42_302,  # 33,000
+    "words of documentation": 45_289,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
