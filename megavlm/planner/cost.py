@@ -140,7 +140,7 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
-    """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `tools/calibrate.py` fits."""
+    """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `megavlm calibrate` fits."""
     products, attention = rank_flops(name, scenario)
     traffic = (
         memory_traffic(name, scenario, program_of(scenario)).forward

@@ -1,8 +1,8 @@
-"""Measure this machine for the planner: `torchrun --nproc-per-node 2 tools/calibrate.py --out mine.json`.
+"""Measure this machine for the planner: `torchrun --nproc-per-node 2 -m megavlm calibrate --out mine.json`.
 
 Start as many processes as a training run will have. Each times the layers of small models of several widths and
 lengths, the optimizer, an all-gather and, on a GPU, grouped products of experts; the rates of `megavlm/planner/cost.py`
-are fitted to these times. Use the result with `python tools/plan.py … --profile mine.json` or
+are fitted to these times. Use the result with `megavlm plan … --profile mine.json` or
 `pretrain_vlm.py --plan auto --hardware mine.json`.
 """
 

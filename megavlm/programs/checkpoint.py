@@ -1,4 +1,4 @@
-"""List, verify, show, prune and copy checkpoints: `python tools/checkpoint.py list|verify|show|prune|copy …`.
+"""List, verify, show, prune and copy checkpoints: `megavlm checkpoint list|verify|show|prune|copy …`.
 
 A folder on a disk is read like one in a store. Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a
 mistake in the command, else 0.

@@ -1,4 +1,4 @@
-"""Convert between Hugging Face folders and checkpoints: `python tools/convert.py import HF_DIR OUT_DIR`, `export`, …"""
+"""Convert between Hugging Face folders and checkpoints: `megavlm convert import HF_DIR OUT_DIR`, `export`, …"""
 
 from __future__ import annotations
 

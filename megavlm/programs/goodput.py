@@ -1,4 +1,4 @@
-"""Say what runs' time went to: `python tools/goodput.py RUN_DIR…` reads their metrics.jsonl and events.jsonl, no more.
+"""Say what runs' time went to: `megavlm goodput RUN_DIR…` reads their metrics.jsonl and events.jsonl, no more.
 
 Print a summary and write one self-contained HTML page: training, what time was lost to, a time line, and how long each
 restart took. With --scaling, the throughput per device of runs of several sizes against that of the smallest.

@@ -1,4 +1,4 @@
-"""Find the fastest layout: `python tools/plan.py --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`."""
+"""Find the fastest layout: `megavlm plan --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert a data set to WebDataset tars: `python tools/prepare_data.py SOURCE OUT_DIR [--image-root DIR]`.
+"""Convert a data set to WebDataset tars: `megavlm prepare SOURCE OUT_DIR [--image-root DIR]`.
 
 A tar is read sequentially; single image files need many small reads, which are slow on network file systems.
 """

@@ -1,4 +1,4 @@
-"""Say what holds a run back: `python tools/why.py RUN_DIR`. It reads metrics.jsonl and events.jsonl, no more."""
+"""Say what holds a run back: `megavlm why RUN_DIR`. It reads metrics.jsonl and events.jsonl, no more."""
 
 from __future__ import annotations
 

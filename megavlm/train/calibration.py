@@ -1,4 +1,4 @@
-"""Measure layers, collectives and the optimizer on this machine, for the profile of `tools/calibrate.py`."""
+"""Measure layers, collectives and the optimizer on this machine, for the profile of `megavlm calibrate`."""
 
 from __future__ import annotations
 

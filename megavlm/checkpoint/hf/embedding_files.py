@@ -30,7 +30,7 @@ PARTS_FILE = "megavlm_parts.json"
 _README = """# Embeddings
 
 These weights turn texts and images into vectors (objective: {kind}). They were exported by megavlm; `megavlm embed` or
-`python tools/embed.py` writes vectors of a file of records. With Transformers:
+`megavlm embed` writes vectors of a file of records. With Transformers:
 
 ```python
 import torch

@@ -1,1 +1,1 @@
-"""Check a machine: what it has, what is missing, and the command that installs or repairs it (`tools/doctor.py`)."""
+"""Check a machine: what it has, what is missing, and the command that installs or repairs it (`megavlm doctor`)."""

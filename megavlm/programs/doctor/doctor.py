@@ -1,9 +1,9 @@
-"""Check this machine: `python tools/doctor.py [--json [FILE]] [--no-measure] [--timeout SECONDS]`.
+"""Check this machine: `megavlm doctor [--json [FILE]] [--no-measure] [--timeout SECONDS]`.
 
 Report versions, devices with their peak and measured rates, communication and disk; then list each problem with the
 command that fixes it. The exit status is 1 if a run could not work, else 0.
 
-With --world, check all nodes of a run together, started like the run: `torchrun … tools/doctor.py --world`, or by srun.
+With --world, check all nodes together, started like the run: `torchrun … -m megavlm doctor --world`, or by srun.
 Versions, code, GPUs, network adapters and clocks are compared, all links between nodes measured, and what differs or
 is slow is named, a line each.
 """

@@ -1,8 +1,8 @@
-"""Score a trained model on questions about images and videos: `python tools/evaluate.py RUN_DIR --task FILE.jsonl`.
+"""Score a trained model on questions about images and videos: `megavlm evaluate RUN_DIR --task FILE.jsonl`.
 
 Answers are appended to a folder while the model gives them, and the same command continues after an interruption. In
 the end the folder has the scores (results.json) and a page of the wrong answers (failures.html). torchrun starts a
-process for each GPU: `torchrun --nproc-per-node 8 tools/evaluate.py …`.
+process for each GPU: `torchrun --nproc-per-node 8 -m megavlm evaluate …`.
 """
 
 from __future__ import annotations

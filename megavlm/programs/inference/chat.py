@@ -1,4 +1,4 @@
-"""Talk to a trained model in a terminal: `python tools/chat.py RUN_DIR` or a Hugging Face folder, `--image cat.png`."""
+"""Talk to a trained model in a terminal: `megavlm chat RUN_DIR` or a Hugging Face folder, `--image cat.png`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the vectors of texts and images: `python tools/embed.py RUN_DIR records.jsonl --out vectors`.
+"""Write the vectors of texts and images: `megavlm embed RUN_DIR records.jsonl --out vectors`.
 
 Each record of the file (JSON Lines, CSV, parquet, …) has `text`, `image` or `images` (`video`, `videos`), and maybe an
 `id`. The folder `vectors` then has vectors.npy, [records, channels] float32 of length 1, and ids.jsonl, an id for each

@@ -1,4 +1,4 @@
-"""Preview the training data: `python tools/preview_data.py CONFIG.yaml`, or with the flags of a run.
+"""Preview the training data: `megavlm preview CONFIG.yaml`, or with the flags of a run.
 
 Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
 the packing of samples into sequences, lengths, the sampling share of each source, and skipped samples with reasons.

@@ -1,4 +1,4 @@
-"""Train the variants of a run and compare them: `python tools/sweep.py GRID.yaml [--on slurm] [--parallel 5]`.
+"""Train the variants of a run and compare them: `megavlm sweep GRID.yaml [--on slurm] [--parallel 5]`.
 
 GRID.yaml says what varies (docs/clusters.md). Before anything starts, the options of every variant are checked. Those
 that have finished are skipped, so that the same command goes on after an interruption. The results are a table and
