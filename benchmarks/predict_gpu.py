@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_model
-from explain import BEFORE, POSSIBLE, Explained, StepPart, explained, played
+from explain import POSSIBLE, Explained, StepPart, explained, played
 from tables import with_table
 
 from megavlm.arch.dims import Dims
@@ -76,14 +76,12 @@ def predictions() -> list[Predicted]:
 
 def predicted(shape: gpu_model.Shape, gpu: str) -> Predicted:
     hardware = profile(gpu)
-    programs: dict[str, MemoryPasses] = {"before": BEFORE, "now": NOW, "possible": POSSIBLE}
+    programs: dict[str, MemoryPasses] = {"now": NOW, "possible": POSSIBLE}
     steps: dict[str, Explained] = {}
     fp8: dict[str, Explained] = {}
     for name, passes in programs.items():
-        before = name == "before"
         for found, key, precision in ((steps, name, "bf16"), (fp8, f"{name}, FP8", "fp8")):
-            scenario = case(shape, precision, whole=before)
-            found[key] = explained(scenario, hardware, passes, OURS, windows_batched=not before)
+            found[key] = explained(case(shape, precision), hardware, passes, OURS)
     return Predicted(shape, gpu, {**steps, **fp8, "Transformers": transformers(shape, hardware)})
 
 
@@ -145,11 +143,11 @@ def tables() -> list[str]:
 
 def summary(found: Sequence[Predicted]) -> list[str]:
     lines = [
-        "| shape | GPU | language layers | step, ms: before | now | possible | Transformers | gain: before | now "
-        "| possible | possible, FP8 |",
-        "|---" * 11 + "|",
+        "| shape | GPU | language layers | step, ms: now | possible | Transformers | gain: now | possible "
+        "| possible, FP8 |",
+        "|---" * 9 + "|",
     ]
-    programs = ("before", "now", "possible")
+    programs = ("now", "possible")
     for each in found:
         cells = [each.shape.name, each.gpu.upper(), str(each.shape.num_layers)]
         cells += [f"{1e3 * each.steps[name].seconds:.0f}" for name in (*programs, "Transformers")]
@@ -157,8 +155,8 @@ def summary(found: Sequence[Predicted]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "| language part, TFLOP/s | GPU | bf16: before | now | possible | FP8: before | now | possible |",
-        "|---" * 8 + "|",
+        "| language part, TFLOP/s | GPU | bf16: now | possible | FP8: now | possible |",
+        "|---" * 6 + "|",
     ]
     for each in found:
         rates = [each.language_tflops(name + fp8) for fp8 in ("", ", FP8") for name in programs]
@@ -168,8 +166,8 @@ def summary(found: Sequence[Predicted]) -> list[str]:
 
 def milliseconds(each: Predicted) -> list[str]:
     """Return a table of the milliseconds of a step, by term."""
-    programs = ("before", "now", "possible", "Transformers")
-    lines = [f"| {each.shape.name}, {each.gpu.upper()}, ms | {' | '.join(programs)} |", "|---" * 5 + "|"]
+    programs = ("now", "possible", "Transformers")
+    lines = [f"| {each.shape.name}, {each.gpu.upper()}, ms | {' | '.join(programs)} |", "|---" * 4 + "|"]
     rows: dict[str, list[float]] = {}
     for program in programs:
         step = each.steps[program]

@@ -175,7 +175,7 @@ class DataWindow:
         return as_workload(self.work.sum(axis=1).mean(axis=0))
 
     def line(self) -> str:
-        """Return the line that `tools/plan.py` prints: samples read, and images and patches of a sequence."""
+        """Return the line that `megavlm plan` prints: samples read, and images and patches of a sequence."""
         images, patches = self.images.ravel(), self.work[..., FIELDS.index("patches")].ravel()
         skipped = f" ({self.unusable:,} cannot be used)" if self.unusable else ""
         full = self.work[..., TOKENS].mean() / self.length

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.examples import environment
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/after-training.md").read_text(encoding="utf-8")
@@ -22,13 +23,10 @@ def blocks(text: str) -> list[str]:
 
 
 def run(session: str, folder: Path, python: Path = Path(sys.executable)) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(python.parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     done = subprocess.run(
         ["bash", "-ec", session],
         cwd=folder,
-        env=environment,
+        env=environment(folder, python) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

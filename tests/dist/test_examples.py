@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.examples import PAGES, Example, examples, write_folder
+from tests.support.examples import PAGES, Example, environment, examples, write_folder
 from tests.support.forked import PATIENCE
 
 # Runs are shorter than a user's: three steps, of which each saves.
@@ -29,12 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, words: tuple[str, ...]) -> None:
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", shlex.join(words)],
         cwd=folder,
-        env=environment,
+        env=environment(folder),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.examples import environment
 from tests.support.training import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +21,8 @@ def test_the_hour_in_miniature_ends_with_a_model_that_sees(tmp_path: Path) -> No
     (session,) = re.findall(r"^```bash\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
     for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(["bash", "-ec", session], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    shell = ["bash", "-ec", session]
+    run = subprocess.run(shell, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     records = metrics(tmp_path / "runs/hour")
     measured = [record["validation/loss"] for record in records if "validation/loss" in record]

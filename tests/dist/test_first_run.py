@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.examples import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,7 @@ def test_the_session_ends_with_the_answer_that_readme_says(tmp_path: Path) -> No
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()  # the tests' own environment is the one that is used
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(["bash", "-ec", session], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    shell = ["bash", "-ec", session]
+    run = subprocess.run(shell, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == answer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +94,16 @@ def examples(page: Path) -> Iterator[Example]:
         for line in (fenced or indented).replace("\\\n", " ").splitlines():
             if next((word for word in line.split() if "=" not in word), "") in PROGRAMS:
                 yield Example(page.name, tuple(shlex.split(line, comments=True)))
+
+
+def environment(folder: Path, python: Path = Path(sys.executable)) -> dict[str, str]:
+    """Return the variables of a shell in a copy of the clone, where `megavlm` is the command of these sources."""
+    command = folder / ".commands/megavlm"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec "{python}" -m megavlm "$@"\n')
+    command.chmod(0o755)
+    paths = os.pathsep.join([str(command.parent), str(python.parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": paths, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 def write_folder(folder: Path) -> None:
