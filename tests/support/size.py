@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 293,
     "flags": 147,  # 150
-    "code lines of tests": 42_302,  # 33,000
-    "words of documentation": 45_289,  # 45,000
+    "code lines of tests": 42_300,  # 33,000
+    "words of documentation": 44_882,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
