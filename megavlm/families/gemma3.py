@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -148,8 +148,6 @@ CHAT = NamedTemplate(
     needs=("<start_of_turn>", "<end_of_turn>"),
 )
 
-_HEAD = "language_model.lm_head.weight"
-
 
 FAMILY = Family(
     name="gemma3",
@@ -157,12 +155,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=(
-        NamePrefixes("vision_tower.", "multi_modal_projector.", "language_model.model.", _HEAD),
-        NamePrefixes("vision_tower.vision_model.", "multi_modal_projector.", "language_model.model.", _HEAD),
-        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
-        NamePrefixes("model.vision_tower.vision_model.", "model.multi_modal_projector.", "model.language_model."),
-    ),
+    name_prefixes=llava_prefixes(towers=NESTED_TOWERS),
     unused=(r".*vision_tower\.(vision_model\.)?head\..*", r".*position_ids"),
     image_processors=(
         ProcessorReader(

@@ -13,7 +13,7 @@ from typing import Any
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.families.shared.chat import CHATML
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -128,12 +128,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=tokens_and_pixels,
-    name_prefixes=(
-        NamePrefixes(
-            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
-        ),
-        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
-    ),
+    name_prefixes=llava_prefixes(),
     image_processors=(
         ProcessorReader(
             ("GotOcr2",),

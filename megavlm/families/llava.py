@@ -7,7 +7,7 @@ from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import VICUNA
-from megavlm.families.shared.family import Composition, Family, NamePrefixes
+from megavlm.families.shared.family import NESTED_TOWERS, Composition, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import experts, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -111,19 +111,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=tokens_and_pixels,
-    name_prefixes=(
-        NamePrefixes(
-            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
-        ),
-        NamePrefixes(
-            "vision_tower.vision_model.",
-            "multi_modal_projector.",
-            "language_model.model.",
-            "language_model.lm_head.weight",
-        ),
-        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
-        NamePrefixes("model.vision_tower.vision_model.", "model.multi_modal_projector.", "model.language_model."),
-    ),
+    name_prefixes=llava_prefixes(towers=NESTED_TOWERS),
     image_processors=(
         ProcessorReader(
             ("Llava",), {**CLIP_PIXELS, **SQUARE_224, "do_center_crop": True, "do_pad": False}, build_processor

@@ -14,7 +14,7 @@ from megavlm.arch.image_tokens import TileGroup, Tiling, half, tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import CHATML
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import unpatchify
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -125,9 +125,6 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     return given
 
 
-_LEGACY_HEAD = "language_model.lm_head.weight"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Anyres(Processor):
     """Returns an image reduced to one tile, then tiles of the image enlarged to the best of some resolutions.
@@ -209,12 +206,7 @@ FAMILY = Family(
     table=table,
     inputs=inputs,
     tiling=tiling,
-    name_prefixes=(
-        NamePrefixes("vision_tower.", "", "language_model.model.", _LEGACY_HEAD),
-        NamePrefixes("vision_tower.vision_model.", "", "language_model.model.", _LEGACY_HEAD),
-        NamePrefixes("model.vision_tower.", "model.", "model.language_model."),
-        NamePrefixes("model.vision_tower.vision_model.", "model.", "model.language_model."),
-    ),
+    name_prefixes=llava_prefixes("", towers=NESTED_TOWERS),
     image_processors=(
         ProcessorReader(
             ("LlavaOnevision",),

@@ -9,7 +9,7 @@ from megavlm.arch.layers import VISION_LAYER, vision_layers_run
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import MISTRAL
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import unpatchify
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings, refuse
@@ -160,12 +160,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=(
-        NamePrefixes(
-            "vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model.lm_head.weight"
-        ),
-        NamePrefixes("model.vision_tower.", "model.multi_modal_projector.", "model.language_model."),
-    ),
+    name_prefixes=llava_prefixes(),
     unused=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
     image_processors=(PROCESSOR,),
     image_text=IMAGE,

@@ -30,9 +30,8 @@ from torch.nn.attention.bias import CausalBias
 
 from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
-from megavlm.model import varlen
 from megavlm.model.masks import attend_in_spans
-from megavlm.model.packing import Packing, in_rows, in_sequence
+from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
 
 # For packed sequences: cuDNN, which torch prefers on Hopper, plans anew for each number and length of sequences.
@@ -137,8 +136,8 @@ class CoreAttention(nn.Module):
                 out = attend_in_spans(q, k, v, packed_seq_params.masked, self._attend)
             return in_rows(packed_seq_params, out, rows=query.shape[1])
         drops = self.dropout > 0 and self.training
-        if self.joins_lengths and not drops and varlen.takes(q, k):
-            out = varlen.attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
+        if self.joins_lengths and not drops and fits_one_call(q, k):
+            out = attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
         else:
             with sdpa_kernel(ANY_SHAPE):
                 out = self._attend_run_by_run(q, k, v, packed_seq_params, causal=causal)

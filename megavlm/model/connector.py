@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,9 @@ from megavlm.arch.image_tokens import Grid, TileGroup, tokens_per_grid
 from megavlm.arch.tensor_split import share_of
 from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.model.norm import Norm
+from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import VisionLayout
 from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_shuffle, unpad_and_concat
-
-if TYPE_CHECKING:
-    from megavlm.model.layer_kinds import LayerBuilder
 
 
 class ConnectorModule(MegatronModule):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,15 +27,14 @@ from megavlm.arch.layers import (
 from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
-from megavlm.config.schema import Config
 from megavlm.model import specs
 from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, Representation
-from megavlm.model.layer_modules import accumulation_fields, cross_entropy_of, output_accumulation_fields
+from megavlm.model.layer_modules import cross_entropy_of, output_accumulation_fields
 from megavlm.model.norm import Norm
+from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import PatchEmbed
-from megavlm.parallel.groups import Groups
 from megavlm.precision.fp8_state import building
 
 if TYPE_CHECKING:
@@ -53,36 +50,6 @@ class LayerImpl:
 
     build: Callable[[LayerBuilder, str], nn.Module]
     run: Callable[[VLMChunk, str, Any, MicroBatchContext], Tensor]
-
-
-@dataclass(frozen=True)
-class LayerBuilder:
-    """What building a chunk's layers needs. `ties_locally`: the chunk also holds the embedding."""
-
-    config: Config
-    groups: Groups
-    vocab_size: int
-    ties_locally: bool
-
-    @cached_property
-    def vision(self) -> TransformerConfig:
-        return specs.vision_config(self.config, tp=self.groups.dims.tp)
-
-    @cached_property
-    def language(self) -> TransformerConfig:
-        return specs.language_config(self.config, tp=self.groups.dims.tp)
-
-    @cached_property
-    def connector(self) -> TransformerConfig:
-        return specs.projector_config(self.config, tp=self.groups.dims.tp)
-
-    @cached_property
-    def vision_layers(self) -> TransformerConfig:
-        return replace(self.vision, **accumulation_fields(self.config, "vision"))
-
-    @cached_property
-    def language_layers(self) -> TransformerConfig:
-        return replace(self.language, **accumulation_fields(self.config, "language"))
 
 
 def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:

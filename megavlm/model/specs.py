@@ -5,8 +5,8 @@ Legend of the layers these build: hidden states are [S, B, H]; packed vision seq
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
-from megavlm.model.layer_modules import LayerModules, fp8_fields, modules_of
+from megavlm.model.layer_modules import LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, LayerScale, PostNorm
 from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups
@@ -148,6 +148,36 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
         layernorm_zero_centered_gamma=config.model.projector.apply_layernorm_1p,
     )
     return replace(layer_config, sequence_parallel=False)
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """What building a chunk's layers needs. `ties_locally`: the chunk also holds the embedding."""
+
+    config: Config
+    groups: Groups
+    vocab_size: int
+    ties_locally: bool
+
+    @cached_property
+    def vision(self) -> TransformerConfig:
+        return vision_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def language(self) -> TransformerConfig:
+        return language_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def connector(self) -> TransformerConfig:
+        return projector_config(self.config, tp=self.groups.dims.tp)
+
+    @cached_property
+    def vision_layers(self) -> TransformerConfig:
+        return replace(self.vision, **accumulation_fields(self.config, "vision"))
+
+    @cached_property
+    def language_layers(self) -> TransformerConfig:
+        return replace(self.language, **accumulation_fields(self.config, "language"))
 
 
 def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
-from megavlm.model import varlen
 from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
 from megavlm.model.layer_modules import Execution, LayerModules, with_bias_inside
-from megavlm.model.packing import Packing, in_rows, in_sequence
+from megavlm.model.packing import Packing, attend_in_all, in_rows, in_sequence, is_faster_at_once
 from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups
 
@@ -150,8 +149,8 @@ def flattened(attention: type) -> type:
                 return packing.cached.attend(self, query, key, value, scale=self.cached_scale)
             rows = query.shape[1]
             query, key, value = inputs = tuple(in_sequence(packing, x) for x in (query, key, value))
-            if attn_mask_type is AttnMaskType.no_mask and not self.drops and varlen.is_faster(query, key, packing):
-                outputs = [varlen.attend_in_all(query, key, value, packing, causal=False, scale=self.cached_scale)]
+            if attn_mask_type is AttnMaskType.no_mask and not self.drops and is_faster_at_once(query, key, packing):
+                outputs = [attend_in_all(query, key, value, packing, causal=False, scale=self.cached_scale)]
             else:
                 outputs = [
                     super(FlattenedAttention, self)

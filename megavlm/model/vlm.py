@@ -43,7 +43,7 @@ from megavlm.config.schema import Config
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Representation, pack, unpack
-from megavlm.model.layer_kinds import IMPLEMENTATIONS, LayerBuilder
+from megavlm.model.layer_kinds import IMPLEMENTATIONS
 from megavlm.model.layer_modules import execution_of
 from megavlm.model.lora import add_adapters
 from megavlm.model.offload import Offload
@@ -51,6 +51,7 @@ from megavlm.model.packing import Packing
 from megavlm.model.rank_parts import laid_out, part_of_rank
 from megavlm.model.rotary import Rotation
 from megavlm.model.router import RoutedRows
+from megavlm.model.specs import LayerBuilder
 from megavlm.parallel.groups import Groups
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"

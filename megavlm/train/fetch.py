@@ -16,7 +16,7 @@ from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
 from megavlm.config.schema import Config
 from megavlm.errors import StoreLost, UserError
 from megavlm.parallel.groups import from_rank_0, on_rank_0
-from megavlm.parallel.in_step import in_step
+from megavlm.parallel.rendezvous import in_step
 from megavlm.resilience import events
 from megavlm.resilience.phases import START, Phases
 from megavlm.storage import is_url

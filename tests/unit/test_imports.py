@@ -58,7 +58,6 @@ TORCH_FREE = tuple(name for row in RANKS[: RANKS.index(("megavlm.planner",)) + 1
 DEVICE_FREE = (
     "megavlm.data.sampler",
     "megavlm.data.collate",
-    "megavlm.model.packing",
     "megavlm.model.rotary",
     "megavlm.model.vision_ops",
     "megavlm.optim.matrix_plan",

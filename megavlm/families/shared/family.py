@@ -37,6 +37,21 @@ class NamePrefixes:
     experts: ExpertFiles = "apart"
 
 
+def llava_prefixes(
+    projector: str = "multi_modal_projector.", *, towers: tuple[str, ...] = ("vision_tower.",)
+) -> tuple[NamePrefixes, ...]:
+    """Return what precedes the names in models that are made like LLaVA, saved before and since Transformers 4.52."""
+    head = "language_model.lm_head.weight"
+    return (
+        *(NamePrefixes(tower, projector, "language_model.model.", head) for tower in towers),
+        *(NamePrefixes(f"model.{tower}", f"model.{projector}", "model.language_model.") for tower in towers),
+    )
+
+
+# A tower may be a model of its own inside.
+NESTED_TOWERS = ("vision_tower.", "vision_tower.vision_model.")
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture's configuration, weights, inputs, image processor and chat template.

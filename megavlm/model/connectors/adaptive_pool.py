@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,8 @@ from megavlm.arch.connectors.adaptive_pool import ADAPTIVE_POOL
 from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.resampler import Mlp
+from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision_ops import images_of
-
-if TYPE_CHECKING:
-    from megavlm.model.layer_kinds import LayerBuilder
 
 
 class AdaptivePool(ConnectorModule):

@@ -8,7 +8,7 @@ rank holds, padding included, of which the first n are the model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,8 @@ from megavlm.arch.tensor_split import share_of
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
 from megavlm.model.resampler import Mlp, Part
+from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision_ops import images_of, resized_table
-
-if TYPE_CHECKING:
-    from megavlm.model.layer_kinds import LayerBuilder
 
 
 class _Divided(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,7 @@ from megavlm.config.schema import ModelConfig
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
 from megavlm.model.resampler import Attention, Mlp, Part
-
-if TYPE_CHECKING:
-    from megavlm.model.layer_kinds import LayerBuilder
+from megavlm.model.specs import LayerBuilder
 
 
 class Layer(Part):

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megavlm.backend import activate
-
-activate()
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-
-from megavlm.model.activation import ACTIVATIONS, ActivationModule  # noqa: E402
-from megavlm.model.experts import GroupedExperts, Products, Rows, emulated  # noqa: E402
-from megavlm.model.weights import initialize  # noqa: E402
-from megavlm.parallel.shards import shard_layout  # noqa: E402
-from megavlm.precision.emulated import current_operands, rounded  # noqa: E402
-from tests.support.flags import resolved  # noqa: E402
+from megavlm.model.activation import ACTIVATIONS, ActivationModule
+from megavlm.model.experts import GroupedExperts, Products, Rows, emulated
+from megavlm.model.weights import initialize
+from megavlm.parallel.shards import shard_layout
+from megavlm.precision.emulated import current_operands, rounded
+from tests.support.flags import resolved
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
 

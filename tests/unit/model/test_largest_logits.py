@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megavlm.backend import activate
-
-activate()  # before the modules below import megatron-core
-
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from megavlm.model.attention import CoreAttention, LogitAttention, largest_logits  # noqa: E402
-from megavlm.model.packing import packed  # noqa: E402
+from megavlm.model.attention import CoreAttention, LogitAttention, largest_logits
+from megavlm.model.packing import packed
 
 
 def plain(query: Tensor, key: Tensor, *, scale: float, allowed: Tensor) -> Tensor:

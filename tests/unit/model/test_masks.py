@@ -1,4 +1,4 @@
-"""Attention by masks, in spans, against one mask written down token by token."""
+"""Attention by masks, in spans, against one mask written down token by token; a long prompt attends to its cache so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megavlm.arch.masks import spans_of
 from megavlm.arch.workload import sliding_squares
-from megavlm.model.masks import attend_in_spans, image_runs, masked_spans
+from megavlm.inputs.batch import Continuation, KeyValueCache
+from megavlm.model.masks import CachedAttention, attend_in_spans, image_runs, masked_spans
 
 IMAGE = 9
 # Two rows of 16: an image of four, one of three at the end of a sample; one of four behind another, one split in two.
@@ -76,3 +77,29 @@ def test_squares_count_the_pairs_of_a_window() -> None:
     pairs = sum(min(place + 1, window) for place in range(length))
     assert sliding_squares(length, window) == pytest.approx(2 * pairs, rel=1e-3)
     assert sliding_squares(200, window) == 200**2
+
+
+B, S, ROOM, N, G, D = 2, 11, 20, 4, 2, 8
+
+
+def attended(step: int, *, window: int | None, runs: bool) -> tuple[list[torch.Tensor], int]:
+    """Return the outputs of a prompt and of two more tokens, and the entries of the largest mask of a row."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.tensor([[0, 1, 1, 1, 1, 0, 2, 2, 2, 0, 0], [0] * 3 + [1] * 8]) if runs else None
+    last = torch.tensor([S - 1, S - 3])
+    rows, outputs, largest = Continuation(KeyValueCache(ROOM), torch.zeros(B, dtype=torch.int64), last), [], 0
+    for positions in (S, 1, 1):
+        attention = CachedAttention(rows, positions, window, images if positions == S else None, step)
+        query, key, value = (torch.randn(positions, B, heads, D, generator=generator) for heads in (N, G, G))
+        outputs.append(attention.attend("layer", query, key, value, scale=None))
+        largest = max(largest, *(mask[0].numel() for mask in attention._masks()))
+        rows = rows.advanced()
+    return outputs, largest
+
+
+@pytest.mark.parametrize(("window", "runs"), [(None, False), (None, True), (3, True)])
+def test_spans_attend_as_the_whole_prompt_does(window: int | None, runs: bool) -> None:
+    whole, all_at_once = attended(S, window=window, runs=runs)
+    spans, largest = attended(4, window=window, runs=runs)
+    torch.testing.assert_close(spans, whole)
+    assert (all_at_once, largest) == (S * ROOM, 4 * ROOM)

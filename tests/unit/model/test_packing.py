@@ -5,7 +5,6 @@ all sequences at once, and one call per run of equal lengths.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -18,11 +17,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megavlm.model import attention, varlen
+from megavlm.model import attention
+from megavlm.model import packing as packing_module
 from megavlm.model.attention import CoreAttention
 from megavlm.model.packing import Packing, equal_sequences, packed, rounded_count, runs_of
 from megavlm.model.te import flattened
-from megavlm.model.vision import VisionLayout
 from tests.support.stand_ins import TEDotProductAttention
 
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ def test_one_call_attends_in_all_sequences_where_torch_has_it(causal: bool, monk
     packing = packed([0, *accumulate(LENGTHS["batch and rest"])], CPU)
     expected = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
     assert (len(runs), len(calls)) == (4, 0)
-    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash(calls))
+    monkeypatch.setattr(packing_module, "flash_kernel", lambda: calls_of_flash(calls))
     found = attended(core_attention(), packing, causal=causal, dtype=torch.bfloat16)
     assert (len(runs), len(calls)) == (4, 1)
     assert_alike(found, expected, tolerance=2**-7)
@@ -67,13 +66,13 @@ def test_one_call_attends_in_all_sequences_where_torch_has_it(causal: bool, monk
 def test_a_towers_short_sequences_are_one_call_with_te_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of causal ones and long ones Transformer Engine's kernels are faster."""
     calls: list[str] = []
-    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash(calls))
+    monkeypatch.setattr(packing_module, "flash_kernel", lambda: calls_of_flash(calls))
     packing = packed([0, *accumulate(LENGTHS["batch and rest"])], CPU, usual=USUAL)
     expected = attended(core_attention(), packing, causal=False, dtype=torch.bfloat16)
     for causal, short, flash, te in ((False, 5, 1, 0), (False, 4, 0, 2), (True, 5, 0, 2)):
         calls.clear()
         TEDotProductAttention.calls.clear()
-        monkeypatch.setattr(varlen, "SHORT", short)
+        monkeypatch.setattr(packing_module, "SHORT", short)
         found = attended(te_attention(causal), packing, causal=causal, dtype=torch.bfloat16)
         assert (len(calls), len(TEDotProductAttention.calls)) == (flash, te)
         if not causal:
@@ -84,44 +83,23 @@ def test_the_kernel_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def qkv(dtype: torch.dtype = torch.bfloat16, width: int = WIDTH) -> tuple[Tensor, Tensor]:
         return torch.empty(5, HEADS, width, dtype=dtype), torch.empty(5, GROUPS, width, dtype=dtype)
 
-    assert not varlen.takes(*qkv())  # a CPU
-    monkeypatch.setattr(varlen, "kernel", lambda: calls_of_flash([]))
-    assert varlen.takes(*qkv())
+    assert not packing_module.fits_one_call(*qkv())  # a CPU
+    monkeypatch.setattr(packing_module, "flash_kernel", lambda: calls_of_flash([]))
+    assert packing_module.fits_one_call(*qkv())
     for refused in (qkv(torch.float32), qkv(width=12), qkv(width=264)):
-        assert not varlen.takes(*refused)
+        assert not packing_module.fits_one_call(*refused)
 
 
 def test_torch_has_the_operator_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in's arguments, by name and order, begin those of the installed torch, and autograd knows it."""
-    monkeypatch.setattr(varlen, "device_at_hand", lambda: SimpleNamespace(capability=(9, 0)))
-    varlen.kernel.cache_clear()
-    operator: Any = varlen.kernel()
-    varlen.kernel.cache_clear()
+    monkeypatch.setattr(packing_module, "device_at_hand", lambda: SimpleNamespace(capability=(9, 0)))
+    packing_module.flash_kernel.cache_clear()
+    operator: Any = packing_module.flash_kernel()
+    packing_module.flash_kernel.cache_clear()
     theirs = [argument.name for argument in operator._schema.arguments]
     ours = list(inspect.signature(calls_of_flash([])).parameters)
     assert theirs[: len(ours)] == ours
     assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
-
-
-def test_a_stream_of_images_needs_few_cudnn_plans() -> None:
-    """200 micro-batches of Qwen2.5-VL, up to 65k patches: 8 × 8 windows, and whole images."""
-    draw = random.Random(1)
-    before: set[Any] = set()
-    after: set[Any] = set()
-    for _ in range(200):
-        grids = tuple((2 * draw.randint(8, 45), 2 * draw.randint(8, 45)) for _ in range(draw.randint(1, 16)))
-        layout = VisionLayout.of(grids, class_token=False, multiple=16, blank=(2, 2), window=8)
-        for bounds, usual in ((layout.window_bounds, 64), (layout.bounds, 0)):
-            before.add(cudnn_plan("thd", len(bounds) - 1, bounds[-1]))
-            packing = packed(bounds, CPU, usual=usual)
-            if packing.batch[0]:
-                after.add(cudnn_plan("bshd", *packing.batch))
-            if packing.rest is not None:
-                cu_seqlens: Any = packing.rest.cu_seqlens_q
-                after.add(cudnn_plan("thd", len(cu_seqlens) - 1, int(cu_seqlens[-1])))
-    print(len(before), len(after))
-    assert len(before) > 80
-    assert len(after) < 50
 
 
 @pytest.mark.parametrize(("sequences", "rounded"), [(1, 32), (32, 32), (33, 64), (512, 512), (513, 1024), (1025, 1536)])
@@ -135,19 +113,6 @@ def test_numbers_of_sequences_are_rounded_up(sequences: int, rounded: int) -> No
 @pytest.mark.parametrize(("count", "batch"), [(0, 0), (5, 5), (31, 31), (32, 32), (95, 64)])
 def test_a_batch_is_small_or_a_multiple(count: int, batch: int) -> None:
     assert equal_sequences(runs_of([0, *accumulate([USUAL] * count + [1])]), USUAL) == batch
-
-
-def cudnn_plan(layout: str, sequences: int, size: int) -> tuple[Any, ...]:
-    """What Transformer Engine 2.11 has cuDNN plan for (`fused_attn_f16_arbitrary_seqlen.cu`, `utils.cu`): exact numbers
-    of "bshd"; of "thd", rounded sequences up to 512 and exact ones beyond, and all tokens, rounded.
-    """
-    if layout == "bshd":
-        return layout, sequences, size
-    if size > 2**15:
-        size = -(-size // 2**15) * 2**15
-    else:
-        size = max(1024, 1 << (size - 1).bit_length())
-    return layout, rounded_count(sequences) if sequences <= 512 else sequences, size
 
 
 def core_attention() -> CoreAttention:

@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megavlm.backend import activate
-
-activate()
-
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
-
-from megavlm.config.schema import ExpertsConfig  # noqa: E402
-from megavlm.model.router import RoutedRows, Router  # noqa: E402
+from megavlm.config.schema import ExpertsConfig
+from megavlm.model.router import RoutedRows, Router
 
 EXPERTS, HIDDEN, LENGTH, ROWS = 6, 8, 10, 2
 TOKENS, TRAINED = (10, 7), (4, 3)  # the second row ends with padding

@@ -12,14 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.backend import activate
 from megavlm.errors import ScratchLost, UserError
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule  # noqa: E402
-from megavlm.optim.rules import ADAMW, ELEMENTWISE  # noqa: E402
-from megavlm.optim.stores import DiskStore, HostStore, Scratch  # noqa: E402
+from megavlm.optim.elementwise import ElementwiseOptimizer, ElementwiseRule
+from megavlm.optim.rules import ADAMW, ELEMENTWISE
+from megavlm.optim.stores import DiskStore, HostStore, Scratch
 
 SHAPES = ((37, 5), (64,), (3, 3, 3), (101, 7), (1,), (50, 50))
 

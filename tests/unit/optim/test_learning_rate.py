@@ -1,3 +1,5 @@
+"""The rate of each iteration is that of Transformers' schedules; gradients are divided as they are read."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import OptimizerConfig
-from megavlm.optim.chained import LearningRate, learning_rate
+from megavlm.optim.chained import LearningRate, divisor_of, learning_rate
+from megavlm.optim.elementwise import ElementwiseOptimizer
+from megavlm.optim.rules import ELEMENTWISE
+from megavlm.optim.stores import HostStore, StateStore
 from megavlm.rules.defaults import resolve
 
 PEAK, STEPS = 0.3, 20
@@ -83,3 +88,34 @@ def test_groups_have_rates_of_their_own() -> None:
     assert [group["lr"] for group in groups] == pytest.approx([0.03 + 0.5 * 0.27, 0.06 + 0.5 * 0.54])
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert schedule.current() == groups[0]["lr"]
+
+
+def params(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((37, 5), (64,), (3, 3, 3))]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("store", [StateStore, HostStore])
+@pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
+@pytest.mark.parametrize("tokens", [0, 1, 12345, 2**25 + 1])
+def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: float, tokens: int) -> None:
+    ours, theirs = params(1), params(1)
+    inner = ElementwiseOptimizer(ours, ELEMENTWISE[name], store(), lr=1e-2)
+    plain = ElementwiseOptimizer(theirs, ELEMENTWISE[name], lr=1e-2)
+    for step in range(3):
+        sums = [each * max(tokens, 1) for each in params(2 + step)]
+        for p, g in zip(ours, sums, strict=True):
+            p.grad = g.clone()
+        means = [g / max(tokens, 1) for g in sums]
+        norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in means])))
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        assert clip != 0.3 or scale < 1, "this one clips"
+        for p, g in zip(theirs, means, strict=True):
+            p.grad = g * scale
+        whole = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in sums])))
+        inner.divisor = divisor_of(whole, tokens, clip=clip or float("inf"))
+        inner.step()
+        plain.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)

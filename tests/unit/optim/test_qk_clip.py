@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.backend import activate
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.arch.tensor_split import head_split  # noqa: E402
-from megavlm.optim.qk_clip import ClipOptions, row_factors  # noqa: E402
+from megavlm.arch.tensor_split import head_split
+from megavlm.optim.qk_clip import ClipOptions, row_factors
 
 WIDTH = 3
 

@@ -1,3 +1,5 @@
+""" """
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -6,16 +8,11 @@ from math import prod
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megavlm.backend import activate
-
-activate()  # before the modules below import megatron-core
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-
-from megavlm.arch.tensor_split import Part, share_of, share_runs  # noqa: E402
-from megavlm.model.rank_parts import laid_out  # noqa: E402
-from megavlm.parallel.shards import boxes, shard_layout  # noqa: E402
+from megavlm.arch.tensor_split import Part, share_of, share_runs
+from megavlm.model.rank_parts import laid_out
+from megavlm.parallel.shards import boxes, shard_layout
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

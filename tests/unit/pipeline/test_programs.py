@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.backend import activate
-
-activate()
-
-from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules  # noqa: E402
-from megavlm.pipeline.walker import Receive, maker, rank_program, receiver  # noqa: E402
+from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules
+from megavlm.pipeline.walker import Receive, maker, rank_program, receiver
 
 SHAPES = st.one_of(
     st.builds(

@@ -1,4 +1,4 @@
-"""Which implementation and which FP8 recipe a device can have, and the one line where it cannot."""
+"""What devices and their software can run, and the one line for what they cannot."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
+from megavlm.precision.device import check_device, check_te_fp8
 
 CPU = Device("a CPU", None, None, None)
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), (2, 11, 0), (12, 9))
@@ -107,3 +109,21 @@ def test_versions() -> None:
     assert parsed("12.9") == (12, 9)
     assert parsed("2.9.0.dev0") == (2, 9, 0)
     assert parsed(None) is None
+
+
+FP8 = "--precision bf16 --fp8 hybrid"
+
+
+def test_torch_layers_keep_no_weights_in_fp8() -> None:
+    check_device(parse(FP8.split()))
+    with pytest.raises(UserError, match=r"^--fp8-param-gather needs Transformer Engine: .* leave it out$"):
+        check_device(parse([*FP8.split(), "--fp8-param-gather"]))
+
+
+@pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
+def test_what_is_known_to_work_with_sharded_weights(sharding: str) -> None:
+    for recipe in ("tensorwise", "delayed", "mxfp8"):
+        check_te_fp8(parse(f"{FP8} --fp8-recipe {recipe} --data-parallel-sharding {sharding}".split()))
+    check_te_fp8(parse(f"{FP8} --fp8-recipe blockwise".split()))
+    with pytest.raises(UserError, match=f"--data-parallel-sharding {sharding}: use --fp8-recipe tensorwise, or"):
+        check_te_fp8(parse(f"{FP8} --fp8-recipe blockwise --data-parallel-sharding {sharding}".split()))
