@@ -14,8 +14,7 @@ from torch import Tensor
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.data.members import POSITIVE, QUERY
-from megavlm.data.types import Row, Sample
+from megavlm.data.types import POSITIVE, QUERY, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 from megavlm.inputs.patches import spanning

@@ -13,9 +13,19 @@ from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config
 from megavlm.data.chat import ChatFormat, Piece, split
 from megavlm.data.costs import CostModel
-from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
 from megavlm.data.preprocessors import model_type, processor_for, tokenizer_for, tokenizer_path
-from megavlm.data.types import Conversation, EncodedSample, Sample, Turn, VideoRef, Visual
+from megavlm.data.types import (
+    NEGATIVE,
+    POSITIVE,
+    QUERY,
+    Conversation,
+    EncodedSample,
+    Member,
+    Sample,
+    Turn,
+    VideoRef,
+    Visual,
+)
 from megavlm.data.visuals import Visuals, stored
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout

@@ -20,16 +20,7 @@ from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
 from megavlm.data.skips import SkipSummary
 from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
-from megavlm.data.types import (
-    Conversation,
-    EncodedRecord,
-    HeldOut,
-    Sample,
-    SampleId,
-    Segment,
-    Skipped,
-    StreamSample,
-)
+from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, Skipped, StreamSample
 from megavlm.data.workers import Told, WorkerPool
 from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason

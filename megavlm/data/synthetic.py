@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.config.schema import Config
-from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member, identity_of
 from megavlm.data.source import ComputedSource, generator
-from megavlm.data.types import Sample
+from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample, identity_of
 from megavlm.errors import UserError
 from megavlm.inputs.patches import Image
 from megavlm.rules.defaults import resolve

@@ -23,7 +23,7 @@ class Representations:
     """This rank's part of the embedded texts of a global batch, with the scalars that the loss learns."""
 
     vectors: Tensor  # [R, H] fp32, not normalised
-    members: Tensor  # [R, 4] int64, columns of `data/members.py`; records are numbered within this rank
+    members: Tensor  # [R, 4] int64, columns of `data/types.py`; records are numbered within this rank
     scalars: Tensor  # fp32, in the order of `Objective.learned`; none if they are fixed
 
 

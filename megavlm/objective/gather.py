@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.members import PADDING
+from megavlm.data.types import PADDING
 from megavlm.objective.texts import renumbered
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.config.schema import ObjectiveConfig
-from megavlm.data.members import ID, PADDING, POSITIVE, RECORD, ROLE, SOURCE
+from megavlm.data.types import ID, PADDING, POSITIVE, RECORD, ROLE, SOURCE
 from megavlm.objective.cached import Loss, Representations, blocks, normalized, widths_of
 from megavlm.objective.contrastive import gradient_of, scale_of
 from megavlm.objective.gather import longest

@@ -11,12 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megavlm.data.members import ID, NEGATIVE, POSITIVE, QUERY, RECORD, ROLE
+from megavlm.data.types import ID, NEGATIVE, POSITIVE, QUERY, RECORD, ROLE
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What is known of the texts of a batch: [R, 4] int64, the columns of `data/members.py`.
+    """What is known of the texts of a batch: [R, 4] int64, the columns of `data/types.py`.
 
     A record's number is its own in the whole batch. A row whose role is none of the three is padding.
     """

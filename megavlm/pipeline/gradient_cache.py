@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megavlm.arch.objectives import learned_scalars
 from megavlm.config.schema import ModelConfig
-from megavlm.data.members import RECORD
+from megavlm.data.types import RECORD
 from megavlm.inputs.batch import MicroBatch
 from megavlm.objective.cached import Loss, Representations
 from megavlm.objective.table import whole_batch

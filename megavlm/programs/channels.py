@@ -22,7 +22,7 @@ from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
 from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
-from megavlm.data.records.streams import cache_of
+from megavlm.data.records.tars import cache_of
 from megavlm.data.types import ImageRef
 from megavlm.errors import UserError
 from megavlm.files import write_out

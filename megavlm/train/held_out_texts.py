@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.members import PADDING, RECORD, SOURCE
+from megavlm.data.types import PADDING, RECORD, SOURCE
 from megavlm.metrics.callback import Value
 from megavlm.objective.cached import Representations
 from megavlm.objective.gather import gathered, gathered_members, longest

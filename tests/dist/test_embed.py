@@ -54,7 +54,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
     from megavlm.checkpoint.hf.pretrained import with_pretrained_model
     from megavlm.command_line.parsing import parse
     from megavlm.data.collate import CollateSpec, collate
-    from megavlm.data.records.pictures import file_below
+    from megavlm.data.records.media import file_below
     from megavlm.data.records.turns import text_turn
     from megavlm.parallel.groups import destroy_groups
     from megavlm.train.build import build

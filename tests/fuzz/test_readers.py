@@ -20,8 +20,7 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.readers import READERS
 from tests.fuzz.structured import damaged
 
-TABLES = ("parquet", "arrow")
-BINARY = ("distcp", "safetensors", "sentencepiece", *TABLES, "tar", "tar index", "image")
+BINARY = ("distcp", "safetensors", "sentencepiece", "image")
 TEXT = ("chat template", "csv", "text", "jsonl", "events.jsonl", "metrics.jsonl", "feature cache")
 JSON = [name for name in READERS if name not in (*BINARY, *TEXT)]
 

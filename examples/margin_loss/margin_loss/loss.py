@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.config.schema import ObjectiveConfig
-from megavlm.data.members import SOURCE
+from megavlm.data.types import SOURCE
 from megavlm.objective.cached import Loss, Representations, normalized, widths_of
 from megavlm.objective.gather import gathered, gathered_members, longest, own_sum
 from megavlm.objective.texts import Texts

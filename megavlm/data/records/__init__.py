@@ -1,11 +1,9 @@
 """Read users' data sets as `Conversation`s: files by record number, WebDataset tars as a stream."""
 
-from megavlm.data.records.container import Records
+from megavlm.data.records.containers import Records, is_held_out
 from megavlm.data.records.identity import data_identity, difference
 from megavlm.data.records.opening import is_stream, name_of, open_records
-from megavlm.data.records.split import is_held_out
-from megavlm.data.records.streams import cache_of, open_stream, prepare_stream
-from megavlm.data.records.tar_records import open_tars
+from megavlm.data.records.tars import cache_of, open_stream, open_tars, prepare_stream
 
 __all__ = [
     "Records",

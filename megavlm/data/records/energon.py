@@ -11,7 +11,6 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -35,12 +34,10 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.state import FlexState
 
-from megavlm.data.records.blend import check_yaml
-from megavlm.data.records.parts import Part, conversation_of_parts
-from megavlm.data.records.plain import from_plain, to_plain
-from megavlm.data.records.prepared import check_prepared
-from megavlm.data.records.split import is_held_out, key_of_parts
-from megavlm.data.records.tars import LARGEST_SAMPLE, Member, PlainMember
+from megavlm.data.records.containers import is_held_out, key_of_parts
+from megavlm.data.records.energon_files import check_yaml, from_plain, to_plain
+from megavlm.data.records.tar_sample import Part, conversation_of_parts
+from megavlm.data.records.tars import Member
 from megavlm.data.types import Conversation
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -95,7 +92,7 @@ class Forgiving:
 
     def __getitem__(self, index: int) -> Any:
         try:
-            self._look_at(index)
+            self._leave_clips(index)
             return self._reader[index]
         except MemoryError:
             raise
@@ -113,15 +110,10 @@ class Forgiving:
             _BAD: bad,
         }
 
-    def _look_at(self, index: int) -> None:
-        """Raise ValueError for a sample that is too large; make the tar's reader leave sparse files out, and clips
-        where they are.
-        """
+    def _leave_clips(self, index: int) -> None:
+        """Make the tar's reader leave clips where they are."""
         place = self._reader._get_itar_sample_pointer(index)
-        if place.byte_size > LARGEST_SAMPLE:
-            raise ValueError(f"the sample has {place.byte_size} bytes, more than {LARGEST_SAMPLE}")
         with self._reader._open_itarfile(place.tar_file_id) as tar:
-            tar.tarinfo = PlainMember
             path = self._reader.tar_filepaths[place.tar_file_id]
             if path.is_local():
                 tar.fileobject = partial(Member, path=path.local_path())
@@ -250,12 +242,10 @@ class EnergonStream:
         try:
             path = EPath(self._path)
             if path.name.endswith((".yaml", ".yml")):
-                check_yaml(path)
+                check_yaml(path, seen=set())
                 return load_dataset(path).get_datasets(
                     split_part="train", shuffle_over_epochs_multiplier=epochs, **options
                 )
-            if path.is_local():
-                check_prepared(Path(str(path)))
             crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
         except Exception as error:
             what = _shortened(str(error)) or type(error).__name__

@@ -10,7 +10,7 @@ import hashlib
 import os
 from typing import Any
 
-from megavlm.config.messages import plain, shown
+from megavlm.config.messages import shown
 from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, DatasetConfig
@@ -75,35 +75,14 @@ def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
 def _difference_of_datasets(saved: Any, now: list[dict[str, Any]]) -> str:
     if not isinstance(saved, list) or len(saved) != len(now):
         return f"{len(saved) if isinstance(saved, list) else 'unknown'}, not {len(now)}"
-    for before, after in zip(saved, now, strict=True):
-        if before == after:
-            continue
-        if not isinstance(before, dict) or not isinstance(before.get("files"), list):
-            return "unknown"
-        for name in ("name", "weight", "columns"):
-            if before.get(name) != after.get(name):
-                return f"{name} {_plain(before.get(name))}, not {after.get(name)}"
-        files = {str(each.get("name")): each for each in before["files"] if isinstance(each, dict)}
-        if list(files) != [each["name"] for each in after["files"]]:
-            return f"{after['name']} has other files"
-        for new in after["files"]:
-            old = files[new["name"]]
-            if old.get("bytes") != new["bytes"]:
-                return f"{new['name']} had {_plain(old.get('bytes'))} bytes, and has {new['bytes']:,}"
-            if old != new:
-                return f"the first or last records of {new['name']} were others"
-    return "their order"
-
-
-def _plain(value: Any) -> str:
-    """Return a value of a checkpoint's description, whatever it is, for a message."""
-    return (
-        f"{value:,}"
-        if type(value) is int and abs(value) < 2**63
-        else plain(value)
-        if type(value) is str
-        else shown(value)
-    )
+    before, after = next(pair for pair in zip(saved, now, strict=True) if pair[0] != pair[1])
+    if not isinstance(before, dict) or not isinstance(before.get("files"), list):
+        return "unknown"
+    for name in ("name", "weight", "columns"):
+        if before.get(name) != after.get(name):
+            return f"{name} {shown(before.get(name))}, not {shown(after.get(name))}"
+    changed = [each["name"] for each in after["files"] if each not in before["files"]]
+    return f"{after['name']} has other files or other records ({', '.join(changed) or 'fewer files'})"
 
 
 def _of_dataset(source: DatasetConfig, *, weight: float | None) -> dict[str, Any]:

@@ -3,56 +3,47 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megavlm.config.messages import shown
+from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import arrow
-from megavlm.data.records.arrays import NotAnArray, array_spans
-from megavlm.data.records.arrow import ArrowFile
-from megavlm.data.records.container import Choose, Container, FileRecords, Joined, Records, Renamed
-from megavlm.data.records.csv_rows import DELIMITERS, CsvFile
-from megavlm.data.records.detect import check_columns, columns_read, kind_of, wrong
-from megavlm.data.records.parquet import ParquetFile
-from megavlm.data.records.pictures import FindFile, file_below, stored_below
-from megavlm.data.records.shapes import record_of
-from megavlm.data.records.spans import BOM, SpanFile, line_spans
-from megavlm.data.records.videos import FindVideo, stored_video, video_below
+from megavlm.data.records.containers import Choose, Container, FileRecords, Joined, Records, Renamed, renamed
+from megavlm.data.records.media import FindFile, FindVideo, file_below, stored_below, stored_video, video_below
+from megavlm.data.records.shapes import SHAPES, columns_of, record_of, shape_of
+from megavlm.data.records.tables import TableFile, is_saved, saved_files
+from megavlm.data.records.text_files import BOM, DELIMITERS, CsvFile, NotAnArray, SpanFile, array_spans, line_spans
+from megavlm.data.records.turns import VISUALS
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
 from megavlm.paths import open_regular
 from megavlm.storage import complaint, is_url, without_secrets
 from megavlm.storage.cache import local_path
 
-_TABLES: dict[str, Callable[[Path, Choose], Container]] = {".parquet": ParquetFile, ".arrow": ArrowFile}
+_TABLES = {".parquet": b"PAR1", ".arrow": b"ARROW1"}  # how they begin; Arrow's stream format has no such mark
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *DELIMITERS, *_TABLES)  # suffixes of the files of a folder
 _UNREAD_PAIRS = "pairs, which are no conversations: add --objective contrastive, or name another data set"
 _NO_PAIRS = (
     'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/models.md), or use '
     "--objective next-token"
 )
-_OF_TABLES = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-_TO_UTF8 = "convert it, as iconv -f {} -t UTF-8 FILE > NEW does"
 # How files begin that are no text, and what helps.
 _UNREADABLE = {
-    b"\xff\xfe\0\0": ("is UTF-32", _TO_UTF8.format("UTF-32")),
-    b"\xff\xfe": ("is UTF-16", _TO_UTF8.format("UTF-16")),
-    b"\xfe\xff": ("is UTF-16", _TO_UTF8.format("UTF-16")),
-    b"{\0": ("is UTF-16", _TO_UTF8.format("UTF-16LE")),
-    b"[\0": ("is UTF-16", _TO_UTF8.format("UTF-16LE")),
-    b"\0{": ("is UTF-16", _TO_UTF8.format("UTF-16BE")),
-    b"\0[": ("is UTF-16", _TO_UTF8.format("UTF-16BE")),
+    b"\xff\xfe": ("is UTF-16", "convert it, as iconv -f UTF-16 -t UTF-8 FILE > NEW does"),
+    b"\xfe\xff": ("is UTF-16", "convert it, as iconv -f UTF-16 -t UTF-8 FILE > NEW does"),
     b"\x1f\x8b": ("is gzip", "unpack it with gunzip"),
     b"PK\x03\x04": ("is zip, as .xlsx is", "unpack it, or save the table as CSV"),
-    b"\x28\xb5\x2f\xfd": ("is zstd", "unpack it with unzstd"),
-    **{start: (f"is {suffix[1:]}", f"name it FILE{suffix}") for start, suffix in _OF_TABLES.items()},
     b"version https://git-lfs": ("is a pointer of git-lfs, not the file", "run git lfs pull in its repository"),
-    b"<!DOCTYPE": ("is a web page", "download the file itself"),
-    **{b"\x80" + bytes([version]): ("is a pickle", "write its records as JSON Lines") for version in range(2, 6)},
-    b"\x93NUMPY": ("is an array of NumPy", "write records that name it, as JSON Lines"),
-    b"<html": ("is a web page", "download the file itself"),
+    **{start: (f"is {suffix[1:]}", f"name it FILE{suffix}") for suffix, start in _TABLES.items()},
 }
+_LOOKED_AT = 100  # most records that are read to find a good one
+_NAMED = 30  # most of their fields that a message names
+_PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
+_PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp")  # ends of texts that name one
 
 
 def name_of(source: DatasetConfig) -> str:
@@ -77,12 +68,12 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records
     used. For a single bad record, `read` raises BadSample.
     """
     assert not is_stream(source)
-    check_columns(source)
-    container = _container(source, partial(columns_read, source))
+    _check_columns(source)
+    container = _container(source, partial(_columns_read, source))
     find, find_video = _finders(source)
-    kind, unread = kind_of(source, container, files_of(source)[0])
+    kind, unread = _kind_of(source, container)
     if pairs is not None and (kind == "pairs") != pairs:
-        raise wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
+        raise _wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
     convert = partial(record_of, kind=kind, find=find, find_video=find_video)
     container = Renamed(container, source.columns) if source.columns else container
     return FileRecords(name_of(source), container, convert, unread=unread)
@@ -94,7 +85,7 @@ def open_rows(source: DatasetConfig, option: str) -> tuple[Container, FindFile, 
     """
     try:
         if is_stream(source):
-            raise wrong(source, "has tars, which training alone reads: give a file of records")
+            raise _wrong(source, "has tars, which training alone reads: give a file of records")
         container = _container(source, list)
         return (Renamed(container, source.columns) if source.columns else container), *_finders(source)
     except UserError as error:
@@ -105,7 +96,7 @@ def _container(source: DatasetConfig, choose: Choose) -> Container:
     containers = [_open_file(source, file, choose) for file in files_of(source)]
     container = containers[0] if len(containers) == 1 else Joined(containers)
     if not len(container):
-        raise wrong(source, "has no records: name a file that has some")
+        raise _wrong(source, "has no records: name a file that has some")
     return container
 
 
@@ -125,11 +116,11 @@ def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
             root = str(path if path.is_dir() else path.parent)
     if is_url(root):
         if problem := complaint(root):
-            raise wrong(source, f"has image_root={without_secrets(root)}, which {problem}")
+            raise _wrong(source, f"has image_root={without_secrets(root)}, which {problem}")
         stored = partial(stored_below, root.rstrip("/"))
         return stored, partial(stored_video, stored)
     if not Path(root).is_dir():
-        raise wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
+        raise _wrong(source, f"has image_root={source.image_root}, which is not a folder: name the one with the images")
     return partial(file_below, Path(root)), partial(video_below, Path(root))
 
 
@@ -138,30 +129,26 @@ def files_of(source: DatasetConfig) -> list[Path]:
     path = _local(source)
     if path.is_file():
         return [path]
-    if path.is_dir() and arrow.is_saved(path):
-        return _saved_files(source, path)
+    if path.is_dir() and is_saved(path):
+        try:
+            found = saved_files(path)
+        except UserError as error:
+            raise UserError(f"--datasets {error}") from error
+        if not found:
+            raise _wrong(source, "has no files: save the data set again")
+        return found
     if not path.is_dir():
         here = Path(source.path.rpartition("#")[0])
         part = here.is_file() and f"is not there, but {here} is: no option takes a part, so give a smaller file"
         if glob.has_magic(source.path) and glob.glob(source.path):
             part = "is a pattern, which only a shell expands: leave out the quotes, or name the folder"
-        raise wrong(source, part or "is not a file or folder: check the path")
+        raise _wrong(source, part or "is not a file or folder: check the path")
     found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
     suffixes = sorted({file.suffix.lower() for file in found})
     if len(suffixes) != 1:
         what = f"has files of several kinds ({', '.join(suffixes)})" if found else f"has no {', '.join(_FILES)} or .tar"
-        raise wrong(source, f"{what}: name the file, or a folder of files of one kind")
+        raise _wrong(source, f"{what}: name the file, or a folder of files of one kind")
     return found
-
-
-def _saved_files(source: DatasetConfig, path: Path) -> list[Path]:
-    try:
-        files = arrow.saved_files(path)
-    except UserError as error:
-        raise UserError(f"--datasets {error}") from error
-    if not files:
-        raise wrong(source, "has no files: save the data set again")
-    return files
 
 
 def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
@@ -170,21 +157,21 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
             head = opened.read(4096)
     except OSError as error:
         what = error.strerror or "it is no regular file"
-        raise wrong(source, f"cannot be read ({what}): check what it is, and its permissions", file) from error
+        raise _wrong(source, f"cannot be read ({what}): check what it is, and its permissions", file) from error
     suffix = file.suffix.lower()
     if not head:
-        raise wrong(source, "is empty: name a file with records", file)
+        raise _wrong(source, "is empty: name a file with records", file)
     for start, (form, remedy) in _UNREADABLE.items():
-        if head.startswith(start) and not (suffix in _TABLES and start in _OF_TABLES):
-            raise wrong(source, f"{form}: {remedy}", file)
+        if head.startswith(start) and start != _TABLES.get(suffix):
+            raise _wrong(source, f"{form}: {remedy}", file)
     if suffix in _TABLES or suffix in DELIMITERS:
         try:
-            return CsvFile(file) if suffix in DELIMITERS else _TABLES[suffix](file, choose)
+            return CsvFile(file) if suffix in DELIMITERS else TableFile(file, choose)
         except UserError:
             raise
         except (OSError, ValueError) as error:
             kind = suffix.removeprefix(".")
-            raise wrong(source, f"is no {kind} file ({shown(str(error))}): write it again", file) from error
+            raise _wrong(source, f"is no {kind} file ({shown(str(error))}): write it again", file) from error
     if suffix == ".txt" and source.kind in ("auto", "text"):
         return SpanFile(file, line_spans(file), content="text")
     if head.removeprefix(BOM).lstrip()[:1] != b"[":
@@ -193,4 +180,119 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
         return SpanFile(file, array_spans(file), content="array")
     except NotAnArray as error:
         line = "write one record per line (JSON Lines), of which only the bad lines are skipped"
-        raise wrong(source, f"is no JSON array ({error}): repair it, or {line}", file) from error
+        raise _wrong(source, f"is no JSON array ({error}): repair it, or {line}", file) from error
+
+
+def _kinds(source: DatasetConfig) -> list[str]:
+    """Return the kinds that the records may be of, in the order in which they are tried: first those of which
+    `columns` names a needed field.
+    """
+    if source.kind != "auto":
+        return [source.kind]
+    mapped = source.columns or {}
+    return sorted(SHAPES, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
+
+
+def _check_columns(source: DatasetConfig) -> None:
+    """Raise UserError for `columns` that give a value to a field that no kind of record has."""
+    known = dict.fromkeys(name for shape in SHAPES.values() for name in (*shape.fields, *VISUALS))
+    for name, column in (source.columns or {}).items():
+        if name not in known:
+            turned = f": turn it round, {column}:{name}" if column in known else did_you_mean(name, known)
+            hint = turned or f": use one of {', '.join(known)}"
+            raise _wrong(source, f"has columns={plain(name)}:{plain(column)}, but {plain(name)} is not read{hint}")
+
+
+def _columns_read(source: DatasetConfig, names: Sequence[str]) -> list[str]:
+    """Return the columns of a table that are read, by their names in the file."""
+    columns = {name: column for name, column in (source.columns or {}).items() if column in names}
+    kept = [name for name in names if name not in columns.values()]
+    wanted = set(columns_of(_kinds(source), [*kept, *columns]))
+    read = wanted.intersection(kept) | {columns[name] for name in wanted.intersection(columns)}
+    return [name for name in names if name in read]
+
+
+@dataclass
+class _Look:
+    """What the first records of a data set have."""
+
+    has: dict[str, Any]  # each field with its first value that is not null
+    kind: str | None = None
+    records: int = 0  # that are objects
+    bad: list[str] = field(default_factory=list)  # what the others are
+
+
+def _kind_of(source: DatasetConfig, container: Container) -> tuple[str, list[str]]:
+    """Return the kind of the records, that of the first one that has all fields of a kind, and fields that look like
+    their pictures where none are read.
+
+    Raises UserError if none of the first records has, or if none has a field that `columns` names.
+    """
+    look, columns = _look(source, container), source.columns or {}
+    if not look.has or (look.bad and not look.records):
+        what = f"has no record among its first {len(look.bad)} ({''.join(look.bad[:1])})"
+        raise _wrong(source, f"{what}: write JSON Lines or an array of objects, in UTF-8")
+    valued = [*columns, *(name for name, value in look.has.items() if value is not None)]
+    near = SHAPES[max(_kinds(source), key=lambda kind: (SHAPES[kind].share(valued), kind == "vqa", kind != "pairs"))]
+    lacks = [group[0] for group in near.missing(valued)]
+    unknown = [name for name in columns.values() if name not in look.has]
+    if look.kind is not None and not unknown:
+        return look.kind, _unread_pictures(look, columns)
+    fields = [shown(name) + ("" if value is not None else " (null)") for name, value in look.has.items()]
+    more = f" and {len(fields) - _NAMED} more" if len(fields) > _NAMED else ""
+    what = f"has records of the fields {', '.join(fields[:_NAMED])}{more}"
+    if unknown:
+        hint = did_you_mean(unknown[0], look.has)
+        raise _wrong(source, f"{what}, and no {shown(unknown[0])}, which columns= names{hint}")
+    needs = "; ".join(SHAPES[kind].words for kind in _kinds(source))
+    if not lacks:
+        raise _wrong(
+            source, f"{what}, but none of the first {look.records} has all of {near.words}: check what is null"
+        )
+    pictures = [] if any(name in valued for name in VISUALS) else ["image"]
+    mapping = "+".join(f"{name}:NAME" for name in [*lacks, *pictures])
+    meant = f"say which they are, as {source.path},columns={mapping} (docs/data.md)"
+    raise _wrong(source, f"{what}, none of {needs}: {meant}")
+
+
+def _look(source: DatasetConfig, container: Container) -> _Look:
+    """Read records until one has all fields of a kind, and the fields that `columns` names have been seen."""
+    kinds, columns = _kinds(source), source.columns or {}
+    names = container.names or ()
+    read = _columns_read(source, names)
+    look = _Look({name: None if name in read else True for name in names})
+    if names and not read:
+        return look
+    for index in range(min(len(container), _LOOKED_AT)):
+        try:
+            record = container.read(index)
+        except BadSample as error:
+            look.bad.append(f"{container.label(index)}: {error.detail}")
+            continue
+        if not isinstance(record, Mapping):
+            look.bad.append(f"{container.label(index)} is {shown(record)}")
+            continue
+        look.records += 1
+        look.has |= {str(name): value for name, value in record.items() if look.has.get(str(name)) is None}
+        look.kind = look.kind or shape_of(renamed(record, columns), kinds)
+        if look.kind is not None and all(name in look.has for name in columns.values()):
+            break
+    return look
+
+
+def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
+    """Return the fields that look like pictures, if the records have none that are read."""
+    assert look.kind is not None
+    had = {name for name, value in look.has.items() if value is not None}
+    if had.intersection(VISUALS) or set(VISUALS).intersection(columns):
+        return []
+    read = {*SHAPES[look.kind].fields, *columns.values()}
+    return sorted(
+        name for name in had - read if _PICTURE.search(name) or str(look.has[name]).lower().endswith(_PICTURE_FILES)
+    )
+
+
+def _wrong(source: DatasetConfig, what: str, file: Path | None = None) -> UserError:
+    """Return the error for a data set, or a file of its folder, of which `what` is wrong."""
+    inside = "" if file is None or file == Path(source.path) else f": {file.name}"
+    return UserError(f"--datasets {source.path}{inside} {what}")

@@ -2,19 +2,27 @@
 
 What detects a kind, which columns of a table are read, what a message says of other records, and what counts for
 `--validation-split` all follow from the table `SHAPES`.
+
+A record of pairs is a query, documents that answer it, and documents that do not:
+
+    {"query": TEXT, "positives": [TEXT, …], "negatives": [TEXT, …], "id": ID}
+
+A TEXT is a text, a list of parts as messages have them, or an object of `text` and `image` or `images` (`video`,
+`videos`), of which either may be missing. An `<image>` in its text stands for the next of its images; without any, they
+come first. `id` says what the positives are, or `ids` what each document is, positives first: documents of one id are
+the same. Without ids, documents of equal content are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.pairs import OF_PAIRS, pairs_of
-from megavlm.data.records.pictures import FindFile
+from megavlm.data.records.media import FindFile, FindVideo, no_videos
 from megavlm.data.records.turns import (
     VISUALS,
     Reader,
@@ -25,11 +33,11 @@ from megavlm.data.records.turns import (
     parts_of,
     says_something,
     system_turn,
+    text_turn,
     turns_in,
     unzipped,
 )
-from megavlm.data.records.videos import FindVideo, no_videos
-from megavlm.data.types import Conversation
+from megavlm.data.types import Conversation, ImageRef, Role, Turn, Visual, identity_of
 from megavlm.inputs.bad_sample import BadSample, Reason
 
 Record = Mapping[str, Any]
@@ -40,7 +48,7 @@ class Shape:
     """A kind of record.
 
     Of each group in `needs` a record has one field, the first that is not null; it may also have those of `also`.
-    `read` returns the turns, given the fields that were found; None: the texts are not turns (`pairs.py`).
+    `read` returns the turns, given the fields that were found; None: the texts are pairs, which are no turns.
     """
 
     kind: str
@@ -115,6 +123,12 @@ def _trained(value: Any, field: str) -> str:
     return Counter(found).most_common(1)[0][0]
 
 
+_DOCUMENTS: dict[str, Role] = {  # fields of a record of pairs beside the query
+    "positive": "positive",
+    "positives": "positive",
+    "negative": "negative",
+    "negatives": "negative",
+}
 _HISTORY = ("input", "system", "history")
 # In the order in which they are tried: the more a kind needs, the earlier, and plain text, which others have beside
 # their fields, last.
@@ -123,7 +137,7 @@ SHAPES = {
     for shape in (
         Shape("llava", (("conversations",),), ("system",), _turns),
         Shape("messages", (("messages",),), ("system",), _turns),
-        Shape("pairs", (("query",), ("positives", "positive")), OF_PAIRS, None),
+        Shape("pairs", (("query",), ("positives", "positive")), (*_DOCUMENTS, "id", "ids"), None),
         Shape("query", (("query", "prompt"), ("response", "completion")), _HISTORY, _exchange),
         Shape("alpaca", (("instruction",), ("output",)), _HISTORY, _exchange),
         Shape("vqa", (("question",), ("answer", "answers")), ("system", "choices", "options"), _question),
@@ -173,7 +187,7 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
     fields = shape.found(record)
     if shape.read is None and record.get("query") is not None:
-        return pairs_of(record, find, find_video)
+        return _pairs_of(record, find, find_video)
     if fields is None or shape.read is None:
         group = next(group for group in shape.needs if all(record.get(name) is None for name in group))
         lacks = " or ".join(f"`{name}`" for name in group)
@@ -187,6 +201,57 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
             raise BadSample(Reason.UNSUPPORTED, f"{what}: write that into the texts, or leave the record out")
     if not any(says_something(turn) for turn in found.turns if turn.role in ("assistant", "text")):
         why = "it has no text" if shape.kind == "text" else "the assistant says nothing"
-        chosen = ": write the answer that is `chosen` into its turns" if record.get("chosen") else ""
-        raise BadSample(Reason.EMPTY, why + chosen)
+        raise BadSample(Reason.EMPTY, why)
     return found
+
+
+def _pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> Conversation:
+    """Return the texts of a record of pairs, which has a query. Raises BadSample."""
+    turns = [_turn("query", record["query"], find, find_video)]
+    for field, role in _DOCUMENTS.items():
+        for each in _listed(record.get(field), field):
+            turns.append(_turn(role, each, find, find_video))
+    positives = sum(turn.role == "positive" for turn in turns)
+    if not positives:
+        raise BadSample(Reason.EMPTY, "it has no positives: a query needs a document that answers it")
+    return Conversation(tuple(turns), identities=tuple(_identities(record, turns, positives)))
+
+
+def _listed(value: Any, field: str) -> list[Any]:
+    """Return the texts of a field; one that is not a list is alone. A list of parts is no text of `positives`."""
+    if value is None or value == "":
+        return []
+    return value if isinstance(value, list) and field.endswith("s") else [value]
+
+
+def _turn(role: Role, content: Any, find: FindFile, find_video: FindVideo) -> Turn:
+    fields = content if isinstance(content, Mapping) and "type" not in content else {"text": content}
+    turn = text_turn(fields, find, find_video)
+    if not any(not isinstance(part, str) or part.strip() for part in turn.parts):
+        raise BadSample(Reason.EMPTY, f"its {role} has neither a text nor an image")
+    return replace(turn, role=role)
+
+
+def _identities(record: Mapping[str, Any], turns: list[Turn], positives: int) -> Iterator[int]:
+    """Yield what each text is: by an id where the record gives one, else by its content."""
+    documents, ids = len(turns) - 1, record.get("ids")
+    if ids is None:
+        ids = [record.get("id")] * positives + [None] * (documents - positives)
+    if not isinstance(ids, list) or len(ids) != documents:
+        raise BadSample(Reason.NOT_A_RECORD, f"its ids are {shown(ids)}, not a list of {documents}, one per document")
+    for turn, given in zip(turns, [None, *ids], strict=True):
+        if given is None:
+            yield identity_of("content", *(_content(part) for part in turn.parts))
+        elif isinstance(given, str | int) and not isinstance(given, bool):
+            yield identity_of("id", str(given))
+        else:
+            raise BadSample(Reason.NOT_A_RECORD, f"its id {shown(given)} is neither a text nor a number")
+
+
+def _content(part: str | Visual) -> str | bytes:
+    if isinstance(part, str):
+        return part
+    source = part.source
+    if isinstance(source, tuple):
+        return "\0".join(str(_content(frame)) for frame in source)
+    return source if isinstance(part, ImageRef) and isinstance(source, bytes) else str(source)

@@ -1,7 +1,8 @@
-"""Prepare folders of tars for megatron-energon: write an index beside each tar and `.nv-meta`, which lists them.
+"""Read WebDataset tars: index them for megatron-energon, then in order as a stream, or sample by sample by number.
 
-energon's own preparation fails on a folder with one damaged tar. This one indexes what can be read of such a tar and
-adds one sample at its end for the rest: that sample cannot be read, so training counts and skips it when it comes.
+The index beside each tar says where samples begin, and `.nv-meta` lists the tars. energon's own preparation fails on a
+folder with one damaged tar. This one indexes what can be read of such a tar and adds one sample at its end for the
+rest: that sample cannot be read, so training counts and skips it when it comes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,26 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megavlm.data.records.parts import Part, is_clip
+import numpy as np
+from numpy.typing import NDArray
+
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records.containers import key_of_parts
+from megavlm.data.records.opening import name_of
+from megavlm.data.records.tar_sample import Part, conversation_of_parts, is_clip
+from megavlm.data.types import Conversation
+from megavlm.errors import UserError
 from megavlm.files import replace_file
+from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
+from megavlm.storage import is_url
+
+if TYPE_CHECKING:
+    from megavlm.data.records.energon import EnergonStream
 
 META = ".nv-meta"
 _INFO = (".info.json", ".info.yaml")
@@ -30,53 +45,154 @@ _NO_SAMPLE = re.compile(r"__[^/]*__(/|$)")
 _DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
-LARGEST_SAMPLE = 2**31  # bytes
+def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str], None] = lambda _: None) -> None:
+    """Index the tars of a data set that have no index: in their folder, or in `run_dir` if that cannot be written to.
+
+    One rank calls it, and the others wait for it before they call `open_stream`. It reads every header of every tar,
+    once. Raises UserError if there are no tars with samples.
+    """
+    path = Path(source.path)
+    if source.columns:
+        raise UserError(
+            f"--datasets {source.path} is tars, which columns= does not reach: rename the fields in their json"
+        )
+    if not _is_local(source):
+        return
+    if not path.exists():
+        raise UserError(f"--datasets {source.path} is not a file or folder: check the path")
+    try:
+        prepare(path, cache=cache_of(run_dir), log=log)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--datasets {source.path} {error}: name a folder of .tar files with samples") from error
 
 
-class PlainMember(tarfile.TarInfo):
-    """An entry of a tar. A sparse file is none: a few bytes may stand for terabytes of zeros."""
+def open_stream(
+    source: DatasetConfig, *, run_dir: Path, rank: int, world: int, seed: int, shuffle: bool = True, held_out: float = 0
+) -> EnergonStream:
+    """Return the stream of the samples of a prepared data set that data-parallel rank `rank` of `world` reads.
 
-    def isreg(self) -> bool:
-        return super().isreg() and not self.issparse()
+    The fraction `held_out` of the samples comes as None.
 
-    def isfile(self) -> bool:
-        return self.isreg()
+    Raises UserError if it cannot be opened or megatron-energon is not installed.
+    """
+    try:
+        from megavlm.data.records.energon import EnergonStream
+    except ImportError as error:
+        raise UserError(
+            f"--datasets {source.path} is WebDataset, for which megatron-energon is missing ({error}): "
+            "pip install 'megatron-energon>=7.4,<8'"
+        ) from error
+    local = _is_local(source)
+    return EnergonStream(
+        str(_home_of(Path(source.path), cache=cache_of(run_dir))) if local else for_energon(source.path),
+        source=source.path,
+        name=name_of(source),
+        rank=rank,
+        world=world,
+        seed=seed,
+        shuffle=shuffle,
+        held_out=held_out,
+    )
 
 
-def part_of(member: tarfile.TarInfo) -> str | None:
-    """Return the extension of a file of a sample, which is all that follows its name's first dot; None for others."""
-    own = _KEY.match(member.name) if member.isreg() and not _NO_SAMPLE.match(member.name) else None
-    return None if own is None else member.name[len(own[1]) + 1 :]
+def open_tars(source: DatasetConfig, *, cache: Path) -> TarRecords:
+    """Return the samples of a folder of tars, or of one tar, that `prepare_stream` has indexed, by number.
+
+    Raises UserError for data elsewhere.
+    """
+    if not _is_local(source):
+        raise UserError(
+            f"{source.path} has no samples that can be read by number, as validation samples are: name local tars or "
+            "files with --validation PATH"
+        )
+    path = Path(source.path)
+    home = _home_of(path, cache=cache)
+    names = _tars_below(home) if path.is_dir() else [path.name]
+    indexed = [home / name for name in names if (home / name).with_suffix(".tar.idx").is_file()]
+    return TarRecords(name_of(source), indexed)
+
+
+def cache_of(run_dir: Path) -> Path:
+    """Return the folder for what cannot be written beside tars."""
+    return run_dir / "webdataset"
+
+
+def for_energon(place: str) -> str:
+    """Return a URL as energon takes it: of S3 and GCS, as the profile that multi-storage-client makes of a bucket."""
+    protocol, _, rest = place.partition("://")
+    if protocol not in ("s3", "gs"):
+        return place
+    bucket, _, path = rest.partition("/")
+    return f"msc://_{protocol}-{bucket}/{path}"
+
+
+class TarRecords:
+    """Implements `Records` on indexed tars: a record is a sample, which is the files that share a name."""
+
+    unread: Sequence[str] = ()
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self.name = name
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, index: int) -> Conversation:
+        return conversation_of_parts(self._parts(index))
+
+    def key(self, index: int) -> bytes:
+        return key_of_parts(self._parts(index))
+
+    def label(self, index: int) -> str:
+        tar, place = self._find(index)
+        return f"{self._paths[tar].name}/sample {place}"
+
+    @cached_property
+    def _offsets(self) -> list[NDArray[np.uint64]]:
+        """Return where the samples of each tar begin, and where its last one ends."""
+        return [np.fromfile(path.with_suffix(".tar.idx"), dtype="<u8") for path in self._paths]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([max(len(offsets) - 1, 0) for offsets in self._offsets], dtype=np.int64)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        tar = int(np.searchsorted(self._ends, index, side="right"))
+        return tar, index - (int(self._ends[tar - 1]) if tar else 0)
+
+    def _parts(self, index: int) -> dict[str, Part]:
+        """Return the files of a sample by extension. Raises BadSample if they cannot be read."""
+        tar, place = self._find(index)
+        path, parts = self._paths[tar], dict[str, Part]()
+        start, end = (int(offset) for offset in self._offsets[tar][place : place + 2])
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                with tarfile.open(fileobj=file, mode="r:") as opened:
+                    opened.fileobject = partial(Member, path=path)  # type: ignore[assignment]
+                    while (member := opened.next()) is not None and member.offset < end:
+                        own = _KEY.match(member.name)
+                        if own and _is_of_sample(member) and (data := opened.extractfile(member)) is not None:
+                            parts[member.name[len(own[1]) + 1 :]] = data.read()
+        except FileNotFoundError as error:
+            raise BadSample(Reason.MISSING, str(error)) from error
+        except (OSError, tarfile.TarError, ValueError, EOFError) as error:
+            raise BadSample(Reason.TRUNCATED, f"{type(error).__name__}: {error}") from error
+        if not parts:
+            raise BadSample(Reason.TRUNCATED, f"byte {start} of the tar is no file of a sample")
+        return parts
 
 
 class Member(tarfile.ExFileObject):
     """A file of a tar, of which `read` returns the bytes; or, of a clip in a tar of this machine, where they lie."""
 
-    def __init__(self, tar: tarfile.TarFile, member: tarfile.TarInfo, *, path: Path, start: int = 0) -> None:
+    def __init__(self, tar: tarfile.TarFile, member: tarfile.TarInfo, *, path: Path) -> None:
         super().__init__(tar, member)
-        self._place, self._stays = FileRange(path, start + member.offset_data, member.size), is_clip(member.name)
+        self._place, self._stays = FileRange(path, member.offset_data, member.size), is_clip(member.name)
 
     def read(self, size: int | None = -1) -> Part:  # type: ignore[override]
-        if self._place.start + self._place.length > self._place.path.stat().st_size:
-            raise tarfile.ReadError("the tar ends inside of a file")  # which may claim to be larger than all memory
         return self._place if self._stays else super().read(size)
-
-
-def is_prepared(folder: Path) -> bool:
-    return any((folder / META / name).is_file() for name in _INFO)
-
-
-def tars_below(folder: Path) -> list[str]:
-    """Return the names of the tars in `folder` and its subfolders, relative to it, sorted."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.tar"))
-
-
-def home_of(path: Path, *, cache: Path) -> Path:
-    """Return the folder in which energon reads the tars of `path`, which is a folder or one tar.
-
-    It is `path` itself if that is a prepared folder, else a folder in `cache`, which `prepare` fills with links.
-    """
-    return path if path.is_dir() and is_prepared(path) else cache / _short(path)
 
 
 def prepare(path: Path, *, cache: Path, log: Callable[[str], None] = lambda _: None) -> None:
@@ -84,9 +200,9 @@ def prepare(path: Path, *, cache: Path, log: Callable[[str], None] = lambda _: N
 
     Raises ValueError if there are no tars, or no samples in them.
     """
-    if is_prepared(home_of(path, cache=cache)):
+    if _is_prepared(_home_of(path, cache=cache)):
         return
-    folder, names = (path, tars_below(path)) if path.is_dir() else (path.parent, [path.name])
+    folder, names = (path, _tars_below(path)) if path.is_dir() else (path.parent, [path.name])
     if not names:
         raise ValueError("has no tars")
     log(f"indexing {len(names)} tars of {path}, once")
@@ -108,7 +224,7 @@ def index(folder: Path, names: Sequence[str]) -> None:
     split = {"split_parts": {"train": list(counts)}, "exclude": []}
     replace_file(meta / "split.yaml", json.dumps(split, indent=1))  # JSON is YAML
     replace_file(meta / "dataset.yaml", _DATASET)
-    # Last: `is_prepared` looks for it.
+    # Last: `_is_prepared` looks for it.
     replace_file(meta / _INFO[0], json.dumps({"shard_counts": counts}, indent=1))
 
 
@@ -120,12 +236,12 @@ def sample_offsets(path: Path) -> list[int]:
     starts: list[int] = []
     size = path.stat().st_size
     try:
-        with tarfile.open(path, "r:", tarinfo=PlainMember) as tar:
+        with tarfile.open(path, "r:") as tar:
             key = None
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps them all
                 own = _KEY.match(member.name)
-                if member.isreg() and own and own[1] != key and not _NO_SAMPLE.match(member.name):
+                if own and own[1] != key and _is_of_sample(member):
                     starts.append(member.offset)
                     key = own[1]
                 if tar.offset > size:
@@ -141,6 +257,10 @@ def sample_offsets(path: Path) -> list[int]:
     return [*starts, size]
 
 
+def _is_of_sample(member: tarfile.TarInfo) -> bool:
+    return member.isreg() and not _NO_SAMPLE.match(member.name)
+
+
 def _index_tar(path: Path) -> int:
     """Write the index of a tar, unless it exists and is newer than the tar. Returns the number of samples."""
     target = path.with_suffix(".tar.idx")
@@ -148,9 +268,29 @@ def _index_tar(path: Path) -> int:
         if target.stat().st_mtime_ns >= path.stat().st_mtime_ns and target.stat().st_size >= 16:
             return target.stat().st_size // 8 - 1
     offsets = sample_offsets(path)
-    assert all(start <= end for start, end in pairwise(offsets))
     replace_file(target, struct.pack(f"<{len(offsets)}Q", *offsets))
     return max(len(offsets) - 1, 0)
+
+
+def _is_local(source: DatasetConfig) -> bool:
+    return not is_url(source.path) and Path(source.path).suffix not in (".yaml", ".yml")
+
+
+def _is_prepared(folder: Path) -> bool:
+    return any((folder / META / name).is_file() for name in _INFO)
+
+
+def _tars_below(folder: Path) -> list[str]:
+    """Return the names of the tars in `folder` and its subfolders, relative to it, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.tar"))
+
+
+def _home_of(path: Path, *, cache: Path) -> Path:
+    """Return the folder in which energon reads the tars of `path`, which is a folder or one tar.
+
+    It is `path` itself if that is a prepared folder, else a folder in `cache`, which `prepare` fills with links.
+    """
+    return path if path.is_dir() and _is_prepared(path) else cache / _short(path)
 
 
 def _is_writable(folder: Path) -> bool:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.messages import shown
-from megavlm.data.records.pictures import PLACES, FindFile, image_of
-from megavlm.data.records.videos import VIDEO_PLACES, FindVideo, no_videos, video_of
+from megavlm.data.records.media import PLACES, VIDEO_PLACES, FindFile, FindVideo, image_of, no_videos, video_of
 from megavlm.data.types import Conversation, Role, Turn, Visual
 from megavlm.inputs.bad_sample import BadSample, Reason
 

@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from megavlm.data import clips
 from megavlm.data.decode import MAX_PIXELS, content_of, size_of
 from megavlm.data.records import tars
-from megavlm.data.records.container import Records
-from megavlm.data.records.parts import ARRAYS
+from megavlm.data.records.containers import Records
+from megavlm.data.records.tar_sample import ARRAYS
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.skips import SkipSummary
 from megavlm.data.types import Conversation, ImageRef, Skipped, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.json_files import FLAG, OBJECT, check, mapped, read_json, whole
+from megavlm.json_files import read_json
 from megavlm.paths import FileRange, open_regular
 from megavlm.storage.transfer import StoredFile
 
@@ -54,15 +54,6 @@ Parts = dict[str, Content]
 Look = Callable[[bytes], object]  # raises BadSample for an image that training could not read
 
 
-_COUNT = whole(0, 2**62)
-_NOTES = {
-    **dict.fromkeys(("records", "samples", "shards", "skipped_bytes"), _COUNT),
-    "recipe": OBJECT,
-    "skipped": mapped(_COUNT),
-    "done": FLAG,
-}
-
-
 @dataclass(frozen=True)
 class Notes:
     """Holds how much is written so far, and the `recipe` of the run; a run with another recipe may not continue it."""
@@ -73,7 +64,6 @@ class Notes:
     shards: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_bytes: int = 0  # length of `skipped.jsonl`
-    done: bool = False
 
 
 def write_shards(
@@ -89,9 +79,8 @@ def write_shards(
     """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, indexed for energon.
 
     Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
-    with each image, whose header it checks. `progress` is
-    called with the number of records read so far and the notes of the last complete shard. Raises UserError if `out`
-    holds other files, or if no record can be used.
+    with each image, whose header it checks; `progress` with the number of records read so far and the notes of the last
+    complete shard. Raises UserError if `out` holds other files, or if no record can be used.
     """
     notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
@@ -99,7 +88,7 @@ def write_shards(
     bad_ones = SkipSummary()
     with open_to_append(out / SKIPPED, buffering=-1) as skipped, ThreadPoolExecutor(_READERS) as pool:
         skipped.truncate(notes.skipped_bytes)
-        while not notes.done and notes.records < len(order):
+        while notes.records < len(order):
             shard = _Shard(out / f"{notes.shards:06}.tar")
             samples = _samples(records, order[notes.records :], pool, look)
             read, counts = 0, Counter(notes.skipped)
@@ -126,10 +115,7 @@ def write_shards(
             _note(out, notes)
     if not notes.samples:
         raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.message()}")
-    if not notes.done:
-        tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
-        notes = replace(notes, done=True)
-        _note(out, notes)
+    tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
     return notes
 
 
@@ -149,8 +135,6 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
             files = {name + _extension(data): data}
             images += files
         parts |= files
-    if (size := sum(map(_size, parts.values()))) > tars.LARGEST_SAMPLE:
-        raise BadSample(Reason.UNSUPPORTED, f"it has {size} bytes, more than {tars.LARGEST_SAMPLE} in a tar")
     record: dict[str, Any] = {"id": label, **({"videos": videos} if videos else {})}
     if any(name.endswith(ARRAYS) for name in images):  # a reader takes no array beside photos for an image
         record["images"] = images
@@ -228,18 +212,13 @@ class _Shard:
 
 
 def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
-    if not out.exists() or not any(out.iterdir()):
-        return Notes(recipe)
+    if not out.exists() or {path.name for path in out.iterdir()} <= _BEFORE_SHARDS:
+        return Notes(recipe)  # an attempt of any recipe that wrote nothing is in nobody's way
     try:
-        found = read_json(out / NOTES)
-        check(found, _NOTES, str(out / NOTES))
-        notes = Notes(**{name: value for name, value in found.items() if value is not None})
-        if {path.name for path in out.iterdir()} <= _BEFORE_SHARDS:  # of an attempt of any recipe, which wrote nothing
-            return Notes(recipe)
-        there = all((out / f"{number:06}.tar").is_file() for number in range(min(notes.shards, 10**6)))
-        if there and notes.recipe == recipe and notes.skipped_bytes <= (out / SKIPPED).stat().st_size:
+        notes = Notes(**read_json(out / NOTES))
+        if notes.recipe == recipe:
             return notes
-    except (OSError, UserError, TypeError):
+    except (UserError, TypeError):
         pass
     raise UserError(f"{out} holds something else already: name another folder, or empty it")
 
@@ -273,12 +252,6 @@ def _head(source: Content) -> bytes:
         return source[:_HEAD]
     with open_regular(source) as file:
         return file.read(_HEAD)
-
-
-def _size(source: Content) -> int:
-    if isinstance(source, StoredFile):
-        return source.head(at_most=_HEAD)[1]
-    return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
 def _extension(data: bytes) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.config.option import option
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.container import Container
+from megavlm.data.records.containers import Container
+from megavlm.data.records.media import FindFile, FindVideo, image_of, video_of
 from megavlm.data.records.opening import open_rows
-from megavlm.data.records.pictures import FindFile, image_of
 from megavlm.data.records.turns import from_cell
-from megavlm.data.records.videos import FindVideo, video_of
 from megavlm.data.types import Conversation, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample

@@ -21,11 +21,10 @@ import torch
 from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import shown
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.container import Container
+from megavlm.data.records.containers import Container
+from megavlm.data.records.media import FindFile, FindVideo
 from megavlm.data.records.opening import open_rows
-from megavlm.data.records.pictures import FindFile
 from megavlm.data.records.turns import text_turn
-from megavlm.data.records.videos import FindVideo
 from megavlm.data.types import Role, Sample
 from megavlm.errors import UserError
 from megavlm.files import check_folder, open_new, replace_file

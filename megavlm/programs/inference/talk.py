@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megavlm.data.decode import size_of
-from megavlm.data.records.videos import video_below
+from megavlm.data.records.media import video_below
 from megavlm.data.types import Conversation, ImageRef, Turn, Visual
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film

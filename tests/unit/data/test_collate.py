@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from megavlm.config.schema import ProjectorConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.members import NEGATIVE, POSITIVE, QUERY, Member
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.types import Sample
+from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.patches import Image, patchify

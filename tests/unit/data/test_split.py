@@ -15,7 +15,7 @@ from megavlm.arch.kinds import forward_share
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
 from megavlm.data.files import FilesSource
-from megavlm.data.records.split import is_held_out, key_of
+from megavlm.data.records.containers import is_held_out, key_of
 from megavlm.data.survey import cost_line, samples_per_sequence
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve

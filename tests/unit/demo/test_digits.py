@@ -11,8 +11,7 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig, VisionConfig
-from megavlm.data.members import POSITIVE, QUERY, identity_of
-from megavlm.data.types import HeldOut
+from megavlm.data.types import POSITIVE, QUERY, HeldOut, identity_of
 from megavlm.demo.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
 from megavlm.demo.digits import DigitPairs, DigitsSource
 from megavlm.errors import UserError

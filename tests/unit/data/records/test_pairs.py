@@ -11,8 +11,8 @@ import pytest
 
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.records.parts import conversation_of_parts
 from megavlm.data.records.shapes import record_of
+from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.types import ImageRef, Segment, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample

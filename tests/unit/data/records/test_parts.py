@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.types import ImageRef, Turn, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.records.pictures import file_below, image_of
+from megavlm.data.records.media import file_below, image_of
 from megavlm.data.types import ImageRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 

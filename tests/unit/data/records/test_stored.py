@@ -14,7 +14,7 @@ from megavlm.data import decode as decode_module
 from megavlm.data.decode import decode, size_of
 from megavlm.data.records import open_records
 from megavlm.data.records.identity import _of_dataset
-from megavlm.data.records.pictures import stored_below
+from megavlm.data.records.media import stored_below
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage import transfer

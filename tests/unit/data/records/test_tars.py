@@ -73,7 +73,7 @@ def test_folders_are_prepared_in_place_and_once(tmp_path: Path) -> None:
     write_tar(folder / "sub" / "9.tar", [sample("9")])
     write_tar(folder / "none.tar", [])
     tars.prepare(folder, cache=tmp_path / "cache")
-    assert tars.home_of(folder, cache=tmp_path / "cache") == folder
+    assert tars._home_of(folder, cache=tmp_path / "cache") == folder
     assert counts(folder) == {"0.tar": 3, "1.tar": 3, "sub/9.tar": 1}
     index = (folder / "0.tar.idx").read_bytes()
     assert list(struct.unpack("<4Q", index)) == tars.sample_offsets(folder / "0.tar")
@@ -97,7 +97,7 @@ def test_where_nothing_can_be_written_links_are_made(tmp_path: Path, monkeypatch
     write_shards(folder / "sub", count=2, each=3)
     monkeypatch.setattr(tars, "_is_writable", lambda folder: False)
     tars.prepare(folder, cache=cache)
-    home = tars.home_of(folder, cache=cache)
+    home = tars._home_of(folder, cache=cache)
     assert home.parent == cache
     assert counts(home) == {"sub/0.tar": 3, "sub/1.tar": 3}
     assert (home / "sub" / "0.tar").read_bytes() == (folder / "sub" / "0.tar").read_bytes()
@@ -107,7 +107,7 @@ def test_where_nothing_can_be_written_links_are_made(tmp_path: Path, monkeypatch
 def test_one_tar(tmp_path: Path) -> None:
     write_shards(tmp_path, count=2, each=3)
     tars.prepare(tmp_path / "1.tar", cache=tmp_path / "cache")
-    assert counts(tars.home_of(tmp_path / "1.tar", cache=tmp_path / "cache")) == {"1.tar": 3}
+    assert counts(tars._home_of(tmp_path / "1.tar", cache=tmp_path / "cache")) == {"1.tar": 3}
 
 
 def test_folders_without_samples_say_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records
-from megavlm.data.records.pictures import file_below
+from megavlm.data.records.media import file_below
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError

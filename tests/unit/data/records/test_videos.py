@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.records.parts import conversation_of_parts
+from megavlm.data.records.media import video_below, video_of
 from megavlm.data.records.shapes import record_of
-from megavlm.data.records.videos import video_below, video_of
+from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 

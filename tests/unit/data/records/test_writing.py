@@ -15,7 +15,6 @@ from PIL import Image
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records import open_records, open_stream, open_tars, prepare_stream, writing
 from megavlm.data.types import Conversation, ImageRef, VideoRef
-from megavlm.errors import UserError
 from megavlm.paths import FileRange
 from megavlm.programs import channels
 from megavlm.programs.prepare import main
@@ -196,24 +195,6 @@ def test_an_attempt_that_wrote_nothing_is_in_nobodys_way(
     (out / "000000.tmp").write_bytes(b"half of a shard")
     assert main([f"{records},image_root={tmp_path}", str(out)]) == 0
     assert [turns[0][0] for turns in read_back(out, 1)] == ["user"]
-
-
-@pytest.mark.parametrize(
-    "notes",
-    [
-        b"[" * 3000,
-        b'{"recipe": {}, "records": "x"}',
-        b'{"recipe": {}, "shards": 7, "samples": 9}',
-        b'{"recipe": {}, "shards": 1, "skipped_bytes": 4611686018427387904}',
-        b'{"recipe": {}, "records": -1}',
-    ],
-)
-def test_notes_of_something_else_are_one_line(tmp_path: Path, notes: bytes) -> None:
-    (tmp_path / "prepare_data.json").write_bytes(notes)
-    (tmp_path / "skipped.jsonl").write_bytes(b"")
-    (tmp_path / "000000.tar").write_bytes(b"")
-    with pytest.raises(UserError, match="something else"):
-        writing._notes(tmp_path, {})
 
 
 def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:

@@ -1,19 +1,19 @@
-"""Arrow files by row, and folders as `save_to_disk` of Hugging Face `datasets` writes them."""
+"""Rows of parquet and Arrow files by number, and folders as `save_to_disk` of Hugging Face `datasets` writes them."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import open_records
-from megavlm.data.records.arrow import ArrowFile
+from megavlm.data.records import open_records, tables
+from megavlm.data.records.tables import TableFile
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -37,6 +37,9 @@ def rows(count: int) -> Any:
 
 
 def write(path: Path, table: Any, *, batch: int = 3, form: str = "stream", **options: Any) -> Path:
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=batch, **options)
+        return path
     new = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[form]
     with new(path, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as file:
         file.write_table(table, max_chunksize=batch)
@@ -74,33 +77,44 @@ def test_a_saved_data_set_is_a_source(saved: Path) -> None:
     assert again.label(8) == "data-00001-of-00002.arrow[1]"
 
 
-@pytest.mark.parametrize("form", ["stream", "file"])
-def test_both_formats_and_turns_as_an_object_of_lists(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("stream", {}),
+        ("file", {}),
+        ("stream", {"compression": "zstd"}),
+        ("parquet", {}),
+        ("parquet", {"version": "1.0"}),
+    ],
+)
+def test_rows_by_number(form: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_CACHE", 1)
+    table = rows(10)
+    path = write(tmp_path / ("t.parquet" if form == "parquet" else "t.arrow"), table, form=form, **options)
+    container = TableFile(path, lambda names: names[1:])
+    assert container.names == ["id", "image", "conversations"]
+    expected = [{name: value for name, value in row.items() if name != "id"} for row in table.to_pylist()]
+    assert [container.read(number) for number in range(len(container))] == expected
+    again = pickle.loads(pickle.dumps(container))
+    assert [again.read(index) for index in (9, 0, 4, 9)] == [expected[index] for index in (9, 0, 4, 9)]
+    assert container.label(4) == f"{path.name}[4]"
+
+
+def test_row_groups_are_kept_for_a_while(tmp_path: Path) -> None:
+    opened = tables._Parquet(write(tmp_path / "t.parquet", rows(10), form="parquet", batch=5))
+    first = opened.group(0, ["id"])
+    opened.group(1, ["id"])
+    assert opened.group(0, ["id"]) is first
+
+
+def test_turns_as_an_object_of_lists(tmp_path: Path) -> None:
     turns = {name: [turn[name] for turn in spoken(1)] for name in ("from", "value")}
-    images = [[{"bytes": b"1", "path": None}]]
-    table = pa.table({"images": images, "conversations": [turns]})
-    records = open_records(DatasetConfig(str(write(tmp_path / "a.arrow", table, form=form))))
+    table = pa.table({"images": [[{"bytes": b"1", "path": None}]], "conversations": [turns]})
+    records = open_records(DatasetConfig(str(write(tmp_path / "a.arrow", table))))
     assert records.read(0) == conversation(tmp_path, 1)
 
 
-def test_a_damaged_batch_costs_its_rows(saved: Path) -> None:
-    path = saved / "data-00000-of-00002.arrow"
-    data = path.read_bytes()
-    assert b"answer 4" in data
-    path.write_bytes(data.replace(b"answer 4", b"answer \xff"))  # in the second of three batches
-    container = ArrowFile(path, list)
-    assert [reason(container, number) for number in range(7)] == [None] * 3 + [Reason.NOT_A_RECORD] * 3 + [None]
-
-
-def test_a_file_that_becomes_shorter_ends_no_process(saved: Path) -> None:
-    path = saved / "data-00000-of-00002.arrow"
-    container = ArrowFile(path, list)
-    assert reason(container, 0) is None
-    os.truncate(path, 100)
-    assert [reason(container, number) for number in range(7)] == [Reason.NOT_A_RECORD] * 7
-
-
-def reason(container: ArrowFile, number: int) -> Reason | None:
+def reason(container: TableFile, number: int) -> Reason | None:
     try:
         container.read(number)
     except BadSample as error:
@@ -108,25 +122,32 @@ def reason(container: ArrowFile, number: int) -> Reason | None:
     return None
 
 
-BROKEN = {
-    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-300]), "ends inside"),
-    "no Arrow": (lambda path: path.write_bytes(b"text" * 99), "no message"),
-    "nothing": (lambda path: path.write_bytes(b""), "is empty|which columns"),
-    "compressed": (lambda path: write(path, rows(9), compression="zstd"), "compressed"),
-    "dictionary": (
-        lambda path: write(path, pa.table({"text": pa.array(["a"] * 3).dictionary_encode()})),
-        "plain values",
-    ),
-    "nulls": (lambda path: write(path, pa.table({"text": pa.nulls(2**21)}), batch=2**21), "too many for its size"),
-}
+def test_a_damaged_batch_or_row_group_costs_its_rows(saved: Path, tmp_path: Path) -> None:
+    path = saved / "data-00000-of-00002.arrow"
+    data = path.read_bytes()
+    assert b"answer 4" in data
+    path.write_bytes(data.replace(b"answer 4", b"answer \xff"))
+    container = TableFile(path, list)
+    assert [reason(container, number) for number in range(7)] == [None] * 3 + [Reason.NOT_A_RECORD] * 3 + [None]
+
+    path = tmp_path / "t.parquet"
+    write(path, rows(1000), form="parquet", batch=500, compression="zstd", use_dictionary=False)
+    start = pq.read_metadata(path).row_group(1).column(1).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 60] = b"\xff" * 60
+    path.write_bytes(content)
+    container = TableFile(path, list)
+    assert [reason(container, number) for number in (0, 700)] == [None, Reason.NOT_A_RECORD]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_cannot_be_read_says_why(name: str, saved: Path) -> None:
-    make, says = BROKEN[name]
-    make(saved / "data-00001-of-00002.arrow")
-    with pytest.raises(UserError, match=says):
-        open_records(DatasetConfig(str(saved)))
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-300], lambda data: b"text" * 99], ids=["cut", "text"])
+def test_a_file_that_cannot_be_read_is_one_line_that_names_it(name: str, damage: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / name, rows(9), form=name[2:].replace("arrow", "stream"))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"{name} is no {name[2:]} file \(.*write it again") as caught:
+        open_records(DatasetConfig(str(path)))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,29 @@
-"""Define containers, which return raw records by number: from one file, or from several as one."""
+"""Define containers, which return raw records by number, and `Records`, which turn these into conversations.
+
+`--validation-split` holds out a record if the hash of its content, as a number from 0 to 1, is below the fraction. So
+the choice depends on nothing else: not on the order of records, on other records, on the seed or on the layout. Equal
+records are on the same side, and a larger fraction holds out the same records and more.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
-from megavlm.data.records.split import key_of
+from megavlm.data.records.shapes import content_of
 from megavlm.data.types import Conversation
+from megavlm.paths import FileRange
 
 Choose = Callable[[Sequence[str]], list[str]]
 """Returns those of a table's columns that are read."""
+
+_HASH = 8  # bytes
+_NEVER = b"\xff" * _HASH  # of a record that has no content: it will be skipped
 
 
 class Records(Protocol):
@@ -30,9 +42,7 @@ class Records(Protocol):
         ...
 
     def key(self, index: int) -> bytes:
-        """Return what the content of record `index` hashes to (`records/split.py`). Raises BadSample if it cannot be
-        read.
-        """
+        """Return the hash of the content of record `index`. Raises BadSample if it cannot be read."""
         ...
 
     def label(self, index: int) -> str:
@@ -136,3 +146,37 @@ class FileRecords:
 
     def label(self, index: int) -> str:
         return self._container.label(index)
+
+
+def key_of(record: Any) -> bytes:
+    """Return the hash of what a record says: its turns or text, and its images as the record has them.
+
+    Other fields, as an `id`, do not count.
+    """
+    if not isinstance(record, Mapping):
+        return _NEVER
+    try:
+        text = json.dumps(content_of(record), sort_keys=True, default=_plain)
+    except (RecursionError, TypeError, ValueError):
+        return _NEVER
+    return hashlib.blake2b(text.encode(), digest_size=_HASH).digest()
+
+
+def key_of_parts(parts: Mapping[str, bytes | FileRange]) -> bytes:
+    """Return the hash of a sample of a WebDataset, which is files by extension."""
+    return key_of({"text": [[name, _plain(parts[name])] for name in sorted(parts)]})
+
+
+def is_held_out(key: bytes, fraction: float) -> bool:
+    """Return whether a record with this hash belongs to the fraction that is held out."""
+    return int.from_bytes(key, "big") < fraction * 2 ** (8 * _HASH)
+
+
+def _plain(value: Any) -> str:
+    """Return what stands for a value that JSON does not have: the hash of the bytes of an image or a clip."""
+    if isinstance(value, FileRange):
+        with value.open() as file:
+            return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    return repr(value)

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megavlm.config.messages import shown
+from megavlm.data.records.media import natural
 from megavlm.data.records.shapes import record_of, shape_of
-from megavlm.data.records.videos import natural
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
