@@ -134,10 +134,15 @@ def unknown_flags(text: str) -> Iterator[str]:
                     yield f"{flag} of {program}"
 
 
+@cache
+def known_keys() -> set[str]:
+    extensions = {"model.objective.losses", "model.projector.connectors.pooled.tokens"}  # of examples/
+    return {option.key for option in options()} | extensions
+
+
 def unknown_keys(text: str) -> Iterator[str]:
     """Yield each key after --set, and each key of `model`, that no option has; `model.projector.…` means a section."""
-    keys = {option.key for option in options()}
-    keys |= {"model.objective.losses", "model.projector.connectors.pooled.tokens"}  # of examples of extensions
+    keys = known_keys()
     for section, key in re.findall(r"--set '?((?:[a-z_]+\.)+)([a-z_]+)", text) + MODEL_KEY.findall(text):
         if section + key not in keys and not any(each.startswith(f"{section}{key}.") for each in keys):
             yield section + key
@@ -215,10 +220,10 @@ def messages_of(path: Path) -> Iterator[str]:
     """Yield the sentences among the strings of a module, without docstrings: an f-string with … for each value, but
     with the name of a command that `program` returns.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    strings = [node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
     inside = {id(part) for node in strings if isinstance(node, ast.JoinedStr) for part in node.values}
-    inside |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inside |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in strings:
         text = said(node)
         if id(node) not in inside and " " in text and not re.search(r"--[\w-]+[:)]", text):  # styles have such names
