@@ -66,6 +66,7 @@ def whole(pools: Pools, data: list[str], tmp_path_factory: pytest.TempPathFactor
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )

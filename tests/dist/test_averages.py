@@ -75,6 +75,7 @@ def test_averages_are_those_of_the_weights_of_each_step(pools: Pools, tmp_path: 
             assert not torch.equal(kept, left[key])
 
 
+@pytest.mark.slow
 def test_averages_go_on_at_another_layout(pools: Pools, tmp_path: Path):
     argv = [*SMALL, "--ema-decay", "0.9"]
     pools(1).run(train, argv, str(tmp_path / "whole"))

@@ -92,6 +92,7 @@ def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, 
     assert arrays[-1]["loss"] != pytest.approx(photos[-1]["loss"], rel=1e-4), "the new channels are trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout"),
     [

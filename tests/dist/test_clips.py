@@ -105,6 +105,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_clips(
     assert without_wall_time(metrics(tmp_path)) == without_wall_time(metrics(whole))
 
 
+@pytest.mark.slow
 def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path
 ) -> None:

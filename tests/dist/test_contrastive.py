@@ -255,6 +255,7 @@ def test_both_passes_are_the_same_in_fp8_and_count_experts_once(pools: Pools, tm
     assert first != second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "model"),
     [

@@ -58,6 +58,7 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

@@ -113,6 +113,7 @@ def test_embeddings_skip_the_steps_of_one_process_in_every_layout(
         assert found == pytest.approx(expected, rel=5 * 2**-11), name  # a rounding, which a temperature of 0.2 enlarges
 
 
+@pytest.mark.slow
 def test_gradients_of_embeddings_are_those_of_fp32(
     pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def stale(folder: str) -> int:
     return sum(not master.to(found[key].dtype).equal(found[key]) for key, master in masters.items())
 
 
+@pytest.mark.slow
 def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Path) -> None:
     """Answers between steps, and the steps after them, are those of a run that gathers at once."""
     argv = "--recipe demo --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --lr-decay-style constant"

@@ -102,7 +102,13 @@ def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> No
     [
         pytest.param("llava", "language vision", "--tp 2 --pp 2", marks=pytest.mark.slow),
         ("llava", "q_proj language.layers.1.down_proj vision.layers.*.fc1", "--tp 2 --pp 2"),
-        pytest.param("internvl-moe", EXPERTS["router"], "--tp 2 --ep 2 --pp 2", id="internvl-moe-router-tp2-ep2-pp2"),
+        pytest.param(
+            "internvl-moe",
+            EXPERTS["router"],
+            "--tp 2 --ep 2 --pp 2",
+            marks=pytest.mark.slow,
+            id="internvl-moe-router-tp2-ep2-pp2",
+        ),
         *(
             pytest.param(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2", marks=pytest.mark.slow)
             for name in OTHERS

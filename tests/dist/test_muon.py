@@ -169,6 +169,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "before", "after"),
     [

@@ -130,6 +130,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
     assert all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_on_another_layout(pools: Pools, alone: Any, tmp_path: Path):
     argv = [*SMALL, *GROUPED.split(), *SLOWER.split()]
     for world, flags, length in ((4, "--tp 2 --pp 2", HALF), (2, ZERO_3, [])):
