@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 293,
     "flags": 147,  # 150
-    "code lines of tests": 41_966,  # 33,000
+    "code lines of tests": 41_982,  # 33,000
     "words of documentation": 44_899,  # 45,000
 }
 _NO_CODE = {
