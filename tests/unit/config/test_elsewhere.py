@@ -13,7 +13,7 @@ import yaml
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.rules.elsewhere import ELSEWHERE
+from megavlm.rules.elsewhere import meanings
 from megavlm.rules.fields import options
 from megavlm.rules.load import from_dict, in_yaml
 from tests.support.remedies import answer, followed
@@ -23,7 +23,7 @@ KEYS = {option.key: option for option in options()}
 VALUES = {int: "1", float: "0.5", str: "x"}
 
 
-@pytest.mark.parametrize("meaning", dict.fromkeys(ELSEWHERE.values()))
+@pytest.mark.parametrize("meaning", dict.fromkeys(meanings().values()))
 def test_what_is_named_exists_and_parses(meaning: str) -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]*", meaning)) - {"--nproc-per-node", "--nnodes"}
     assert named <= {*FLAGS, "--set"}

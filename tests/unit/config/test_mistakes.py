@@ -29,8 +29,6 @@ from megavlm.rules.layout_rules import WORLD_RULES
 from megavlm.rules.load import from_dict
 from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
 
-MUON, LION = "--optimizer muon", "--optimizer lion"
-
 
 class Mistake(NamedTuple):
     argv: str
@@ -40,100 +38,17 @@ class Mistake(NamedTuple):
     world: int = 1
 
 
-SPELLING = (
-    Mistake(
-        "--tenser-model-parallel-size 2", "--tenser-model-parallel-size", "did you mean --tensor-model-parallel-size?"
-    ),
-    Mistake("--train_iters 5", "--train_iters", "did you mean --train-iters?"),
-    Mistake("--train_iters=5", "unknown option --train_iters:", "did you mean --train-iters?"),
-    Mistake("--num-layers 5", "--num-layers", "--set model.vision.num_layers=5 or --set model.language.num_layers=5?"),
-    Mistake(
-        "--hidden-size 8",
-        "--hidden-size",
-        "--set model.vision.hidden_size=8 or --set model.language.hidden_size=8",
-    ),
-    Mistake("--pipeline 2", "--pipeline:", "--pipeline-cuts or --pipeline-model-parallel-size?"),
-    Mistake("-tp 2", "-tp", "did you mean --tp?"),
-    Mistake("--tensor-model 2", "unknown option --tensor-model:", "did you mean --tensor-model-parallel-size?"),
-    Mistake("--no-tensorbord", "--no-tensorbord", "did you mean --no-tensorboard?"),
-    Mistake(
-        "--no-use-distributed-optimizer", "--no-use-distributed-optimizer", "here it is --data-parallel-sharding none"
-    ),
-    Mistake("--learning-rate 1e-5", "--learning-rate", "here it is --lr"),
-    Mistake("--bf16", "--bf16", "here it is --precision bf16"),
-    Mistake("--qqqq", "--qqqq", "--help-all lists all options"),
-    Mistake("--language-num-layers 2", "it is a key", "write --set model.language.num_layers=2"),
-    Mistake("--language-num-layers=2", "it is a key", "write --set model.language.num_layers=2"),
-    Mistake("--no-vision-class-token", "it is a key", "write --set model.vision.class_token=false"),
-    Mistake("--language-num-query-groups none", "it is a key", "--set model.language.num_query_groups=null"),
-    Mistake("--vision-feature-layer -2 --tp 1", "it is a key", "--set model.vision.feature_layer=-2"),
-    Mistake("--language-mrope-section 3 3 2", "it is a key", "write --set 'model.language.mrope_section=[3, 3, 2]'"),
-    Mistake("--qformer-num-queries 5", "it is a key", "--set model.projector.connectors.qformer.num_queries=5"),
-    Mistake("--moe-router-topk 2", "it is a key", "write --set model.experts.router_topk=2"),
-    Mistake("--language-num-layer 2", "--language-num-layer", "did you mean --set model.language.num_layers=2?"),
-    Mistake(
-        "--mm-vision-select-layer -2", "--mm-vision-select-layer", "here it is --set model.vision.feature_layer=-2"
-    ),
-    Mistake("--set model.langage.num_layers=2", "--set: unknown key model.langage", "did you mean model.language?"),
-    Mistake("--set qk_norm=true", "unknown key qk_norm", "model.vision.qk_norm or model.language.qk_norm?"),
-    Mistake("--set tp=2", "--set: unknown key tp", "did you mean parallel.tensor_model_parallel_size?"),
-    Mistake("--set model.language.num_layers 2", "names no value", "write --set model.language.num_layers=VALUE"),
-    Mistake("--set model.language.num_layers=", "has an empty value", "write null for none"),
-    Mistake("--set model.language.num_layers=two", "model.language.num_layers", "expects an integer, got 'two'"),
-    Mistake("--set model.language.qk_norm=yes,", "model.language.qk_norm", "expects true or false, got 'yes,'"),
-    Mistake("--set model.language.mrope_section=[3,", "--set model.language.mrope_section", "is not valid YAML"),
-    Mistake("--set run.extension=[a]", "--set run.extension", "name it with --extension"),
-    Mistake("--set", "--set", "expected at least one argument"),
-    Mistake("--print-confg", "--print-confg", "did you mean --print-config?"),
-    Mistake("train", "unexpected argument train", "right after their --flag"),
-    Mistake("--tp 2 3", "unexpected argument 3", "right after their --flag"),
-    Mistake("--recipe dmo", "recipe dmo", "did you mean demo?"),
-    Mistake("--recipe qwerty", "recipe qwerty", "choose one of demo"),
-    Mistake("--recipe", "--recipe", "expected one argument"),
-    Mistake("--recipe demo --config a.yaml", "--recipe and --config", "keep one"),
-    Mistake("--config no/such.yaml", "--config no/such.yaml", "No such file"),
-    Mistake("--config .", "--config .", "is a folder: name the file in it"),
-)
+def _of_table() -> dict[str, list[Mistake]]:
+    """Return the mistakes of `mistakes.txt` by section."""
+    found: dict[str, list[Mistake]] = {}
+    for line in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            rows = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            argv, names, remedy, *more = line.split(" | ")
+            rows.append(Mistake(argv, names, remedy, *more[:1], *map(int, more[1:])))
+    return found
 
-TYPES = (
-    Mistake("--tp two", "--tp", "expects an integer, got 'two'"),
-    Mistake("--tensor-model-parallel-size 2.0", "--tensor-model-parallel-size", "expects an integer, got '2.0'"),
-    Mistake("--tp=", "--tp", "expects an integer, got ''"),
-    Mistake("--tp", "--tp", "expects an integer, but no value follows it"),
-    Mistake("--global-batch-size none", "--global-batch-size", "expects an integer, got 'none'"),
-    Mistake("--lr fast", "--lr", "expects a number or none, got 'fast'"),
-    Mistake("--lr nan", "--lr", "expects a number or none, got 'nan'"),
-    Mistake("--clip-grad inf", "--clip-grad", "expects a number, got 'inf'"),
-    Mistake("--vision-lr x", "--vision-lr", "expects a number or none, got 'x'"),
-    Mistake("--seed 99999999999999999999", "--seed", "more than 64 bits"),
-    Mistake("--precision bf61", "--precision", "fp16 or none, got 'bf61': did you mean bf16?"),
-    Mistake("--lr-decay-style wsd", "--lr-decay-style", "cosine, WSD, got 'wsd': did you mean WSD?"),
-    Mistake("--precision torch.float16", "--precision", "did you mean fp16?"),
-    Mistake("--precision fp8", "--precision", "FP8 is an option of its own, --fp8 hybrid, beside bf16"),
-    Mistake("--fp8 fp8", "--fp8", "did you mean hybrid?"),
-    Mistake("--data-parallel-sharding ZeRO3", "--data-parallel-sharding", "did you mean full?"),
-    Mistake("--freeze llm", "--freeze", "did you mean language?"),
-    Mistake("--freeze vison", "--freeze", "did you mean vision?"),
-    Mistake("--freeze vision,projector", "--freeze", "separated by spaces"),
-    Mistake("--image-sizes 32 big", "--image-sizes", "expects a list of integers (separated by spaces), got 'big'"),
-    Mistake("--pipeline-cuts 3,5", "--pipeline-cuts", "separated by spaces"),
-    Mistake("--dry-run=true", "--dry-run", "takes no value: write --dry-run or --no-dry-run"),
-    Mistake("--no-save=1", "--save", "takes no value: write --save or --no-save"),
-    Mistake("--sp true", "--sp", "write --sp or --no-sp"),
-    Mistake("--init-from=", "--init-from is empty", "leave it out"),
-    Mistake("--load ''", "--load is empty", "give it a value, or leave it out"),
-    Mistake("--datasets ''", "--datasets has an entry without a path", "write path: FILE"),
-    Mistake("--config=", "--config is empty", "leave it out"),
-    Mistake("--init-from '~/m'", "--init-from '~/m' starts with ~", "write the full path"),
-    Mistake("--run-dir=~/runs", "--run-dir '~/runs'", "write the full path"),
-    Mistake("--datasets a.json,image_root=~/b", "--datasets image_root '~/b'", "write the full path"),
-    Mistake("--run-dir '$SCRATCH/a'", "--run-dir '$SCRATCH/a' starts with $SCRATCH", "write the full path"),
-    Mistake("--vision-cache ~/x", "--vision-cache '~/x'", "write the full path"),
-    Mistake("--datasets a.json,b.json", "--datasets a.json,b.json", "spaces between data sets"),
-    Mistake("--datasets a.json image_root=b", "image_root=b names no PATH", "write --datasets PATH,image_root=b"),
-    Mistake("--datasets a.json,image_folder=b", "has no image_folder", "use path, kind, weight, image_root"),
-    Mistake("run.yaml --tp 1", "unexpected argument run.yaml", "follows --config"),
-)
 
 RANGES = (
     Mistake("--tp 0", "--tensor-model-parallel-size 0", "at least 1", "--tp 1"),
@@ -971,217 +886,9 @@ RUN = (
     Mistake(f"--run-dir {'x' * 300}", "--run-dir", "cannot be used", "--run-dir a"),
     Mistake("--run-dir a\udcff", "--run-dir", "is no UTF-8 text: choose another name", "--run-dir a"),
     Mistake("--run-dir a\0b", "--run-dir", "has a NUL: choose another name", "--run-dir a"),
-    Mistake(
-        "--run-dir gs://bucket/run",
-        "--run-dir 'gs://bucket/run'",
-        "use --run-dir runs/NAME --checkpoint-dir 'gs://bucket/run'",
-        "--run-dir runs/NAME --checkpoint-dir gs://bucket/run",
-    ),
-    Mistake("--checkpoint-dir s3://b/a --no-save", "--checkpoint-dir", "--no-save writes none", "--save"),
-    Mistake(
-        "--checkpoint-dir r/checkpoints --run-dir r", "--checkpoint-dir", "name another place", "--checkpoint-dir /a"
-    ),
-    Mistake(
-        "--checkpoint-dir s3://user:pw@b/a", "--checkpoint-dir 's3://b/a'", "environment", "--checkpoint-dir s3://b/a"
-    ),
-    Mistake("--load s3://b/a?signature=x", "--load 's3://b/a", "environment", "--load s3://b/a"),
-)
-
-FP8 = "--precision bf16 --fp8 hybrid"
-PRECISION = (
-    Mistake("--fp8 hybrid", "--fp8 hybrid", "add --precision bf16", "--precision bf16"),
-    Mistake("--fp8 e4m3 --precision fp16", "--precision bf16, but that is fp16", "add --precision", "--precision bf16"),
-    Mistake(f"{FP8} --fp8-parts", "--fp8-parts", "name language or vision", "--fp8-parts vision"),
-    Mistake("--fp8-recipe mxfp8", "--fp8-recipe has no effect without FP8", "add --fp8 hybrid", FP8),
-    Mistake("--first-last-layers-bf16", "--first-last-layers-bf16", "add --fp8 hybrid", "--no-first-last-layers-bf16"),
-    Mistake(
-        f"{FP8} --set precision.fp8_margin=1",
-        "precision.fp8_margin has no effect",
-        "use --fp8-recipe delayed",
-        "--set precision.fp8_margin=0",
-    ),
-    Mistake(
-        f"{FP8} --set precision.num_layers_at_end_in_bf16=0",
-        "precision.num_layers_at_end_in_bf16",
-        "without --first-last-layers-bf16: add it",
-        "--first-last-layers-bf16",
-    ),
-    Mistake(
-        f"{FP8} --fp8-recipe delayed --first-last-layers-bf16",
-        "--first-last-layers-bf16 does not support --fp8-recipe delayed",
-        "use --fp8-recipe tensorwise",
-        "--fp8-recipe tensorwise",
-    ),
-    Mistake(
-        f"{FP8} --first-last-layers-bf16 --set precision.num_layers_at_start_in_bf16=3",
-        "leave none of the 4 language layers",
-        "together use at most 3",
-        "--set precision.num_layers_at_start_in_bf16=2",
-    ),
-    Mistake(
-        f"{FP8} --fp8-parts vision --placement colocated",
-        "--placement colocated",
-        "use --fp8-parts language",
-        "--fp8-parts language",
-    ),
-    Mistake("--fp8-param-gather", "--fp8-param-gather has no effect without FP8", "add --fp8 hybrid", FP8),
-    Mistake(
-        f"{FP8} --fp8-param-gather --data-parallel-sharding full",
-        "--data-parallel-sharding optimizer, but that is full",
-        "leave --fp8-param-gather out",
-        "--data-parallel-sharding optimizer",
-    ),
-    Mistake(
-        f"{FP8} --fp8-param-gather --fp8-recipe mxfp8",
-        "--fp8-recipe mxfp8",
-        "use --fp8-recipe tensorwise",
-        "--fp8-recipe tensorwise",
-    ),
-    Mistake(
-        f"{FP8} --fp8-param-gather --freeze language",
-        "--fp8-param-gather finds no weights",
-        "leave it out",
-        "--no-fp8-param-gather",
-    ),
-    Mistake(
-        f"{FP8} --fp8-param-gather --lora-rank 4",
-        "--fp8-param-gather finds no weights",
-        "leave it out",
-        "--no-fp8-param-gather",
-    ),
-    Mistake(f"{FP8} --seq-length 72", "--seq-length 72", "use 64 or 80", "--seq-length 80"),
-    Mistake(f"{FP8} --seq-length 80 --tp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
-    Mistake(f"{FP8} --seq-length 80 --cp 2", "multiple of 32", "use 64 or 96", "--seq-length 96", world=2),
-    Mistake(
-        f"{FP8} --seq-length 72 --mbs 4 --fp8-recipe mxfp8 --fp8 e4m3 --seq-length 68",
-        "× --micro-batch-size 4",
-        "use 64 or 72",
-        "--seq-length 72",
-    ),
-    Mistake(
-        f"{FP8} --set model.language.hidden_size=136 model.language.kv_channels=16",
-        "model.language.hidden_size 136",
-        "use 128 or 144",
-        "--set model.language.hidden_size=144",
-    ),
-    Mistake(
-        f"{FP8} --set model.language.ffn_hidden_size=80 --tp 2",
-        "a multiple of 32",
-        "use 64 or 96",
-        "--set model.language.ffn_hidden_size=64",
-        world=2,
-    ),
-    Mistake(
-        f"{FP8} --set model.language.num_attention_heads=4 model.language.num_query_groups=2 "
-        "model.language.kv_channels=6",
-        "24 channels of query heads",
-        "another number or width of heads",
-        "--set model.language.kv_channels=8",
-    ),
-    Mistake(
-        f"{FP8} --set model.language.num_attention_heads=4 model.language.num_query_groups=1 "
-        "model.language.kv_channels=8 --tp 2",
-        "24 channels of query, key and value heads on a rank are not a multiple of 16",
-        "or --fp8 none",
-        "--set model.language.num_query_groups=4",
-        world=2,
-    ),
-    Mistake(
-        f"{FP8} --fp8-parts vision --set model.vision.hidden_size=48 model.vision.num_attention_heads=6 --tp 2",
-        "model.vision.num_attention_heads 6: 24 channels of query heads",
-        "a smaller --tp",
-        "--tp 1",
-        world=2,
-    ),
-)
-
-IDLE = (
-    Mistake("--epochs 2", "--epochs has no effect without --datasets", "name your data sets", "--datasets a.json"),
-    Mistake(
-        "--eval-interval 5", "--eval-interval has no effect without", "add --validation PATH", "--eval-interval none"
-    ),
-    Mistake(
-        "--datasets a.json --sample-interval 5",
-        "--sample-interval has no effect without validation data",
-        "--validation-split 0.01",
-        "--validation-split 0.01",
-    ),
-    Mistake(
-        "--data digits --set evaluation.sample_count=3",
-        "evaluation.sample_count has no effect",
-        "--sample-interval 100",
-        "--sample-interval 9",
-    ),
-    Mistake(
-        "--set evaluation.eval_samples=5",
-        "evaluation.eval_samples has no effect except on digits",
-        "--data digits",
-        "--data digits",
-    ),
-    Mistake("--validation b.json", "--validation has no effect without --datasets", "name your", "--datasets a.json"),
-    Mistake("--validation-split 1", "--validation-split 1.0", "less than 1", "--validation-split 0"),
-    Mistake("--datasets a.json --image-sizes 8", "--image-sizes has no effect", "synthetic", "--image-sizes"),
-    Mistake("--no-packing", "--no-packing has no effect without --datasets", "--datasets", "--packing"),
-    Mistake("--datasets a.json --no-packing --packing-window 8", "--packing-window", "use --packing", "--packing"),
-    Mistake(
-        "--set placement.encoder_keep_chunks=2",
-        "placement.encoder_keep_chunks has no effect",
-        "colocated",
-        "--placement colocated",
-    ),
-    Mistake(
-        "--set placement.vision_cache_size=2",
-        "placement.vision_cache_size has no",
-        "--vision-cache DIR",
-        "--set placement.vision_cache_size=10",
-    ),
-    Mistake("--lora-alpha 3", "--lora-alpha has no effect without adapters", "add --lora-rank", "--lora-rank 16"),
-    Mistake(
-        "--set optimizer.hysteresis=3",
-        "optimizer.hysteresis has no effect without a loss scale",
-        "fp16",
-        "--precision fp16",
-    ),
-    Mistake("--freeze vision --vision-lr 1", "--vision-lr has no effect with --freeze vision", "not", "--freeze"),
-    Mistake("--profile-ranks 1", "--profile-ranks has no effect", "add --profile", "--profile-ranks 0"),
-    Mistake("--no-save --keep-checkpoints 3", "--keep-checkpoints has no effect with --no-save", "leave", "--save"),
-)
-
-OBJECTIVE = (
-    Mistake("--temperature 0.1", "--temperature has no effect", "--objective contrastive", "--objective contrastive"),
-    Mistake(
-        "--objective sigmoid --set model.objective.symmetric=false",
-        "model.objective.symmetric=false has no effect",
-        "--objective contrastive",
-        "--set model.objective.symmetric=true",
-    ),
-    Mistake(
-        "--objective contrastive --set model.objective.sigmoid_bias=-5",
-        "model.objective.sigmoid_bias has no",
-        "objective sigmoid",
-        "--objective sigmoid",
-    ),
-    Mistake(
-        "--objective contrastive --set model.objective.matryoshka_widths=[64,128]",
-        "model.objective.matryoshka_widths 128",
-        "lower it",
-        "--set model.objective.matryoshka_widths=[64]",
-    ),
-    Mistake(
-        "--objective contrastive --fp8 hybrid --fp8-recipe delayed --precision bf16",
-        "--objective contrastive",
-        "--fp8-recipe tensorwise",
-        "--fp8-recipe tensorwise",
-    ),
-    Mistake(
-        "--objective sigmoid --sample-interval 5 --datasets a.json --validation-split 0.1",
-        "--sample-interval 5",
-        "leave it out",
-        "--sample-interval 0",
-    ),
-)
-
-RULE_MISTAKES = (*RANGES, *MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE, *OBJECTIVE)
+]
+SPELLING, TYPES = TABLE["spelling"], TABLE["types"]
+RULE_MISTAKES = [mistake for section in list(TABLE)[2:] for mistake in TABLE[section]]
 KNOWN = {
     *RUN_FLAGS,
     "--flag",
@@ -1265,7 +972,7 @@ def given(flags: str) -> list[Option]:
 def test_every_rule_has_a_mistake() -> None:
     """A rule that nothing here trips is a rule that nobody has seen work."""
     tripped = set()
-    for mistake in (*MODEL, *LAYOUT, *EXPERTS, *RUN, *PRECISION, *IDLE, *OBJECTIVE):
+    for mistake in RULE_MISTAKES[len(TABLE["ranges"]) :]:
         config = with_start_defaults(parse(shlex.split(mistake.argv)))
         # Lazily: a rule may rely on those before it.
         of_config = (rule.__name__ for rule in RULES if rule(config))
@@ -1293,11 +1000,7 @@ YAML_MISTAKES = (
     ("run: {run_dir: 2024-01-01}", "run.run_dir", "expects a text"),
     ("run: {run_dir: 5}", "run.run_dir", "expects a text, got 5"),
     ("run: {dry_run: 1}", "run.dry_run", "expects true or false, got 1"),
-    (
-        "precision: {dtype: fp15}",
-        "precision.dtype",
-        "bf16, fp16 or null, got 'fp15': did you mean",
-    ),
+    ("precision: {dtype: fp15}", "precision.dtype", "bf16, fp16 or null, got 'fp15': did you mean"),
     ("optimizer: {lr: fast}", "optimizer.lr", "expects a number or null, got 'fast'"),
     ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number or null, got nan"),
     ("optimizer: {lr: true}", "optimizer.lr", "expects a number or null, got True"),
