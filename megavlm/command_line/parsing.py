@@ -70,7 +70,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     typed = {path for path, spellings in names.items() if sum(words[each] for each in spellings) == 1}
     # A model may give an option its effect; it is read only if there is something to ask.
     asks = any(True for _ in idle(config, typed=typed))
-    if complete and asks and (complaint := options_have_an_effect(complete(config), typed=typed)):
+    if complete and asks and (complaint := next(options_have_an_effect(complete(config), typed=typed), None)):
         raise UserError(complaint)
     return config
 

@@ -108,17 +108,15 @@ RECIPES: dict[str, Callable[[], Config]] = {"demo": demo, "demo-embed": demo_emb
 Path = tuple[str, ...]  # of an option: (section, field)
 
 _LENGTH: Path = ("train", "train_iters")
-_STYLE: Path = ("optimizer", "lr_decay_style")
-_WSD: Path = ("optimizer", "lr_wsd_decay_iters")
 # Options counted in iterations, with the lower bound of each.
-_SCHEDULES: Mapping[Path, int] = {("optimizer", "lr_warmup_iters"): 0, ("optimizer", "lr_decay_iters"): 1, _WSD: 1}
+_SCHEDULES = {"lr_warmup_iters": 0, "lr_decay_iters": 1, "lr_wsd_decay_iters": 1}
 
 
 def recipe(name: str, given: Mapping[Path, Any] | None = None) -> Config:
     """Return the configuration of a recipe, with its learning-rate schedule scaled to the values that a user gave.
 
-    If the number of iterations is given, warm-up and decay keep their fraction of the run, rounded down. The length of
-    the WSD decay is unset if another decay style is given. Raises UserError, with a suggestion, for an unknown name.
+    If the number of iterations is given, warm-up and decay keep their fraction of the run, rounded down. Raises
+    UserError, with a suggestion, for an unknown name.
     """
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES) or f": choose one of {', '.join(RECIPES)}"
@@ -127,9 +125,7 @@ def recipe(name: str, given: Mapping[Path, Any] | None = None) -> Config:
     values: dict[Path, Any] = {}
     before, now = value_at(config, _LENGTH), given.get(_LENGTH)
     if before is not None and now is not None:
-        for path, least in _SCHEDULES.items():
-            if (length := value_at(config, path)) is not None:
-                values[path] = max(least, length * now // before)
-    if given.get(_STYLE, "WSD") != "WSD":
-        values[_WSD] = None
+        for name, least in _SCHEDULES.items():
+            if (length := getattr(config.optimizer, name)) is not None:
+                values["optimizer", name] = max(least, length * now // before)
     return with_values(config, values)

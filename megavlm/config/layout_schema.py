@@ -25,6 +25,11 @@ DELAYED_SCALING = (
         lambda config: config.precision.fp8_recipe == "delayed", "without delayed scaling", "use --fp8-recipe delayed"
     ),
 )
+COMPRESSED = Needs(
+    lambda config: config.parallel.compress_gradients != "none",
+    "without --compress-gradients",
+    "add --compress-gradients int8",
+)
 BF16_LAYERS = Needs(
     lambda config: config.precision.first_last_layers_bf16, "without --first-last-layers-bf16", "add it"
 )
@@ -137,12 +142,14 @@ class ParallelConfig:
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
         flag=KEY_ONLY,
         valid=AT_LEAST_1,
+        needs=COMPRESSED,
     )
     compress_error_feedback: bool = option(
         True,
         "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
         "that a rank sends.",
         flag=KEY_ONLY,
+        needs=COMPRESSED,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
@@ -185,11 +192,13 @@ class PlacementConfig:
     encode_ahead: bool = option(
         False,
         "Colocated, frozen encoder: encode the images of the next step during this step (on a GPU: on a side stream).",
+        needs=COLOCATED,
     )
     vision_cache: str | None = option(
         None,
         "Colocated, frozen encoder: folder of cached image features, which runs with the same encoder can share; "
         "default: no cache.",
+        needs=COLOCATED,
     )
     vision_cache_size: float = option(
         10.0,

@@ -207,6 +207,7 @@ class OptimizerConfig(RuleOptions):
         None,
         "WSD: number of steps of the final decay; default: a tenth of the steps before the decay ends.",
         valid=AT_LEAST_1,
+        needs=Needs(lambda config: config.optimizer.lr_decay_style == "WSD", "without WSD", "use --lr-decay-style WSD"),
     )
     weight_decay: float = option(
         0.01, "Decoupled weight decay (AdamW); not applied to norms and biases.", valid=AT_LEAST_0

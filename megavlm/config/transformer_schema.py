@@ -104,6 +104,11 @@ class VisionConfig:
         (),
         "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
         valid=AT_LEAST_0,
+        needs=Needs(
+            lambda config: config.model.vision.window_size is not None,
+            "without windowed attention",
+            "add --set model.vision.window_size=N",
+        ),
     )
     deepstack_layers: tuple[int, ...] = option(
         (),
@@ -191,6 +196,11 @@ class LanguageConfig:
     mrope_interleaved: bool = option(
         False,
         "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
+        needs=Needs(
+            lambda config: bool(config.model.language.mrope_section),
+            "without M-RoPE",
+            "add --set model.language.mrope_section=[T,H,W]",
+        ),
     )
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")

@@ -32,6 +32,7 @@ from megavlm.planner.step import (
     step_of,
 )
 from megavlm.planner.uneven import MicroBatches, encoder_works, micro_batches
+from megavlm.rules import first
 from megavlm.rules.defaults import chunk_patches
 from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
 
@@ -308,9 +309,8 @@ class LayoutEvaluator:
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)
-        broken = (*(rule(layout) for rule in LAYOUT_RULES), self._mixes_stages(layout))
-        of_world = (rule(layout, candidate.dims.world) for rule in WORLD_RULES)
-        return next((text for text in (*broken, *of_world) if text), None)
+        broken = first(LAYOUT_RULES, layout) or self._mixes_stages(layout)
+        return broken or first(WORLD_RULES, layout, candidate.dims.world)
 
     def _mixes_stages(self, layout: Config) -> str | None:
         """Return why pipeline stages would have devices of several kinds."""

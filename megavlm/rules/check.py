@@ -1,7 +1,7 @@
-"""Validation of a configuration: each rule is a small function that returns an error message or None.
+"""Validate a configuration: ranges, then rules in their order, then options without an effect.
 
-A message is one line that names the options and the remedy. Rules run in order, and a rule may assume that those before
-it hold. Ranges of single options come first, so that no rule divides by zero. The planner validates `--pipeline-cuts`.
+An option has an effect only if what it declares (`option(needs=...)`) is set. One that the user sets without effect is
+an error that names the missing option; one that only a recipe sets returns to its default instead.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from megavlm.config.option import EXPERTS, Needs
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.errors import UserError
+from megavlm.rules import Rule, first
 from megavlm.rules.defaults import is_start_default, with_start_defaults
 from megavlm.rules.fields import Option, options, value_at, with_values
 from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
 from megavlm.rules.model_rules import MODEL_RULES
 from megavlm.rules.precision_rules import PRECISION_RULES
 from megavlm.rules.run_rules import RUN_RULES
-from megavlm.rules.training_rules import OBJECTIVE_RULES
+from megavlm.rules.training_rules import TRAINING_RULES
 
 
 def _trains_routers(config: Config) -> bool:
@@ -99,13 +100,12 @@ def _never(config: Config) -> bool:
     return False
 
 
-def options_have_an_effect(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> str | None:
+def options_have_an_effect(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator[str]:
     for option, needs in idle(config, typed=typed):
         name = option.name
         if value_at(config, option.path) is False:
             name = option.negations[0] if option.flag else f"{option.key}=false"
-        return f"{name} has no effect {needs.lacking}: {needs.remedy}, or leave {name} out"
-    return None
+        yield f"{name} has no effect {needs.lacking}: {needs.remedy}, or leave {name} out"
 
 
 def without_idle(config: Config, given: Collection[tuple[str, ...]]) -> Config:
@@ -114,11 +114,11 @@ def without_idle(config: Config, given: Collection[tuple[str, ...]]) -> Config:
     return with_values(config, unasked)
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
-    *OBJECTIVE_RULES,
     *LAYOUT_RULES,
     *PRECISION_RULES,
+    *TRAINING_RULES,
     *RUN_RULES,
     options_have_an_effect,
 )
@@ -127,7 +127,9 @@ RULES = (
 def check(config: Config, *, world: int) -> None:
     """Raise UserError for the first rule that a configuration violates on `world` processes."""
     assert world >= 1, "a run has at least one process"
-    for complaint in _complaints(config, world):
+    complaint = next(out_of_range(config), None)
+    config = with_start_defaults(config) if complaint is None else config
+    if complaint := complaint or first(RULES, config) or first(WORLD_RULES, config, world):
         raise UserError(complaint)
 
 
@@ -140,7 +142,7 @@ def usable_world(config: Config, launched: int) -> int:
         return launched
     config = with_start_defaults(config)
     numbers = range(launched, 0, -1)
-    return next((world for world in numbers if not any(rule(config, world) for rule in WORLD_RULES)), launched)
+    return next((world for world in numbers if first(WORLD_RULES, config, world) is None), launched)
 
 
 def out_of_range(config: Config) -> Iterator[str]:
@@ -152,14 +154,3 @@ def out_of_range(config: Config) -> Iterator[str]:
         for number in value if option.kind.many else (value,):
             if number is not None and not option.valid.holds(number):
                 yield f"{option.name} {number} must be {option.valid.words}"
-
-
-def _complaints(config: Config, world: int) -> Iterator[str]:
-    yield from out_of_range(config)
-    config = with_start_defaults(config)
-    for rule in RULES:
-        if complaint := rule(config):
-            yield complaint
-    for world_rule in WORLD_RULES:
-        if complaint := world_rule(config, world):
-            yield complaint

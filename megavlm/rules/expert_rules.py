@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterator
 
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
 from megavlm.config.lora import trained_whole
@@ -13,68 +12,27 @@ from megavlm.config.schema import Config
 from megavlm.rules.defaults import resolve_model, starts_from_weights
 
 
-def tokens_find_experts(config: Config) -> str | None:
-    experts = config.model.experts
-    if experts.router_topk > experts.num_experts:
-        return (
-            f"model.experts.router_topk {experts.router_topk} is more than --num-experts {experts.num_experts}: lower "
-            f"it to at most {experts.num_experts}"
-        )
-    if experts.router_topk == 1 and experts.router_score_function == "softmax" and not experts.router_pre_softmax:
-        return (
+def router(config: Config) -> Iterator[str]:
+    """A bias that steps change is no frozen weight. Beside adapters, which do not hold it, it is frozen as well."""
+    experts, layers = config.model.experts, config.model.language.num_layers
+    count, chosen = experts.num_experts, experts.router_topk
+    if not count:
+        return
+    if chosen > count:
+        yield f"model.experts.router_topk {chosen} is more than --num-experts {count}: lower it to at most {count}"
+    if chosen == 1 and experts.router_score_function == "softmax" and not experts.router_pre_softmax:
+        yield (
             "model.experts.router_topk 1 gives the one chosen expert the weight 1, from which the router learns "
             "nothing: add --set model.experts.router_pre_softmax=true"
         )
-    return None
-
-
-def dense_layers_exist(config: Config) -> str | None:
-    layers, count = config.model.experts.dense_layers, config.model.language.num_layers
-    shown = " ".join(map(str, layers))
-    if layers and max(layers) >= count:
-        return f"model.experts.dense_layers {shown} must be layers that exist, 0 to {count - 1}: name those alone"
-    if not any(has_experts(config.model, layer) for layer in range(count)):
-        return (
-            f"model.experts.dense_layers {shown} leaves no layer with experts: name fewer, or leave --num-experts out"
-        )
-    return None
-
-
-def groups_of_experts_divide(config: Config) -> str | None:
-    experts = config.model.experts
-    groups, chosen = experts.router_num_groups, experts.router_group_topk
-    if groups is None and chosen is None:
-        return None
-    if groups is None or chosen is None:
-        names = ("router_group_topk", "router_num_groups")
-        given, missing = names if groups is None else names[::-1]
-        return f"model.experts.{given} needs model.experts.{missing}: add it, or leave both out"
-    if experts.num_experts % groups:
-        return (
-            f"model.experts.router_num_groups {groups} does not divide --num-experts {experts.num_experts}: set it to "
-            f"{divisors(experts.num_experts)}"
-        )
-    if chosen > groups:
-        return (
-            f"model.experts.router_group_topk {chosen} is more than model.experts.router_num_groups {groups}: lower it"
-        )
-    if experts.router_topk % chosen:
-        return (
-            f"model.experts.router_group_topk {chosen} does not divide model.experts.router_topk "
-            f"{experts.router_topk}: set it to {divisors(experts.router_topk)}"
-        )
-    if experts.router_topk > chosen * (experts.num_experts // groups):
-        return (
-            f"model.experts.router_group_topk {chosen} leaves {chosen * (experts.num_experts // groups)} experts to "
-            f"choose from, fewer than model.experts.router_topk {experts.router_topk}: raise it"
-        )
-    return None
-
-
-def bias_has_sigmoid(config: Config) -> str | None:
-    experts = config.model.experts
+    dense = f"model.experts.dense_layers {' '.join(map(str, experts.dense_layers))}"
+    if max(experts.dense_layers, default=0) >= layers:
+        yield f"{dense} must be layers that exist, 0 to {layers - 1}: name those alone"
+    if not any(has_experts(config.model, layer) for layer in range(layers)):
+        yield f"{dense} leaves no layer with experts: name fewer, or leave --num-experts out"
+    yield from _groups(config)
     if experts.router_enable_expert_bias and experts.router_score_function != "sigmoid":
-        return (
+        yield (
             "model.experts.router_enable_expert_bias needs sigmoid scores: add --set "
             "model.experts.router_score_function=sigmoid, or leave the bias out"
         )
@@ -160,39 +118,98 @@ def frozen_routers_have_no_bias(config: Config) -> str | None:
             "model.experts.router_enable_expert_bias changes the router's frozen bias each step: add "
             "--moe-router-bias-update-rate 0"
         )
-    return None
 
 
-def expert_ranks_divide(config: Config, world: int) -> str | None:
+def _groups(config: Config) -> Iterator[str]:
+    """A token takes experts of some groups alone, equally many of each."""
+    experts = config.model.experts
+    count, groups, chosen = experts.num_experts, experts.router_num_groups, experts.router_group_topk
+    option, topk = f"model.experts.router_group_topk {chosen}", experts.router_topk
+    if groups is None or chosen is None:
+        names = ("router_group_topk", "router_num_groups")
+        given, missing = names if groups is None else names[::-1]
+        if groups != chosen:
+            yield f"model.experts.{given} needs model.experts.{missing}: add it, or leave both out"
+        return
+    if count % groups:
+        yield (
+            f"model.experts.router_num_groups {groups} does not divide --num-experts {count}: set it to "
+            f"{divisors(count)}"
+        )
+    if chosen > groups:
+        yield f"{option} is more than model.experts.router_num_groups {groups}: lower it"
+    if topk % chosen:
+        yield f"{option} does not divide model.experts.router_topk {topk}: set it to {divisors(topk)}"
+    if topk > (left := chosen * (count // groups)):
+        yield f"{option} leaves {left} experts to choose from, fewer than model.experts.router_topk {topk}: raise it"
+
+
+def experts_over_ranks(config: Config) -> Iterator[str]:
+    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU, also in FP8. Without sequence parallelism
+    all TP ranks would send the same tokens to the experts.
+    """
+    count = config.model.experts.num_experts
+    if not count:
+        return
+    model, etp = resolve_model(config.model), expert_tensor_parallel(config)
+    ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
+    width, shared = model.experts.ffn_hidden_size, model.experts.shared_ffn_hidden_size
+    if count % ep:
+        yield f"--expert-model-parallel-size {ep} does not divide --num-experts {count}: set it to {divisors(count)}"
+    if width % etp:
+        yield (
+            f"model.experts.ffn_hidden_size {width} is not divisible by --expert-tensor-parallel-size {etp}: "
+            f"{nearest(width, etp)}, or set --etp to {divisors(width)}"
+        )
+    if shared is not None and shared % tp:
+        yield (
+            f"model.experts.shared_ffn_hidden_size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
+            f"{nearest(shared, tp)}"
+        )
+    step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
+    asks = "--fp8" if step == 16 else f"--precision {config.precision.dtype}"
+    for flag, size, multiple, split in (
+        ("model.language.hidden_size", model.language.hidden_size, step, ""),
+        ("model.experts.ffn_hidden_size", width, step * etp, f" on --etp {etp}"),
+        ("model.experts.shared_ffn_hidden_size", (shared or 0) * (step == 16), step * tp, f" on --tp {tp}"),
+    ):
+        if size % multiple:
+            yield (
+                f"{flag} {size} is not a multiple of {multiple}, which experts with {asks} need{split}: "
+                f"{nearest(size, multiple)}"
+            )
+    if tp > 1 and not sequence_parallel(config):
+        yield "--num-experts with --tp above 1 needs sequence parallelism: leave --no-sequence-parallel out"
+
+
+def experts_support(config: Config) -> Iterator[str]:
+    """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
+    parallel, precision, in_fp8 = config.parallel, config.precision, fp8_in("language", config)
+    if not config.model.experts.num_experts:
+        return
+    option = "--num-experts does not support"
+    if shards_gradients(config):
+        sharding = parallel.data_parallel_sharding
+        yield f"{option} --data-parallel-sharding {sharding}: use --data-parallel-sharding optimizer"
+    if parallel.hybrid_shard_size is not None:
+        yield f"{option} --hybrid-shard-size: leave it out"
+    if parallel.tp_comm_overlap:
+        yield f"{option} --tp-comm-overlap: leave it out"
+    if in_fp8 and precision.fp8_recipe != "tensorwise":
+        recipe = precision.fp8_recipe
+        yield f"{option} --fp8-recipe {recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision"
+    if in_fp8 and precision.fp8_param_gather:
+        yield f"{option} --fp8-param-gather: leave it out"
+
+
+def expert_ranks_divide(config: Config, world: int) -> Iterator[str]:
     """EP × ETP must divide the ranks of a pipeline stage, TP × CP × DP."""
     parallel = config.parallel
     ep, etp = parallel.expert_model_parallel_size, expert_tensor_parallel(config)
     ranks = world // parallel.pipeline_model_parallel_size
     if config.model.experts.num_experts and ranks % (ep * etp):
-        return (
+        yield (
             f"--expert-model-parallel-size {ep} × --expert-tensor-parallel-size {etp} does not divide the {ranks} "
             f"processes of a pipeline stage (TP × CP × DP): use --ep {math.gcd(ranks, ep)} and --etp "
             f"{math.gcd(ranks // math.gcd(ranks, ep), etp)}, or other numbers whose product divides {ranks}"
         )
-    return None
-
-
-def _with_experts(*rules: Callable[[Config], str | None]) -> tuple[Callable[[Config], str | None], ...]:
-    """Return the rules, which then hold for models without experts."""
-
-    def limited(rule: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-        @wraps(rule)
-        def check(config: Config) -> str | None:
-            return rule(config) if config.model.experts.num_experts else None
-
-        return check
-
-    return tuple(limited(rule) for rule in rules)
-
-
-EXPERT_MODEL_RULES = _with_experts(
-    tokens_find_experts, dense_layers_exist, groups_of_experts_divide, bias_has_sigmoid, frozen_routers_have_no_bias
-)
-EXPERT_LAYOUT_RULES = _with_experts(
-    experts_divide_over_ranks, rows_of_experts_are_aligned, experts_have_sequence_parallelism, experts_support
-)

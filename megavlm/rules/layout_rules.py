@@ -1,119 +1,63 @@
-"""Rules about the layout: constraints of tensor and pipeline parallelism on the model and the number of processes."""
+"""Rules about the layout: what parallelism must divide, and what it does not support."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Iterator
+from typing import get_args
 
+from megavlm.arch.connector import Split, connector_of
 from megavlm.arch.tensor_split import share_runs
 from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_parallel
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
-from megavlm.config.registry import registered
-from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.schema import Config
 from megavlm.rules.defaults import is_set, resolve_model
-from megavlm.rules.expert_rules import EXPERT_LAYOUT_RULES, expert_ranks_divide
-from megavlm.rules.sharding_rules import CONTEXT_RULES, SCHEDULE_RULES, SHARDING_RULES
+from megavlm.rules.expert_rules import expert_ranks_divide, experts_over_ranks, experts_support
+from megavlm.rules.sharding_rules import SHARDING_RULES
 
 
-def every_rank_has_a_part_of_mlps(config: Config) -> str | None:
+def tensor_parallelism(config: Config) -> Iterator[str]:
     """Refuse widths of which a rank would hold padding alone; others that TP does not divide are padded."""
     parallel, model = config.parallel, config.model
-    language, vision = ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size), _vision_tp(config)
-    widths = (
-        (("model.vision.ffn_hidden_size", model.vision.ffn_hidden_size), vision),
-        (("model.language.ffn_hidden_size", model.language.ffn_hidden_size), language),
-        (_projector_width(model), vision),
-    )
-    for (flag, width), (option, tp) in widths:
-        if not share_runs(width, tp, tp - 1):
-            return f"{flag} {width} is too small for {option} {tp}: {nearest(width, tp)}"
-    return _of_connector(model, *vision)
-
-
-def _of_connector(model: ModelConfig, option: str, tp: int) -> str | None:
-    """Refuse a layout in which a rank would hold padding alone of a weight that the connector divides."""
-    connector: Any = registered("connectors")[model.projector.kind]
-    for leaf, split in connector.splits(resolve_model(model)).items():
-
-        def leaves_nothing(ranks: int, split: Any = split) -> bool:
-            part = split.part(ranks, ranks - 1)
-            return part is not None and not part.runs
-
-        if leaves_nothing(tp):
-            fits = next(ranks for ranks in range(tp - 1, 0, -1) if not leaves_nothing(ranks))
-            return (
-                f"{option} {tp} leaves ranks without a part of {leaf} of --projector-kind {connector.name}: use {fits}"
-            )
-    return None
-
-
-def _vision_tp(config: Config) -> tuple[str, int]:
-    """Return the option that sets the tensor parallelism of vision tower and projector, and its value."""
-    parallel = config.parallel
+    tp, length = parallel.tensor_model_parallel_size, config.train.seq_length
+    vision_tp, option = parallel.vision_tensor_model_parallel_size, "--vision-tp"
     if config.placement.encoder == "stages":
-        return "--tensor-model-parallel-size", parallel.tensor_model_parallel_size
-    return "--vision-tp", parallel.vision_tensor_model_parallel_size
-
-
-def encoders_divide_replica(config: Config) -> str | None:
-    """--vision-tp must divide the ranks of a replica; such encoders communicate, so --encode-ahead is excluded."""
-    parallel = config.parallel
-    shared = parallel.vision_tensor_model_parallel_size
-    if shared == 1:
-        return None
-    if config.placement.encoder != "colocated":
-        return (
-            f"--vision-tp {shared} needs a colocated encoder: add --placement colocated, or leave it out "
-            "(in pipeline stages the encoder uses --tp)"
-        )
-    ranks = replica_size(config)
-    if ranks % shared:
-        return (
-            f"--vision-tp {shared} does not divide the {ranks} processes of a model replica "
-            f"(TP × CP × PP): set --vision-tp to {divisors(ranks)}"
-        )
-    if config.placement.encode_ahead:
-        return (
-            f"--encode-ahead runs the encoder concurrently with other communication, but with --vision-tp "
-            f"{shared} the encoder communicates itself: leave one of them out"
-        )
-    return None
-
-
-def _projector_width(model: ModelConfig) -> tuple[str, int]:
+        vision_tp, option = tp, "--tensor-model-parallel-size"
     if model.projector.kind != "linear" and is_set(model.projector, "hidden_size"):
-        return "model.projector.hidden_size", model.projector.hidden_size
-    return "model.language.hidden_size (the width of the projector)", model.language.hidden_size
-
-
-def sequence_parallel_has_tp(config: Config) -> str | None:
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        return (
+        projector = ("model.projector.hidden_size", model.projector.hidden_size)
+    else:
+        projector = ("model.language.hidden_size (the width of the projector)", model.language.hidden_size)
+    for name, width, of, ranks in (
+        ("model.vision.ffn_hidden_size", model.vision.ffn_hidden_size, option, vision_tp),
+        ("model.language.ffn_hidden_size", model.language.ffn_hidden_size, "--tensor-model-parallel-size", tp),
+        (*projector, option, vision_tp),
+    ):
+        if not share_runs(width, ranks, ranks - 1):
+            yield f"{name} {width} is too small for {of} {ranks}: {nearest(width, ranks)}"
+    connector = connector_of(model.projector)
+    for leaf, split in connector.splits(resolve_model(model)).items():
+        if not _reaches_all(split, vision_tp):
+            fits = next(ranks for ranks in range(vision_tp - 1, 0, -1) if _reaches_all(split, ranks))
+            yield (
+                f"{option} {vision_tp} leaves ranks without a part of {leaf} of --projector-kind {connector.name}: use "
+                f"{fits}"
+            )
+    if parallel.sequence_parallel and tp == 1:
+        yield (
             "--sequence-parallel shards over tensor-parallel ranks, but --tensor-model-parallel-size is 1: raise it, "
             "or leave --sequence-parallel out"
         )
-    return None
-
-
-def sequence_divides_over_tp(config: Config) -> str | None:
-    tp, length = config.parallel.tensor_model_parallel_size, config.train.seq_length
     if sequence_parallel(config) and length % tp:
-        return (
+        yield (
             f"--seq-length {length} is not divisible by --tensor-model-parallel-size {tp}, over which it is sharded: "
             f"{nearest(length, tp)}, or give --no-sequence-parallel"
         )
-    return None
 
 
-def interleaving_has_stages(config: Config) -> str | None:
-    vpp = config.parallel.virtual_pipeline_model_parallel_size
-    if vpp > 1 and config.parallel.pipeline_model_parallel_size == 1:
-        return (
-            f"--virtual-pipeline-model-parallel-size {vpp} interleaves pipeline stages, but "
-            f"--pipeline-model-parallel-size is 1: raise it, or leave --virtual-pipeline-model-parallel-size at 1"
-        )
-    return None
+def _reaches_all(split: Split, ranks: int) -> bool:
+    """Return whether the last of so many ranks holds rows of a divided weight, and not padding alone."""
+    part = split.part(ranks, ranks - 1)
+    return part is None or bool(part.runs)
 
 
 def features_can_be_reused(config: Config) -> str | None:
@@ -135,134 +79,93 @@ def offload_is_known(config: Config) -> str | None:
     kinds = []
     for word in config.execution.offload:
         kind, equals, place = word.partition("=")
-        if kind not in get_args(Offloaded) or (equals and kind != "optimizer"):
-            return (
-                f"--offload {plain(word)} is unknown: choose optimizer, activations, parameters or optimizer=nvme:DIR"
-            )
-        if equals and not (place.startswith("nvme:") and place != "nvme:"):
-            return f"--offload {plain(word)} names no folder: write optimizer=nvme:DIR"
         kinds.append(kind)
+        if kind not in get_args(Offloaded) or (equals and kind != "optimizer"):
+            yield f"--offload {plain(word)} is unknown: choose optimizer, activations, parameters or optimizer=nvme:DIR"
+        if equals and not (place.startswith("nvme:") and place != "nvme:"):
+            yield f"--offload {plain(word)} names no folder: write optimizer=nvme:DIR"
     if len(set(kinds)) < len(kinds):
-        return f"--offload names {kinds[-1]} twice: keep one"
-    return None
-
-
-def offloaded_parameters_are_gathered(config: Config) -> str | None:
-    """ZeRO-3 gathers weights through the device, layer by layer; what updates them is where they are."""
-    if "parameters" not in offloaded(config):
-        return None
-    if config.parallel.data_parallel_sharding != "full":
-        return (
+        yield f"--offload names {kinds[-1]} twice: keep one"
+    if "parameters" in offloaded(config) and config.parallel.data_parallel_sharding != "full":
+        yield (
             "--offload parameters needs --data-parallel-sharding full, which gathers weights layer by layer: choose it,"
             " or leave parameters out"
         )
-    if "optimizer" not in offloaded(config):
-        return "--offload parameters needs the optimizer beside them: use --offload optimizer parameters"
-    return None
+    if "parameters" in offloaded(config) and "optimizer" not in offloaded(config):
+        yield "--offload parameters needs the optimizer beside them: use --offload optimizer parameters"
 
 
-def world_divides(config: Config, world: int) -> str | None:
+def world_divides(config: Config, world: int) -> Iterator[str]:
     parallel, ranks = config.parallel, replica_size(config)
     if world % ranks:
         cp = parallel.context_parallel_size
-        return (
+        yield (
             f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} × "
             + (f"--context-parallel-size {cp} × " if cp > 1 else "")
             + f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} needs a multiple of {ranks} "
             f"processes, but there are {world}: change them, or start torchrun with --nproc-per-node {ranks}"
         )
-    return None
 
 
-def compressing_groups_divide(config: Config, world: int) -> str | None:
-    size = config.parallel.compress_group_size
-    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
-    if size is not None and ranks % size:
-        return f"parallel.compress_group_size {size} does not divide {ranks} data-parallel ranks: use {divisors(ranks)}"
-    return None
-
-
-def hybrid_shards_divide(config: Config, world: int) -> str | None:
-    size = config.parallel.hybrid_shard_size
-    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
-    if size is not None and ranks % size:
-        return (
-            f"--hybrid-shard-size {size} does not divide {ranks} data-parallel ranks into groups: use {divisors(ranks)}"
+def groups_divide(config: Config, world: int) -> Iterator[str]:
+    """Groups of data-parallel ranks divide them; neighbours that keep a second shard divide a group that shards."""
+    parallel = config.parallel
+    ranks = world // replica_size(config) * parallel.context_parallel_size
+    if parallel.hybrid_shard_size is not None and ranks % parallel.hybrid_shard_size:
+        yield (
+            f"--hybrid-shard-size {parallel.hybrid_shard_size} does not divide {ranks} data-parallel ranks into "
+            f"groups: use {divisors(ranks)}"
         )
-    return None
-
-
-def secondary_shards_divide(config: Config, world: int) -> str | None:
-    size = config.parallel.secondary_shard_size
-    ranks = _data_parallel_size(config, world) * config.parallel.context_parallel_size
-    shards = config.parallel.hybrid_shard_size or ranks
-    if size is not None and shards % size:
-        return (
-            f"--secondary-shard-size {size} does not divide the {shards} ranks that shard: use a divisor of {shards}, "
-            "or leave it out"
+    if parallel.compress_group_size is not None and ranks % parallel.compress_group_size:
+        yield (
+            f"parallel.compress_group_size {parallel.compress_group_size} does not divide {ranks} data-parallel ranks: "
+            f"use {divisors(ranks)}"
         )
-    return None
-
-
-def global_batch_divides(config: Config, world: int) -> str | None:
-    train, ranks = config.train, _data_parallel_size(config, world)
-    if train.global_batch_size % (train.micro_batch_size * ranks):
-        return (
-            f"--global-batch-size {train.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{train.micro_batch_size} × {ranks} data-parallel ranks: "
-            f"{nearest(train.global_batch_size, train.micro_batch_size * ranks)}"
+    shards = parallel.hybrid_shard_size or ranks
+    if parallel.secondary_shard_size is not None and shards % parallel.secondary_shard_size:
+        yield (
+            f"--secondary-shard-size {parallel.secondary_shard_size} does not divide the {shards} ranks that shard: "
+            f"use a divisor of {shards}, or leave it out"
         )
-    return None
 
 
-def interleaving_has_microbatches(config: Config, world: int) -> str | None:
+def global_batch_divides(config: Config, world: int) -> Iterator[str]:
     """Interleaved 1F1B needs a number of micro-batches that PP divides."""
-    train, pp = config.train, config.parallel.pipeline_model_parallel_size
-    step = train.micro_batch_size * _data_parallel_size(config, world)
-    count = train.global_batch_size // step
-    if config.parallel.virtual_pipeline_model_parallel_size > 1 and count % pp:
-        return (
-            f"--global-batch-size {train.global_batch_size} gives {count} micro-batches, and "
-            f"--virtual-pipeline-model-parallel-size > 1 needs a multiple of --pipeline-model-parallel-size {pp}: "
-            f"{nearest(train.global_batch_size, step * pp)}"
+    size, micro, ranks = config.train.global_batch_size, config.train.micro_batch_size, world // replica_size(config)
+    pp = config.parallel.pipeline_model_parallel_size
+    if size % (micro * ranks):
+        yield (
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size {micro} × {ranks} data-parallel "
+            f"ranks: {nearest(size, micro * ranks)}"
         )
-    return None
+    count = size // (micro * ranks)
+    if config.parallel.virtual_pipeline_model_parallel_size > 1 and count % pp:
+        yield (
+            f"--global-batch-size {size} gives {count} micro-batches, and --virtual-pipeline-model-parallel-size > 1 "
+            f"needs a multiple of --pipeline-model-parallel-size {pp}: {nearest(size, micro * ranks * pp)}"
+        )
 
 
-def profiled_ranks_exist(config: Config, world: int) -> str | None:
+def profiled_ranks_exist(config: Config, world: int) -> Iterator[str]:
     for rank in config.logging.profile_ranks if config.logging.profile else ():
         if rank >= world:
-            return f"--profile-ranks {rank} is not a rank of {world} processes: use 0 to {world - 1}"
-    return None
+            yield f"--profile-ranks {rank} is not a rank of {world} processes: use 0 to {world - 1}"
 
 
-def _data_parallel_size(config: Config, world: int) -> int:
-    """Return the data-parallel size; `world_divides` runs first, so that it is at least 1."""
-    return world // replica_size(config)
-
-
-LAYOUT_RULES: tuple[Callable[[Config], str | None], ...] = (
-    encoders_divide_replica,
-    every_rank_has_a_part_of_mlps,
-    sequence_parallel_has_tp,
-    sequence_divides_over_tp,
-    interleaving_has_stages,
-    *SCHEDULE_RULES,
-    *CONTEXT_RULES,
-    *EXPERT_LAYOUT_RULES,
-    features_can_be_reused,
+LAYOUT_RULES: tuple[Rule, ...] = (
+    colocated_encoder,
+    tensor_parallelism,
+    experts_over_ranks,
+    experts_support,
     *SHARDING_RULES,
     offload_is_known,
     offloaded_parameters_are_gathered,
 )
 
-WORLD_RULES: tuple[Callable[[Config, int], str | None], ...] = (
+WORLD_RULES: tuple[WorldRule, ...] = (
     world_divides,
     expert_ranks_divide,
-    hybrid_shards_divide,
-    compressing_groups_divide,
-    secondary_shards_divide,
+    groups_divide,
     global_batch_divides,
-    interleaving_has_microbatches,
     profiled_ranks_exist,
 )

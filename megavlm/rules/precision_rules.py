@@ -1,98 +1,85 @@
-"""Rules of FP8: shapes that its kernels support, and options that conflict. `rules.py` defines what a rule is."""
+"""Rules of FP8: shapes that its kernels support, and options that conflict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from megavlm.arch.tensor_split import language_split, mlp_share, vision_split
 from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
 from megavlm.config.lora import trained_whole
 from megavlm.config.messages import nearest
 from megavlm.config.schema import Config
+from megavlm.rules import Rule
 from megavlm.rules.defaults import resolve_model
 
 
-def fp8_belongs_to_bf16(config: Config) -> str | None:
+def fp8(config: Config) -> Iterator[str]:
+    """Delayed scaling updates its history at the end of an FP8 region, which spans all layers of a chunk. Ranks run
+    different numbers of passes of a colocated encoder, so that collectives of FP8 scaling would not match.
+    """
     precision = config.precision
-    if precision.fp8 != "none" and precision.dtype != "bf16":
-        return f"--fp8 {precision.fp8} needs --precision bf16, but that is {precision.dtype}: add --precision bf16"
-    if precision.fp8 != "none" and not precision.fp8_parts:
-        return f"--fp8 {precision.fp8} has no --fp8-parts: name language or vision, or use --fp8 none"
-    return None
-
-
-def delayed_scaling_takes_all_layers(config: Config) -> str | None:
-    """Delayed scaling updates its history at the end of an FP8 region, which spans all layers of a chunk."""
-    precision = config.precision
-    if precision.fp8 != "none" and precision.fp8_recipe == "delayed" and precision.first_last_layers_bf16:
-        return (
+    if precision.fp8 == "none":
+        return
+    if precision.dtype != "bf16":
+        yield f"--fp8 {precision.fp8} needs --precision bf16, but that is {precision.dtype}: add --precision bf16"
+    if not precision.fp8_parts:
+        yield f"--fp8 {precision.fp8} has no --fp8-parts: name language or vision, or use --fp8 none"
+    if precision.fp8_recipe == "delayed" and precision.first_last_layers_bf16:
+        yield (
             "--first-last-layers-bf16 does not support --fp8-recipe delayed: use --fp8-recipe tensorwise, or leave "
             "--first-last-layers-bf16 out"
         )
-    return None
-
-
-def some_layer_is_left_to_fp8(config: Config) -> str | None:
-    precision = config.precision
-    kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
-    for part in precision.fp8_parts if precision.fp8 != "none" and precision.first_last_layers_bf16 else ():
-        if kept >= (layers := layers_that_run(part, config)):
-            return (
-                f"precision.num_layers_at_start_in_bf16 {precision.num_layers_at_start_in_bf16} and "
-                f"precision.num_layers_at_end_in_bf16 {precision.num_layers_at_end_in_bf16} leave none of the {layers} "
-                f"{part} layers to FP8: together use at most {layers - 1}"
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    for part in precision.fp8_parts if precision.first_last_layers_bf16 else ():
+        if start + end >= (layers := layers_that_run(part, config)):
+            yield (
+                f"precision.num_layers_at_start_in_bf16 {start} and precision.num_layers_at_end_in_bf16 {end} leave "
+                f"none of the {layers} {part} layers to FP8: together use at most {layers - 1}"
             )
-    return None
+    if "vision" in precision.fp8_parts and config.placement.encoder == "colocated":
+        yield "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
 
 
-def colocated_encoders_stay_high(config: Config) -> str | None:
-    """Ranks run different numbers of encoder passes, so that the collectives of FP8 scaling would not match."""
-    if fp8_in("vision", config) and config.placement.encoder == "colocated":
-        return "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
-    return None
-
-
-def fp8_weights_are_gathered(config: Config) -> str | None:
+def fp8_weights_are_gathered(config: Config) -> Iterator[str]:
     """FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
     precision, sharding = config.precision, config.parallel.data_parallel_sharding
     if not precision.fp8_param_gather:
-        return None
+        return
     if sharding != "optimizer":
-        return (
+        yield (
             f"--fp8-param-gather needs --data-parallel-sharding optimizer, but that is {sharding}: change it, or leave "
             "--fp8-param-gather out"
         )
     if precision.fp8_recipe == "mxfp8":
-        return "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
+        yield "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
     trained = [part for part in precision.fp8_parts if part in trained_whole(config)]
     if not trained:
-        return (
+        yield (
             "--fp8-param-gather finds no weights that are trained in FP8 (frozen and adapted ones are not gathered): "
             "leave it out"
         )
-    return None
 
 
-def fp8_fits_the_tokens(config: Config) -> str | None:
+def fp8_fits_the_tokens(config: Config) -> Iterator[str]:
     """The tokens of a micro-batch on one rank must be a multiple of what FP8 products support."""
     train, precision = config.train, config.precision
     if not fp8_in("language", config):
-        return None
+        return
     parallel = config.parallel
     multiple = sequence_multiple("language", config, tp=parallel.tensor_model_parallel_size)
     multiple *= parallel.context_parallel_size
     if train.seq_length * train.micro_batch_size % multiple == 0:
-        return None
+        return
     step = multiple // math.gcd(multiple, train.micro_batch_size)
-    return (
+    yield (
         f"--seq-length {train.seq_length} × --micro-batch-size {train.micro_batch_size} is not a multiple of "
         f"{multiple}, which --fp8-recipe {precision.fp8_recipe} and sequences that are split over "
         f"{multiple // fp8_multiple(precision.fp8_recipe)} need: --seq-length: {nearest(train.seq_length, step)}"
     )
 
 
-def fp8_fits_the_widths(config: Config) -> str | None:
+def fp8_fits_the_widths(config: Config) -> Iterator[str]:
     """The widths of linear layers on one rank must be multiples of what FP8 products support."""
     precision, model, tp = config.precision, config.model, config.parallel.tensor_model_parallel_size
     multiple = fp8_multiple(precision.fp8_recipe)
@@ -104,14 +91,13 @@ def fp8_fits_the_widths(config: Config) -> str | None:
             widths.append((f"model.{part}.ffn_hidden_size", ffn, mlp_share(ffn, tp), multiple * tp))
     for flag, width, on_rank, step in widths:
         if on_rank % multiple:
-            return (
+            yield (
                 f"{flag} {width} is not a multiple of {step}, which FP8 products need (--fp8-recipe "
                 f"{precision.fp8_recipe}, --tp {tp}): {nearest(width, step)}"
             )
-    return None
 
 
-def fp8_fits_the_heads(config: Config) -> str | None:
+def fp8_fits_the_heads(config: Config) -> Iterator[str]:
     """The widths of the attention projections on one rank must be multiples of what FP8 products support."""
     precision, model, tp = config.precision, resolve_model(config.model), config.parallel.tensor_model_parallel_size
     step = fp8_multiple(precision.fp8_recipe)
@@ -122,19 +108,15 @@ def fp8_fits_the_heads(config: Config) -> str | None:
         queries = split.local_heads * split.width
         for what, channels in (("query", queries), ("query, key and value", split.local_rows)):
             if channels % step:
-                return (
+                yield (
                     f"model.{part}.num_attention_heads {split.heads}: {channels} channels of {what} heads on a rank "
                     f"are not a multiple of {step}, which FP8 products need (--fp8-recipe {precision.fp8_recipe}, --tp "
                     f"{tp}): use another number or width of heads, a smaller --tp, or --fp8 none"
                 )
-    return None
 
 
-PRECISION_RULES: tuple[Callable[[Config], str | None], ...] = (
-    fp8_belongs_to_bf16,
-    delayed_scaling_takes_all_layers,
-    some_layer_is_left_to_fp8,
-    colocated_encoders_stay_high,
+PRECISION_RULES: tuple[Rule, ...] = (
+    fp8,
     fp8_weights_are_gathered,
     fp8_fits_the_tokens,
     fp8_fits_the_widths,

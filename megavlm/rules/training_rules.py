@@ -1,115 +1,141 @@
-"""Rules about the objective and the optimizer. `check.py` defines what a rule is."""
+"""Rules about what a run minimises, and how: the objective, the update rule, the learning rate and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterator
+from dataclasses import replace
 
 from megavlm.config.derived import moments_folder
 from megavlm.config.lora import clipped_parts, frozen_parts, trained_whole
 from megavlm.config.optimizer_schema import one_of
 from megavlm.config.schema import Config
-
-
-def _of_embeddings(rule: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    """Return a rule that holds for next-token prediction as it is."""
-
-    @wraps(rule)
-    def applied(config: Config) -> str | None:
-        return None if config.model.objective.kind == "next-token" else rule(config)
-
-    return applied
-
-
-@_of_embeddings
-def matryoshka_widths_are_beginnings(config: Config) -> str | None:
-    widths, hidden = config.model.objective.matryoshka_widths, config.model.language.hidden_size
-    for width in widths:
-        if width >= hidden:
-            return (
-                f"model.objective.matryoshka_widths {width} is not below model.language.hidden_size {hidden}, which "
-                "has a loss anyway: leave it out, or lower it"
-            )
-    return None
-
-
-@_of_embeddings
-def embeddings_run_twice_alike(config: Config) -> str | None:
-    """Refuse what would differ between the two forward passes of a gradient cache: Transformer Engine moves delayed
-    scales on in passes with gradients alone.
-    """
-    if config.precision.fp8 != "none" and config.precision.fp8_recipe == "delayed":
-        return (
-            f"--objective {config.model.objective.kind} runs each micro-batch twice, with other scales in "
-            "--fp8-recipe delayed: use --fp8-recipe tensorwise"
-        )
-    return None
-
-
-@_of_embeddings
-def embeddings_have_no_answers(config: Config) -> str | None:
-    if config.evaluation.sample_interval:
-        return (
-            f"--sample-interval {config.evaluation.sample_interval} lets the model answer, but with --objective "
-            f"{config.model.objective.kind} it has no vocabulary: leave it out"
-        )
-    return None
-
-
-OBJECTIVE_RULES: tuple[Callable[[Config], str | None], ...] = (
-    matryoshka_widths_are_beginnings,
-    embeddings_run_twice_alike,
-    embeddings_have_no_answers,
-)
-
+from megavlm.errors import UserError
+from megavlm.rules import Rule, first
+from megavlm.rules.defaults import is_set, resolve
 
 _ELEMENTWISE = one_of(lambda rule: rule.others is None)
 
 
-def there_are_matrices(config: Config) -> str | None:
-    rule = config.optimizer.rule
+def with_train_iters(config: Config, iterations: int) -> Config:
+    """Return the resolved configuration of a run of `--epochs` with its number of steps, and what follows from it.
+
+    Raises UserError if the schedule does not fit into so many steps.
+    """
+    config = resolve(replace(config, train=replace(config.train, train_iters=iterations)))
+    if complaint := first((learning_rate_schedule, profile_sees_iterations), config):
+        raise UserError(f"--epochs {config.train.epochs:g} makes {iterations} iterations: {complaint}")
+    return config
+
+
+def embeddings(config: Config) -> Iterator[str]:
+    """A gradient cache runs two forward passes, between which Transformer Engine moves delayed scales on."""
+    objective, hidden, interval = config.model.objective, config.model.language.hidden_size, config.evaluation
+    if objective.kind == "next-token":
+        return
+    for width in objective.matryoshka_widths:
+        if width >= hidden:
+            yield (
+                f"model.objective.matryoshka_widths {width} is not below model.language.hidden_size {hidden}, which "
+                "has a loss anyway: leave it out, or lower it"
+            )
+    if config.precision.fp8 != "none" and config.precision.fp8_recipe == "delayed":
+        yield (
+            f"--objective {objective.kind} runs each micro-batch twice, with other scales in --fp8-recipe delayed: use "
+            "--fp8-recipe tensorwise"
+        )
+    if interval.sample_interval:
+        yield (
+            f"--sample-interval {interval.sample_interval} lets the model answer, but with --objective "
+            f"{objective.kind} it has no vocabulary: leave it out"
+        )
+
+
+def update_rule(config: Config) -> Iterator[str]:
+    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
+    optimizer, rule = config.optimizer, config.optimizer.rule
     if rule.others is not None and not (trained_whole(config) or config.lora.train_router):
-        return (
+        yield (
             f"--optimizer {rule.name} has no matrices to train: adapters are left to {rule.others.name}, and all "
             f"else is frozen; use --optimizer {_ELEMENTWISE}"
         )
-    return None
-
-
-def state_on_disk_is_elementwise(config: Config) -> str | None:
-    rule = config.optimizer.rule
     if rule.others is not None and moments_folder(config) is not None:
-        return (
+        yield (
             f"--offload optimizer=nvme:DIR keeps the state of elementwise updates, and --optimizer {rule.name} updates "
             f"whole matrices: use --offload optimizer, or --optimizer {_ELEMENTWISE}"
         )
-    return None
-
-
-def one_optimizer_scales_the_loss(config: Config) -> str | None:
-    """With a trained colocated encoder there are two optimizers, which would detect overflow independently."""
-    if config.precision.dtype != "fp16" or config.placement.encoder != "colocated":
-        return None
-    if {"vision", "projector"} <= {*frozen_parts(config)}:
-        return None
-    return (
-        "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
-        "--placement stages"
-    )
-
-
-def clipping_has_projections(config: Config) -> str | None:
-    if config.optimizer.qk_clip and not clipped_parts(config):
-        return (
+    frozen = {"vision", "projector"} <= {*frozen_parts(config)}
+    if config.precision.dtype == "fp16" and config.placement.encoder == "colocated" and not frozen:
+        yield (
+            "--precision fp16 does not train an encoder with --placement colocated: use --precision bf16, or "
+            "--placement stages"
+        )
+    if optimizer.qk_clip and not clipped_parts(config):
+        yield (
             "--qk-clip has nothing to scale: projections of queries and keys are frozen here, have adapters, or are "
             "followed by a norm of queries and keys, which bounds the logits itself; leave it out"
         )
-    return None
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield (
+            f"optimizer.min_loss_scale {optimizer.min_loss_scale} is above optimizer.initial_loss_scale "
+            f"{optimizer.initial_loss_scale}: lower the former or raise the latter"
+        )
 
 
-OPTIMIZER_RULES: tuple[Callable[[Config], str | None], ...] = (
-    there_are_matrices,
-    state_on_disk_is_elementwise,
-    one_optimizer_scales_the_loss,
-    clipping_has_projections,
+def one_length(config: Config) -> Iterator[str]:
+    """Two options that say the same are refused; minimum rates of parts are scaled with their peak rates."""
+    train, optimizer = config.train, config.optimizer
+    if train.epochs is not None and is_set(train, "train_iters"):
+        yield (
+            f"--epochs {train.epochs:g} and --train-iters {train.train_iters} both say how long to train: leave one of "
+            "them out"
+        )
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        yield (
+            f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} and --lr-warmup-iters {optimizer.lr_warmup_iters} "
+            "both say how long to warm up: leave one of them out"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}: lower --min-lr or raise --lr"
+
+
+def learning_rate_schedule(config: Config) -> Iterator[str]:
+    """Warm-up and decay must fit into the run; with --epochs, its length is not known before the data are counted."""
+    run = resolve(config)
+    optimizer, iterations = run.optimizer, run.train.train_iters
+    if not is_set(optimizer, "lr_decay_iters"):
+        return
+    warmup, end = optimizer.lr_warmup_iters, optimizer.lr_decay_iters
+    flag = "--lr-decay-iters" if is_set(config.optimizer, "lr_decay_iters") else "--train-iters"
+    if iterations is not None and warmup > iterations:
+        yield (
+            f"--lr-warmup-iters {warmup} is longer than --train-iters {iterations}: shorten the warm-up or train longer"
+        )
+    if warmup >= end:
+        yield f"--lr-warmup-iters {warmup} leaves nothing to decay before {flag} {end}: use at most {end - 1}"
+    if optimizer.lr_decay_style == "WSD" and warmup + optimizer.lr_wsd_decay_iters > end:
+        yield (
+            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} do not fit into {flag} "
+            f"{end}: set --lr-wsd-decay-iters to at most {end - warmup}"
+        )
+
+
+def profile_sees_iterations(config: Config) -> Iterator[str]:
+    logging = config.logging
+    if not logging.profile:
+        return
+    start, end, last = logging.profile_step_start, logging.profile_step_end, resolve(config).train.train_iters
+    if start >= end:
+        yield f"--profile-step-start {start} is not before --profile-step-end {end}: use at most {end - 1}"
+    if last is not None and start >= last:
+        yield f"--profile-step-start {start} is not less than --train-iters {last}: use at most {last - 1}"
+    if not logging.profile_ranks:
+        yield "--profile-ranks is empty: name ranks, or leave --profile out"
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    embeddings,
+    one_length,
+    learning_rate_schedule,
+    update_rule,
+    profile_sees_iterations,
 )

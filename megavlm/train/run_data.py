@@ -21,7 +21,7 @@ from megavlm.data.survey import RunLength, data_table, prepare_data, run_length,
 from megavlm.data.types import HeldOut
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups, from_rank_0, on_rank_0
-from megavlm.rules.run_rules import with_train_iters
+from megavlm.rules.training_rules import with_train_iters
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve, resolve_model
 from megavlm.rules.fields import options, value_at
-from megavlm.rules.run_rules import with_train_iters
+from megavlm.rules.training_rules import with_train_iters
 
 GIVEN = (
     "--set model.language.num_query_groups=2 model.language.kv_channels=16 model.language.vocab_size=97 "
