@@ -24,7 +24,7 @@ from megavlm.data.skips import SkipSummary
 from megavlm.data.source import Source
 from megavlm.data.types import EncodedRecord, HeldOut
 from megavlm.errors import UserError
-from megavlm.rules.run_rules import with_train_iters
+from megavlm.rules.training_rules import with_train_iters
 
 DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
 _LOOKED_AT = 64  # samples whose length is read before the run

@@ -36,85 +36,10 @@ def router(config: Config) -> Iterator[str]:
             "model.experts.router_enable_expert_bias needs sigmoid scores: add --set "
             "model.experts.router_score_function=sigmoid, or leave the bias out"
         )
-    return None
-
-
-def experts_divide_over_ranks(config: Config) -> str | None:
-    parallel, experts = config.parallel, resolve_model(config.model).experts
-    ep, etp = parallel.expert_model_parallel_size, expert_tensor_parallel(config)
-    tp = parallel.tensor_model_parallel_size
-    if experts.num_experts % ep:
-        return (
-            f"--expert-model-parallel-size {ep} does not divide --num-experts {experts.num_experts}: set it to "
-            f"{divisors(experts.num_experts)}"
-        )
-    if experts.ffn_hidden_size % etp:
-        return (
-            f"model.experts.ffn_hidden_size {experts.ffn_hidden_size} is not divisible by "
-            f"--expert-tensor-parallel-size {etp}: {nearest(experts.ffn_hidden_size, etp)}, or set --etp to "
-            f"{divisors(experts.ffn_hidden_size)}"
-        )
-    shared = experts.shared_ffn_hidden_size
-    if shared is not None and shared % tp:
-        return (
-            f"model.experts.shared_ffn_hidden_size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"{nearest(shared, tp)}"
-        )
-    return None
-
-
-def rows_of_experts_are_aligned(config: Config) -> str | None:
-    """torch's grouped product reads rows of 16 bytes, on a CPU as on a GPU, also in FP8."""
-    step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
-    model, etp = resolve_model(config.model), expert_tensor_parallel(config)
-    width, hidden = model.experts.ffn_hidden_size, model.language.hidden_size
-    asks = "--fp8" if step == 16 else f"--precision {config.precision.dtype}"
-    shared = model.experts.shared_ffn_hidden_size if step == 16 else None
-    tp = config.parallel.tensor_model_parallel_size
-    for flag, size, multiple, split in (
-        ("model.language.hidden_size", hidden, step, ""),
-        ("model.experts.ffn_hidden_size", width, step * etp, f" on --etp {etp}"),
-        ("model.experts.shared_ffn_hidden_size", shared or 0, step * tp, f" on --tp {tp}"),
-    ):
-        if size % multiple:
-            return (
-                f"{flag} {size} is not a multiple of {multiple}, which experts with {asks} need{split}: "
-                f"{nearest(size, multiple)}"
-            )
-    return None
-
-
-def experts_have_sequence_parallelism(config: Config) -> str | None:
-    """Without sequence parallelism all TP ranks would send the same tokens to the experts."""
-    if config.parallel.tensor_model_parallel_size > 1 and not sequence_parallel(config):
-        return "--num-experts with --tp above 1 needs sequence parallelism: leave --no-sequence-parallel out"
-    return None
-
-
-def experts_support(config: Config) -> str | None:
-    """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
-    parallel, precision = config.parallel, config.precision
-    conflicts = {
-        f"--data-parallel-sharding {parallel.data_parallel_sharding}: use --data-parallel-sharding optimizer": (
-            shards_gradients(config)
-        ),
-        "--hybrid-shard-size: leave it out": parallel.hybrid_shard_size is not None,
-        f"--fp8-recipe {precision.fp8_recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision": (
-            fp8_in("language", config) and precision.fp8_recipe != "tensorwise"
-        ),
-        "--fp8-param-gather: leave it out": precision.fp8_param_gather and fp8_in("language", config),
-    }
-    return next((f"--num-experts does not support {what}" for what, given in conflicts.items() if given), None)
-
-
-def frozen_routers_have_no_bias(config: Config) -> str | None:
-    """A bias that steps change is no frozen weight. Beside adapters, which do not hold it, it is frozen as well."""
-    experts = config.model.experts
-    rate = 0.0 if starts_from_weights(config) else 1e-3
-    if experts.router_bias_update_rate is not None:
-        rate = experts.router_bias_update_rate
-    if experts.router_enable_expert_bias and rate and "language" not in trained_whole(config):
-        return (
+    rate = experts.router_bias_update_rate
+    moves = not starts_from_weights(config) if rate is None else rate > 0
+    if experts.router_enable_expert_bias and moves and "language" not in trained_whole(config):
+        yield (
             "model.experts.router_enable_expert_bias changes the router's frozen bias each step: add "
             "--moe-router-bias-update-rate 0"
         )
@@ -193,8 +118,6 @@ def experts_support(config: Config) -> Iterator[str]:
         yield f"{option} --data-parallel-sharding {sharding}: use --data-parallel-sharding optimizer"
     if parallel.hybrid_shard_size is not None:
         yield f"{option} --hybrid-shard-size: leave it out"
-    if parallel.tp_comm_overlap:
-        yield f"{option} --tp-comm-overlap: leave it out"
     if in_fp8 and precision.fp8_recipe != "tensorwise":
         recipe = precision.fp8_recipe
         yield f"{option} --fp8-recipe {recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision"

@@ -11,6 +11,7 @@ from megavlm.config.derived import Offloaded, offloaded, replica_size, sequence_
 from megavlm.config.lora import frozen_parts
 from megavlm.config.messages import divisors, nearest, plain
 from megavlm.config.schema import Config
+from megavlm.rules import Rule, WorldRule
 from megavlm.rules.defaults import is_set, resolve_model
 from megavlm.rules.expert_rules import expert_ranks_divide, experts_over_ranks, experts_support
 from megavlm.rules.sharding_rules import SHARDING_RULES
@@ -60,22 +61,31 @@ def _reaches_all(split: Split, ranks: int) -> bool:
     return part is None or bool(part.runs)
 
 
-def features_can_be_reused(config: Config) -> str | None:
-    """Features computed before their step or by another run must not depend on the time of computation."""
-    model, placement = config.model, config.placement
-    asked = {"--encode-ahead": placement.encode_ahead, "--vision-cache": placement.vision_cache is not None}
-    for option in (name for name, given in asked.items() if given):
-        if placement.encoder != "colocated":
-            return f"{option} needs a colocated encoder: add --placement colocated, or leave it out"
-        if not {"vision", "projector"} <= {*frozen_parts(config)}:
-            return f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
-        if model.hidden_dropout or model.attention_dropout:
-            return f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
-    return None
+def colocated_encoder(config: Config) -> Iterator[str]:
+    """Encoders divide a replica. Features that are computed before their step, or by another run, must not depend on
+    the time of computation.
+    """
+    model, placement, ranks = config.model, config.placement, replica_size(config)
+    shared = config.parallel.vision_tensor_model_parallel_size
+    if ranks % shared:
+        yield (
+            f"--vision-tp {shared} does not divide the {ranks} processes of a model replica "
+            f"(TP × CP × PP): set --vision-tp to {divisors(ranks)}"
+        )
+    if shared > 1 and placement.encode_ahead:
+        yield (
+            f"--encode-ahead runs the encoder concurrently with other communication, but with --vision-tp "
+            f"{shared} the encoder communicates itself: leave one of them out"
+        )
+    for option, given in (("--encode-ahead", placement.encode_ahead), ("--vision-cache", placement.vision_cache)):
+        if given and not {"vision", "projector"} <= {*frozen_parts(config)}:
+            yield f"{option} needs a frozen encoder: add --freeze vision projector, or leave it out"
+        if given and (model.hidden_dropout or model.attention_dropout):
+            yield f"{option} needs features without dropout: set --hidden-dropout and --attention-dropout to 0"
 
 
-def offload_is_known(config: Config) -> str | None:
-    """`--offload` names each kind once, and only the optimizer's moments can be on a disk."""
+def offload(config: Config) -> Iterator[str]:
+    """Only moments can be on a disk. ZeRO-3 gathers weights layer by layer; what updates them is where they are."""
     kinds = []
     for word in config.execution.offload:
         kind, equals, place = word.partition("=")
@@ -158,8 +168,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     experts_over_ranks,
     experts_support,
     *SHARDING_RULES,
-    offload_is_known,
-    offloaded_parameters_are_gathered,
+    offload,
 )
 
 WORLD_RULES: tuple[WorldRule, ...] = (

@@ -11,6 +11,7 @@ from megavlm.config.option import has_validation
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config
 from megavlm.resilience.bad_steps import iterations
+from megavlm.rules import Rule
 from megavlm.rules.defaults import resolve
 from megavlm.storage import complaint as url_complaint
 from megavlm.storage import is_url, without_secrets

@@ -43,7 +43,7 @@ def context_parallelism(config: Config) -> Iterator[str]:
 
 def pipeline_schedule(config: Config) -> Iterator[str]:
     """Interleaving is for several chunks per stage; each of the other orders is for one. ZB-H1 computes gradients of
-    weights apart, when ZeRO-2 and 3 have reduced a layer's and Transformer Engine has overlapped its products.
+    weights apart, when ZeRO-2 and 3 have reduced a layer's.
     """
     parallel = config.parallel
     schedule, vpp = parallel.schedule, parallel.virtual_pipeline_model_parallel_size
@@ -66,32 +66,9 @@ def pipeline_schedule(config: Config) -> Iterator[str]:
             f"{option} computes weight gradients later than --data-parallel-sharding {parallel.data_parallel_sharding} "
             "reduces them: use --data-parallel-sharding optimizer, or another schedule"
         )
-    if schedule == "zb-h1" and parallel.tp_comm_overlap:
-        yield (
-            f"{option} computes weight gradients later, which --tp-comm-overlap computes beside communication: leave "
-            "--tp-comm-overlap out, or use another schedule"
-        )
 
 
-def split_backward_has_whole_gradients(config: Config) -> str | None:
-    """ZeRO-2 and 3 reduce a layer's gradients as its backward pass ends, when those of its weights are not there."""
-    if config.parallel.schedule != "zb-h1" or not shards_gradients(config):
-        return None
-    return (
-        f"--schedule zb-h1 computes weight gradients later than --data-parallel-sharding "
-        f"{config.parallel.data_parallel_sharding} reduces them: use --data-parallel-sharding optimizer, or another "
-        "schedule"
-    )
-
-
-SCHEDULE_RULES: tuple[Callable[[Config], str | None], ...] = (
-    schedule_has_stages,
-    schedule_fits_chunks,
-    split_backward_has_whole_gradients,
-)
-
-
-def param_gather_overlaps_what_exists(config: Config) -> str | None:
+def overlap_of_data_parallelism(config: Config) -> Iterator[str]:
     parallel = config.parallel
     if parallel.overlap_param_gather and parallel.data_parallel_sharding == "none":
         yield "--overlap-param-gather needs --data-parallel-sharding optimizer: without it no parameters are gathered"
