@@ -26,9 +26,7 @@ DELAYED_SCALING = (
     ),
 )
 COMPRESSED = Needs(
-    lambda config: config.parallel.compress_gradients != "none",
-    "without --compress-gradients",
-    "add --compress-gradients int8",
+    lambda config: config.parallel.compress_gradients != "none", "without --compress-gradients", "add it"
 )
 BF16_LAYERS = Needs(
     lambda config: config.precision.first_last_layers_bf16, "without --first-last-layers-bf16", "add it"
