@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megavlm.programs.preview.account import Account, records_of
-from megavlm.programs.preview.history import history_of
+from megavlm.programs.account import Account, records_of
+from megavlm.programs.history import history_of
 from megavlm.resilience.events import events
 from megavlm.resilience.young_daly import best_interval
 from tests.support.data_files import sources_of, write_all

@@ -74,16 +74,6 @@ svg .bar{fill:var(--source-0)}
 svg .grid{stroke:var(--line)}
 svg .axis{stroke:var(--quiet)}
 svg .tick{fill:var(--quiet);font-size:11px;font-variant-numeric:tabular-nums}
-svg .line{fill:none;stroke:var(--source-0);stroke-width:2}
-svg .point{fill:var(--source-0)}
-svg .low{fill:var(--warn)}
-svg .limit{stroke:var(--warn);stroke-dasharray:6 4}
-svg.whole,svg.time,svg.attempts{shape-rendering:crispEdges}
-svg.whole{height:26px;border-radius:5px;margin:0 0 12px}
-svg.time{height:150px;background:var(--paper)}
-svg.attempts{height:8px;margin-top:3px}
-.cell svg.whole{height:10px;margin:0}
-svg.scaling{max-width:640px}
 .scroll{overflow-x:auto}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:18px 26px;margin:0 0 12px}
 figure{margin:0;min-width:0}
@@ -98,10 +88,6 @@ figcaption{font-size:13px;margin:0 0 8px}
 td>small{min-width:150px}
 .across{font-size:12px;color:var(--quiet);text-align:right;margin:-4px 6px 0 0}
 small{display:block;margin-left:18px;font-size:12px;color:var(--quiet)}
-.marks,.ticks{position:relative;height:20px;font-size:12px;color:var(--quiet);font-variant-numeric:tabular-nums}
-.marks b,.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap;cursor:default}
-.marks b{color:var(--ink)}
-.ticks span:first-child{transform:none}
 .sequences{list-style:none;margin:0;padding:0}
 .sequences li{display:flex;gap:10px;align-items:center;margin:3px 0}
 .sequences .number{width:3ch;color:var(--quiet);font-size:12px}

@@ -1,4 +1,4 @@
-"""Write how full each expert was to RUN_DIR/expert_loads.jsonl, for the heat map of `megavlm report`.
+"""Write how full each expert was to RUN_DIR/expert_loads.jsonl, for `megavlm report`.
 
 A line per recorded step: its iteration, and for each layer with experts the tokens of each expert over their mean.
 """

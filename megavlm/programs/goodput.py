@@ -1,7 +1,7 @@
 """Say what runs' time went to: `megavlm goodput RUN_DIR…` reads their metrics.jsonl and events.jsonl, no more.
 
-Print a summary and write one self-contained HTML page: training, what time was lost to, a time line, and how long each
-restart took. With --scaling, the throughput per device of runs of several sizes against that of the smallest.
+Print a summary and write one self-contained HTML page: training, what time was lost to, and how long each restart
+took. With --scaling, the throughput per device of runs of several sizes against that of the smallest.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.programs.preview.account import Account, Scaling, point_of, records_of, scaling_of
-from megavlm.programs.preview.goodput import LIMIT, page
-from megavlm.programs.preview.history import CAUSES, TRAINING, history_of
-from megavlm.programs.preview.run_charts import duration
+from megavlm.html import document, facts, section, table
+from megavlm.programs.account import Account, Scaling, point_of, records_of, scaling_of
+from megavlm.programs.charts import duration
+from megavlm.programs.history import CAUSES, TRAINING, history_of
 from megavlm.resilience.events import events
+
+LIMIT = 0.8  # of the throughput per device of the smallest run
 
 
 @reported("goodput")
@@ -78,12 +81,16 @@ def _lines(account: Account) -> list[str]:
     past = account.history
     restarts = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
     back = "" if account.typical_recovery is None else f", {duration(account.typical_recovery)} until the next step"
-    causes = sorted(past.seconds.items(), key=lambda item: (item[0] != TRAINING, -item[1]))
     return [
         f"{account.name}: {past.goodput:.1%} of {duration(past.wall)} is training; "
         f"{account.iterations:,} iterations, {restarts}{back}",
-        *(f"{value / past.wall:6.1%} {value:9.1f} s  {cause}: {CAUSES[cause]}" for cause, value in causes),
+        *(f"{value / past.wall:6.1%} {value:9.1f} s  {cause}: {CAUSES[cause]}" for cause, value in _causes(account)),
     ]
+
+
+def _causes(account: Account) -> list[tuple[str, float]]:
+    """Return the seconds of each cause: training first, then the largest."""
+    return sorted(account.history.seconds.items(), key=lambda item: (item[0] != TRAINING, -item[1]))
 
 
 def _scaling_lines(scaling: Scaling | None) -> list[str]:
@@ -102,3 +109,73 @@ def _as_json(accounts: Sequence[Account], scaling: Scaling | None) -> dict[str, 
         "runs": [account.as_json() for account in accounts],
         "scaling": [{**vars(point), "per_device": point.per_device, "share": share} for point, share in points],
     }
+
+
+def page(accounts: Sequence[Account], scaling: Scaling | None) -> str:
+    """Return the HTML of the page, in which text from the runs is escaped."""
+    body = []
+    if scaling is not None:
+        body.append(section("Throughput per device against the smallest run", _scaling_table(scaling)))
+    for account in accounts:
+        body.append(section(account.name, _account_of(account)))
+        if account.recoveries:
+            body.append(section(f"Restarts of {account.name}", _recoveries(account)))
+    title = f"“{accounts[0].name}”" if len(accounts) == 1 else f"{len(accounts)} runs"
+    return document(f"Goodput of {title}", [f"<header><h1>Goodput of {escape(title)}</h1></header>", *body])
+
+
+def _account_of(account: Account) -> str:
+    past, back = account.history, account.typical_recovery
+    about = facts(
+        (
+            ("training", f"{past.goodput:.1%} of {duration(past.wall)}"),
+            ("iterations", f"{account.iterations:,}"),
+            ("restarts", f"{past.restarts:,}"),
+            ("back in training after", "–" if back is None else duration(back)),
+            ("devices", f"{account.devices:,}" if account.devices else "unknown"),
+        )
+    )
+    rows = (
+        (
+            f"{cause}<small>{escape(CAUSES[cause])}</small>",
+            f'<div class="share"><i style="width:{value / past.wall:.2%};background:var(--source-0)"></i></div>',
+            f"{value / past.wall:.1%}",
+            duration(value),
+        )
+        for cause, value in _causes(account)
+    )
+    return about + table(("", "", "share", "time"), rows, numbers=(2, 3))
+
+
+def _recoveries(account: Account) -> str:
+    def known(seconds: float | None) -> str:
+        return "not yet" if seconds is None else duration(seconds)
+
+    rows = (
+        (
+            duration(each.at),
+            escape(each.kind),
+            f"{each.lost_steps:,}",
+            known(each.to_step),
+            known(each.to_catch_up),
+            escape(each.reason),
+        )
+        for each in account.recoveries
+    )
+    head = ("at", "end of the attempt", "steps lost", "until the next step", "until caught up", "reason")
+    return table(head, rows, numbers=(0, 2, 3, 4))
+
+
+def _scaling_table(scaling: Scaling) -> str:
+    rows = (
+        (
+            escape(point.name),
+            f"{point.devices:,}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.per_device:,.0f}",
+            f'<b class="warning">{share:.1%}</b>' if share < LIMIT else f"{share:.1%}",
+        )
+        for point, share in zip(scaling.points, scaling.shares, strict=True)
+    )
+    about = '<p class="quiet">tokens/s: the median of all steps but the first two.</p>'
+    return about + table(("run", "devices", "tokens/s", "per device", "of the smallest"), rows, numbers=(1, 2, 3, 4))

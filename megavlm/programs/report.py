@@ -7,13 +7,38 @@ which the runs differ, and their events.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from megavlm.command_line.commands import Parser, reported
+from megavlm.config.messages import several
+from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.programs.preview.report import page
-from megavlm.programs.preview.run_data import read_run
+from megavlm.html import COLOURS, document, section, table
+from megavlm.json_files import read_json
+from megavlm.metrics.expert_loads import FILE
+from megavlm.metrics.tags import tag_of
+from megavlm.metrics.trackers import settings_of
+from megavlm.programs.account import devices_of, records_of
+from megavlm.programs.charts import Line, Point, chart, duration, short
+from megavlm.resilience.events import events, json_lines
+from megavlm.rules.load import from_yaml_file
+
+_ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
+_LARGEST = 1e15  # larger values of a file are taken for damage
+_WARM_UP = 2  # first steps, which are slower and count for no rate
+_MOST_EVENTS = 200  # of each run
+_LAST_LOADS = 20  # recorded steps of experts' loads that count
+_NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
 
 
 @reported("report")
@@ -36,3 +61,229 @@ def _parser() -> argparse.ArgumentParser:
         help="Write the page here; default: %(default)s.",
     )
     return parser
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder has of a run. `records` are the lines of metrics.jsonl, in order."""
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, Any]  # all options by key; empty if config.yaml cannot be read
+    device: str
+    expert_loads: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by layer, over their mean
+
+    @property
+    def starts(self) -> list[Mapping[str, Any]]:
+        return [event for event in self.events if event.get("kind") == "start"]
+
+    @cached_property
+    def axes(self) -> Mapping[str, Sequence[float]]:
+        """Return where each record lies: its step, the tokens so far, and the hours of all steps so far."""
+        return {
+            "step": [float(record["iteration"]) for record in self.records],
+            "tokens": list(accumulate(number(record.get("tokens")) or 0.0 for record in self.records)),
+            "hours": [x / 3600 for x in accumulate(number(r.get("step_time_s")) or 0.0 for r in self.records)],
+        }
+
+    def points(self, name: str, *, across: str = "step") -> list[Point]:
+        """Return a number of the records over one of the `axes`, where it is known."""
+        values = [number(record.get(name)) for record in self.records]
+        return [(x, y) for x, y in zip(self.axes[across], values, strict=True) if y is not None]
+
+    def values(self, name: str) -> list[float]:
+        """Return a number of all records that have it."""
+        return [value for _, value in self.points(name)]
+
+    def typical(self, name: str) -> float | None:
+        """Return the median after the first steps."""
+        found = self.values(name)
+        return statistics.median(found[_WARM_UP:] or found) if found else None
+
+    @property
+    def validations(self) -> list[str]:
+        """Return the names of the metrics that were measured on validation data."""
+        names = {name for record in self.records for name in record}
+        return sorted(name for name in names if tag_of(name).startswith("validation/") and self.values(name))
+
+
+def number(value: object) -> float | None:
+    """Return a value of a file as a finite number of a sane size; None for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder. Raises UserError if it has no metrics."""
+    records = [record for record in records_of(folder) if number(record.get("iteration")) is not None]
+    if not records:
+        raise UserError(f"{folder} has no metrics.jsonl with steps: name the folder of a run")
+    settings: Mapping[str, Any] = {}
+    with suppress(UserError):  # written by a version with other options
+        settings = settings_of(from_yaml_file(folder / "config.yaml"))
+    environment: Mapping[str, Any] = {}
+    with suppress(UserError):
+        environment = read_json(folder / "environment.json")
+    device, loads = str(environment.get("device", "unknown")), mean_loads(json_lines(folder / FILE))
+    return RunRecord(folder.resolve().name, records, events(folder), settings, device, loads)
+
+
+def mean_loads(lines: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
+    """Return the mean loads of the last recorded steps, by layer; what is no list of numbers is left out."""
+    found: dict[str, list[list[float]]] = {}
+    for line in lines[-_LAST_LOADS:]:
+        for layer, loads in line.items():
+            if isinstance(loads, list) and loads and all(isinstance(each, int | float) for each in loads):
+                found.setdefault(layer, []).append(loads)
+    return {
+        layer: [sum(each) / len(each) for each in zip(*rows, strict=True)]
+        for layer, rows in found.items()
+        if len({len(row) for row in rows}) == 1
+    }
+
+
+def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the options that runs do not share, with the value of each; of a single run, those that it changed."""
+    known = [run.settings for run in runs]
+    base = known if len(runs) > 1 else [settings_of(Config()), *known]
+    keys = [key for key in settings_of(Config()) if key not in ("run.run_dir", "logging.tracker_run_name")]
+    unlike = [key for key in keys if any(each.get(key) != base[0].get(key) for each in base if each)]
+    return {key: [each.get(key) for each in known] for key in unlike}
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """Return the HTML of the page, in which text from the runs is escaped."""
+    title = f"“{runs[0].name}”" if len(runs) == 1 else f"{len(runs)} runs"
+    loss = [_over(runs, "loss", each, title=f"{tag_of('loss')} by {each}") for each in _ACROSS]
+    speed = [
+        _over(runs, "tokens_per_second", from_zero=True),
+        _over(runs, "mfu", shown=_share, from_zero=True),
+        _over(runs, "peak_memory_gib", title="peak memory of the fullest rank, GiB", from_zero=True),
+        _over(runs, "data_time_s", title="seconds of the step that wait for data", from_zero=True),
+    ]
+    optimization = [_over(runs, "learning_rate", from_zero=True), _over(runs, "grad_norm", from_zero=True)]
+    data = [
+        _over(runs, "packing_efficiency", shown=_share, title="share of positions that hold tokens"),
+        _over(runs, "skipped_samples", title="skipped samples of a step", from_zero=True),
+    ]
+    body = [
+        f"<header><h1>Report on {escape(title)}</h1></header>",
+        section("Runs", _overview(runs)),
+        section("Loss", _charts(loss)),
+        *([section("Held-out data", _validation(runs))] if any(run.validations for run in runs) else []),
+        section("Speed and memory", _charts(speed)),
+        section("Optimization", _charts(optimization)),
+        section("Data", _charts(data)),
+        *(section(f"Experts of {run.name}", _experts(run)) for run in runs if run.expert_loads),
+        section("Different options" if len(runs) > 1 else "Options that differ from their defaults", _options(runs)),
+        *(section(f"Events of {run.name}", _events(run)) for run in runs if run.events),
+    ]
+    return document(f"Report on {title}", body)
+
+
+def colour(place: int) -> str:
+    """Return the colour of a run, by its place on the page."""
+    return f"var(--source-{place % COLOURS})"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _known(value: float | None, shown: Callable[[float], str]) -> str:
+    return "–" if value is None else shown(value)
+
+
+def _overview(runs: Sequence[RunRecord]) -> str:
+    head = ("run", "steps", "loss", "tokens", "time of steps", "tokens/s", "per device", "MFU", "memory", "data wait",
+            "skipped", "restarts")  # fmt: skip
+    rows = [[_name(place, run), *_figures(run)] for place, run in enumerate(runs)]
+    about = (
+        '<p class="quiet">Loss: mean of the last 20 steps. Rates: medians of all steps but the first two. '
+        "Memory: the most that any rank has used. "
+        "Data wait: share of the steps' time. Skipped: samples that could not be used, and steps left out.</p>"
+    )
+    return about + table(head, rows, numbers=range(1, len(head)))
+
+
+def _name(place: int, run: RunRecord) -> str:
+    devices = devices_of(run.starts)
+    ranks = f"{devices:,} × " if devices else ""
+    dot = f'<i class="dot" style="background:{colour(place)}"></i>'
+    return f"{dot}{escape(run.name)}<small>{ranks}{escape(run.device)}</small>"
+
+
+def _figures(run: RunRecord) -> list[str]:
+    losses, rate = run.values("loss")[-20:], run.typical("tokens_per_second")
+    spent, memory, steps = sum(run.values("step_time_s")), run.values("peak_memory_gib"), run.values("skipped_steps")
+    devices = devices_of(run.starts)
+    return [
+        f"{run.axes['step'][-1]:,.0f}",
+        _known(sum(losses) / len(losses) if losses else None, lambda x: f"{x:.4f}"),
+        short(run.axes["tokens"][-1]),
+        duration(spent),
+        _known(rate, lambda x: f"{x:,.0f}"),
+        _known(rate / devices if rate is not None and devices else None, lambda x: f"{x:,.0f}"),
+        _known(run.typical("mfu"), _share),
+        _known(max(memory) if memory else None, lambda x: f"{x:.1f} GiB"),
+        _known(sum(run.values("data_time_s")) / spent if spent else None, _share),
+        f"{several(int(sum(run.values('skipped_samples'))), 'sample')}, "
+        f"{several(int(steps[-1]) if steps else 0, 'step')}",
+        f"{max(len(run.starts) - 1, 0):,}",
+    ]
+
+
+def _over(runs: Sequence[RunRecord], name: str, across: str = "step", **options: Any) -> str:
+    """Return a chart of a number of all runs."""
+    lines = [Line(run.name, colour(place), run.points(name, across=across)) for place, run in enumerate(runs)]
+    title = options.pop("title", tag_of(name))
+    return chart(title, lines, across=_ACROSS[across], **options)
+
+
+def _charts(charts: Iterable[str]) -> str:
+    drawn = "".join(charts)
+    return f'<div class="figures">{drawn}</div>' if drawn else '<p class="quiet">No values.</p>'
+
+
+def _validation(runs: Sequence[RunRecord]) -> str:
+    names = sorted(set().union(*(run.validations for run in runs)))
+    rows = [
+        [_name(place, run), *(_known(next(iter(run.values(name)[-1:]), None), lambda x: f"{x:.4g}") for name in names)]
+        for place, run in enumerate(runs)
+    ]
+    last = table(("last value", *(escape(tag_of(name)) for name in names)), rows, numbers=range(1, len(names) + 1))
+    return _charts(_over(runs, name) for name in names if not name.endswith(_NO_CHART)) + last
+
+
+def _experts(run: RunRecord) -> str:
+    about = f'<p class="quiet">Tokens of an expert over the mean of its layer, in the last {_LAST_LOADS} records.</p>'
+    rows = (
+        (escape(layer), f"{max(loads):.2f} (expert {loads.index(max(loads))})", f"{min(loads):.2f}")
+        for layer, loads in run.expert_loads.items()
+    )
+    return about + table(("layer", "fullest", "emptiest"), rows, numbers=(1, 2))
+
+
+def _options(runs: Sequence[RunRecord]) -> str:
+    unlike = differing(runs)
+    if not any(run.settings for run in runs):
+        return '<p class="quiet">No config.yaml can be read.</p>'
+    if not unlike:
+        return '<p class="quiet">None.</p>'
+    rows = ([escape(key), *(escape(_value(value)) for value in values)] for key, values in unlike.items())
+    return table(("option", *(escape(run.name) for run in runs)), rows)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _events(run: RunRecord) -> str:
+    counts = Counter(str(event.get("kind")) for event in run.events)
+    listed = ", ".join(f"{number:,} {escape(kind)}" for kind, number in counts.most_common())
+    names = ("time", "kind", "iteration", "rank", "reason")
+    rows = ([escape(str(event.get(name, ""))) for name in names] for event in run.events[-_MOST_EVENTS:])
+    shown = f"the last {min(len(run.events), _MOST_EVENTS):,} of {len(run.events):,}"
+    return f"<p>{listed}</p><details><summary>{shown}</summary>{table(names, rows, numbers=(2, 3))}</details>"

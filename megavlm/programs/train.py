@@ -19,7 +19,7 @@ from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
 from megavlm.errors import RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
-from megavlm.programs.launch.exit_file import note_cause, note_exit
+from megavlm.programs.launch.job import note_cause, note_exit
 from megavlm.resilience.output import survive_lost_output
 from megavlm.resilience.retry import launch_time, refuse_retry
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
-from megavlm.programs.preview.account import records_of
-from megavlm.programs.preview.history import history_of
-from megavlm.programs.preview.why import findings
+from megavlm.program import program
+from megavlm.programs import history
+from megavlm.programs.account import records_of
+from megavlm.programs.history import History, history_of
+from megavlm.resilience import phases
 from megavlm.resilience.events import events
+
+_LEAST = 0.02  # smaller shares of the time are not reported
 
 
 @reported("why")
@@ -34,3 +42,121 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Say what holds a run back, and the remedy.", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="Folder of the run, as given to --run-dir.")
     return parser
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that takes `share` of the run's time."""
+
+    share: float
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.share:5.1%}  {self.what}\n       → {self.remedy}"
+
+
+def findings(
+    records: Sequence[Mapping[str, Any]], past: History | None, events: Sequence[Mapping[str, Any]]
+) -> list[Finding]:
+    """Return what takes time from training, most first; `past` is the run's `history_of`."""
+    found = [*_in_steps(records), *(_between_steps(past, events) if past is not None else [])]
+    return sorted((each for each in found if each.share >= _LEAST), key=lambda each: -each.share)
+
+
+def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what takes time from the steps: data, the pipeline, communication, a slow rank, skipped steps."""
+    steps = [record for record in records if _number(record.get("step_time_s")) > 0][1:]  # the first one warms up
+    if not steps:
+        return []
+    total = sum(_number(record["step_time_s"]) for record in steps)
+    data = sum(_number(record.get("data_time_s")) for record in steps)
+    found = [
+        Finding(
+            data / total,
+            "the ranks wait for data",
+            f"raise --num-workers; see what samples cost with {program('preview')}",
+        )
+    ]
+    spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
+    mean = total / len(steps)
+    for phase, what, remedy in (
+        (
+            phases.PIPELINE,
+            "pipeline stages wait for one another (the bubble, or uneven stages)",
+            f"raise --global-batch-size or --vpp, lower --pp, or let {program('plan')} cut the stages",
+        ),
+        (
+            phases.COMMUNICATION,
+            "ranks wait for gradients and sums of other ranks",
+            "keep --overlap-grad-reduce on, raise --global-batch-size, or look at the slowest rank",
+        ),
+    ):
+        share = statistics.mean(_number(each.get(phase)) for each in spent) / mean if spent else 0.0
+        found.append(Finding(share, what, remedy))
+    skipped = sum(_number(record["step_time_s"]) for record in steps if record.get("updated") is False)
+    found.append(
+        Finding(
+            skipped / total, "steps are skipped (overflow or bad numbers)", "lower --lr; look at grad_norm and loss"
+        )
+    )
+    return [*found, *_slow_rank(steps)]
+
+
+def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    said = [record for record in steps if "slowest_rank" in record]
+    slow = [record for record in said if isinstance(record.get("slow"), str)]
+    if not slow or 2 * len(slow) <= len(said):
+        return []
+    (rank, phase), times = Counter(
+        (str(record["slowest_rank"]), str(record.get("slowest_rank_phase"))) for record in slow
+    ).most_common(1)[0]
+    if 2 * times <= len(slow):
+        return []
+    shares = []
+    for record in slow:
+        own, excess = _number(record.get("slowest_rank_s")), _number(record.get("slowest_rank_excess"))
+        shares.append(min(1.0, own * excess / (1 + excess) / _number(record["step_time_s"])))
+    where = "replace its node" if phase != phases.DATA else "look at its data workers and its storage"
+    what = f"rank {rank} is slower than the others in {phase} ({times} of {len(said)} reports), and they wait for it"
+    return [Finding(statistics.mean(shares), what, f"{where}; {program('doctor')} checks a machine")]
+
+
+def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what takes time between steps: saves, restarts, hangs, rewinds, validation."""
+    share = {name: value / past.wall for name, value in past.seconds.items()}
+    times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
+    # The first start is no restart.
+    starting = (share.get(history.START, 0.0) + share.get(history.LOAD, 0.0)) * past.restarts / (past.restarts + 1)
+    hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
+    return [
+        Finding(share.get(history.SAVES, 0.0), "the run stands still while it saves", "raise --save-interval"),
+        Finding(
+            share.get(history.LOST, 0.0),
+            f"steps after the last checkpoint were lost ({times})",
+            "lower --save-interval",
+        ),
+        Finding(
+            share.get(history.DOWNTIME, 0.0) + starting,
+            f"starting again ({times})",
+            "see RUN_DIR/events.jsonl for the reasons",
+        ),
+        Finding(
+            share.get(history.REWOUND, 0.0),
+            "rewinds undo steps",
+            "use --on-spike skip, raise --spike-factor, or lower --save-interval",
+        ),
+        Finding(
+            share.get(history.HUNG, 0.0),
+            f"hangs, the last: {hangs[-1] if hangs else ''}",
+            "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout",
+        ),
+        Finding(share.get(history.VALIDATION, 0.0), "validation", "raise --eval-interval, or lower --eval-iters"),
+        Finding(
+            share.get(history.OTHER, 0.0), "logging and all else between steps", "look at the file system of RUN_DIR"
+        ),
+    ]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and value == value else 0.0

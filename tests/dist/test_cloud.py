@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.programs.launch.job import Job
-from megavlm.programs.launch.kubernetes_job import Options, objects
+from megavlm.programs.launch.kubernetes import Options, objects
 from tests.support.replicas import Platform, kubernetes, vertex
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time

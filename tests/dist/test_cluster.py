@@ -14,8 +14,8 @@ import yaml
 from megavlm.checkpoint.folders import complete
 from megavlm.programs.sweep import sweep
 from megavlm.programs.sweep.grid import read_grid, variants_of
-from megavlm.programs.sweep.results import rows_of
-from megavlm.programs.sweep.state import state_of
+from megavlm.programs.sweep.sweep import rows_of
+from megavlm.programs.sweep.training import state_of
 from megavlm.resilience.events import events, record
 from megavlm.resilience.status import read_status
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
@@ -200,7 +200,7 @@ def test_an_array_trains_the_variants_of_a_grid(cluster: Cluster, tmp_path: Path
     first, second, third = rows_of(grid, variants)
     assert [row.iteration for row in (first, second, third)] == [4, 4, 0]
     assert first.mean != second.mean
-    assert (tmp_path / "my runs/sweep.html").exists()
+    assert (tmp_path / "my runs/sweep.tsv").exists()
 
 
 @pytest.mark.slow

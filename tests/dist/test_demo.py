@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.programs.preview.history import VALIDATION, history_of
+from megavlm.programs.history import VALIDATION, history_of
 from megavlm.resilience.events import events
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train

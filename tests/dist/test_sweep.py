@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from megavlm.programs.sweep.grid import read_grid, variants_of
-from megavlm.programs.sweep.results import rows_of
-from megavlm.programs.sweep.state import state_of
+from megavlm.programs.sweep.sweep import rows_of
+from megavlm.programs.sweep.training import state_of
 from megavlm.resilience.status import STOPPED
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration
@@ -65,7 +65,7 @@ def test_variants_train_beside_one_another_and_go_on_after_a_signal(pools, tmp_p
     assert sweep.returncode in (0, 1), told  # 1 if the wrong one had not begun before the signal
     rows = rows_of(grid, variants)
     assert [row.iteration for row in rows] == [60, 60, 0]
-    assert (tmp_path / "runs/sweep.html").exists()
+    assert (tmp_path / "runs/sweep.tsv").exists()
     pools(1).run(train, [*TINY, *"--lr 0.001 --train-iters 60 --seed 7 --no-save".split()], str(tmp_path / "alone"))
     assert without_wall_time(metrics(folder)) == without_wall_time(metrics(tmp_path / "alone"))
 

@@ -11,22 +11,24 @@ is slow is named, a line each.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, complaint
 from megavlm.errors import RankError, UserError
 from megavlm.files import write_out
-from megavlm.programs.doctor.collect import collect
-from megavlm.programs.doctor.formatting import as_json, as_lines, as_text
-from megavlm.programs.doctor.needs import needs
-from megavlm.programs.doctor.problems import Problem, problems
+from megavlm.programs.doctor.machine import Facts, collect
+from megavlm.programs.doctor.problems import Problem, needs, problems
 
 _PACKAGE = Path(__file__).resolve().parents[2]
+_GIB = 2**30
+_SIGNS = {"error": "✗", "warning": "!", "note": "·"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +49,7 @@ def check_machine(options: argparse.Namespace) -> int:
     needed = needs(_PACKAGE.parent / "pyproject.toml")
     facts = collect(needed, folder=Path.cwd(), timeout=options.timeout, measure=not options.no_measure)
     found = problems(facts, needed)
-    _write(options, as_text(facts, found), as_json(facts, found))
+    _write(options, rows_of(facts), found, facts=asdict(facts))
     return _status(found)
 
 
@@ -64,43 +66,79 @@ def check_world(options: argparse.Namespace) -> int:
     import torch
 
     from megavlm.parallel.rendezvous import join
-    from megavlm.programs.doctor.parts import Parts
-    from megavlm.programs.doctor.world import release, survey_world
-    from megavlm.programs.doctor.world_problems import world_problems
-    from megavlm.programs.doctor.world_report import world_json, world_text
-
-    def tell(problem: Problem) -> None:
-        _write(options, "\n".join(as_lines([problem])), world_json(None, [problem]))
-        sys.stdout.flush()
+    from megavlm.programs.doctor.world import Check, survey_world
+    from megavlm.programs.doctor.world_problems import rows, world_problems
 
     try:
         met = join(timedelta(seconds=options.timeout))
     except TimeoutError as error:
         what = str(error).partition(" (--")[0]
-        tell(Problem("error", what, "look at its process and host: is it started, and is rank 0's host reachable?"))
+        remedy = "look at its process and host: is it started, and is rank 0's host reachable?"
+        _write(options, (), [Problem("error", what, remedy)], world=None)
         return 1
-    parts = Parts(met.store, met.rank, met.world, limit=options.timeout, tell=tell)
-    host = socket.gethostname()
+    check = Check(met, limit=options.timeout)
     try:
-        survey = survey_world(met, place, host=host, package=_PACKAGE, parts=parts, measures=not options.no_measure)
-    except RuntimeError as error:  # of torch: a peer has gone, a device fails
-        parts.fail(f"{host}: {error}")
+        survey = survey_world(
+            check,
+            place,
+            host=socket.gethostname(),
+            package=_PACKAGE,
+            timeout=options.timeout,
+            measures=not options.no_measure,
+        )
+    except RuntimeError as error:  # of torch: a peer has gone, a device fails, a time limit
+        if problem := check.blame(str(error).partition("\n")[0][:200]):
+            _write(options, (), [problem], world=None)
         return 1
-    parts.close()
     if survey is None:
         return 0
-    release(met)
     if hardware is None and survey.on_gpu:
         hardware = profile_of_device(torch.cuda.get_device_name())
     found = world_problems(survey, hardware)
-    _write(options, world_text(survey, found, hardware), world_json(survey, found))
+    _write(options, rows(survey, hardware), found, world=asdict(survey))
     return _status(found)
 
 
-def _write(options: argparse.Namespace, text: str, json: str) -> None:
+def _write(
+    options: argparse.Namespace, rows: Iterable[tuple[str, str]], found: Sequence[Problem], **data: object
+) -> None:
+    """Print facts and problems, or write them as JSON."""
+    text = json.dumps({**data, "problems": [asdict(each) for each in found]}, indent=2)
     if options.json not in (None, "-"):
-        write_out("--json", Path(options.json), json)
-    print(json if options.json == "-" else text)
+        write_out("--json", Path(options.json), text)
+    print(text if options.json == "-" else as_text(rows, found), flush=True)
+
+
+def as_text(rows: Iterable[tuple[str, str]], found: Sequence[Problem]) -> str:
+    """Return a table of facts, then each problem with its remedy in a line."""
+    table = list(rows)
+    width = max((len(name) for name, _ in table), default=0)
+    lines = [f"{name:<{width}}  {value}" for name, value in table]
+    lines += [""] if table else []
+    lines += [f"{_SIGNS[each.level]} {each.level}: {each.what}: {each.remedy}" for each in found]
+    return "\n".join(lines if found else [*lines, "nothing is missing, and nothing is slow"])
+
+
+def rows_of(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line of the report on one machine."""
+    yield "python", ".".join(map(str, facts.python))
+    for name, package in facts.packages.items():
+        yield name, package.version + ("" if package.error is None else f"  ({package.error})")
+    known = {"CUDA of torch": facts.torch_cuda, "NCCL": facts.nccl, "driver": facts.driver}
+    yield from ((name, value) for name, value in known.items() if value is not None)
+    for index, device in enumerate(facts.devices):
+        capability = ".".join(map(str, device.capability))
+        yield f"GPU {index}", f"{device.name}, {device.memory / _GIB:.0f} GiB, compute capability {capability}"
+    if not facts.devices:
+        yield "GPU", "none"
+    for rate in facts.rates:
+        share = "" if rate.peak is None else f", {rate.measured / rate.peak:.0%} of {rate.peak:.0f}"
+        yield rate.what, f"{rate.measured:.3g} {rate.unit}{share}"
+    for backend, error in facts.communication.items():
+        yield f"{backend} loopback", "works" if error is None else error
+    for name, size in {"free disk": facts.disk_free, "/dev/shm": facts.shared_memory}.items():
+        if size is not None:
+            yield name, f"{size / _GIB:.1f} GiB"
 
 
 def _status(found: Sequence[Problem]) -> int:

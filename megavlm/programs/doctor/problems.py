@@ -1,18 +1,24 @@
-"""Derive problems from facts: what is wrong, each with the command that repairs it; one pure function per subject."""
+"""Derive problems from facts about a machine, each with the command that repairs it; one pure function per subject."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import requires
+from pathlib import Path
 from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megavlm.precision.capability import OLDEST_TE, newest_te, parsed, shown
 from megavlm.program import program
-from megavlm.programs.doctor.facts import Facts
-from megavlm.programs.doctor.needs import RequiredPackage
+from megavlm.programs.doctor.machine import Facts
 
 Level = Literal["error", "warning", "note"]
-Needs = Mapping[str, RequiredPackage]
 
 _GIB = 2**30
 _LEAST_DISK, _LEAST_SHARED_MEMORY = 20 * _GIB, 1 * _GIB
@@ -21,6 +27,7 @@ _MOST_USED = 0.05  # of a GPU's memory, as a display or CUDA contexts may take
 _TORCH_INDEX = "https://download.pytorch.org/whl/cu"
 _TORCH_CUDAS = ((13, 0), (12, 8), (12, 6))  # that PyTorch publishes builds for, newest first
 TE = "transformer-engine"
+_SOURCE_BUILT = "gpu"  # this extra compiles against the torch that is installed
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,57 @@ class Problem:
     level: Level  # error: a run ends or is wrong; warning: it is slower or may fail; note: something more is possible
     what: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class RequiredPackage:
+    """A package that pyproject.toml names."""
+
+    requirement: Requirement
+    extra: str | None  # the optional dependency that names it; None: always required
+    cloned: bool = True  # whether commands are for a clone, in its root
+
+    def admits(self, version: str) -> bool:
+        return self.requirement.specifier.contains(Version(version), prereleases=True)
+
+    @property
+    def command(self) -> str:
+        """Return the command that installs the package."""
+        if not self.cloned:
+            return self.exact_command
+        if self.extra is None:
+            return "pip install -e ."
+        isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
+        return f"pip install {isolation}-e '.[{self.extra}]'"
+
+    @property
+    def exact_command(self) -> str:
+        """Return the command that replaces another version with a supported one."""
+        isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
+        return f"pip install {isolation}'{self.requirement.name}{self.requirement.specifier}'"
+
+
+Needs = Mapping[str, RequiredPackage]
+
+
+def needs(pyproject: Path) -> Needs:
+    """Return the requirements in the `pyproject.toml` of a clone, or those of the installed wheel if there is none, by
+    package name and without those of `dev`; the first extra that names a package counts.
+    """
+    listed: list[tuple[str | None, Requirement]] = []
+    if cloned := pyproject.exists():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        for extra, texts in ({None: project["dependencies"]} | project["optional-dependencies"]).items():
+            listed += [(extra, Requirement(text)) for text in texts]
+    else:
+        for requirement in map(Requirement, requires("megavlm") or ()):
+            marker = re.search(r"extra *== *['\"]([a-z]+)", str(requirement.marker or ""))
+            listed.append((marker and marker[1], requirement))
+    found: dict[str, RequiredPackage] = {}
+    for extra, requirement in listed:
+        if extra != "dev":
+            found.setdefault(canonicalize_name(requirement.name), RequiredPackage(requirement, extra, cloned=cloned))
+    return found
 
 
 def problems(facts: Facts, needs: Needs) -> list[Problem]:
@@ -115,10 +173,6 @@ def apex(facts: Facts, needs: Needs) -> Iterator[Problem]:
     if "apex" in facts.packages and not facts.apex_is_nvidias:
         what = "apex is not NVIDIA's, but another project of that name, which megatron-core takes for it"
         yield Problem("error", what, "pip uninstall -y apex")
-    elif "apex" in facts.packages and facts.devices and not facts.apex_adds_gradients:
-        what = "NVIDIA Apex has no fused_weight_gradient_mlp_cuda: the output layer's gradient takes two passes"
-        remedy = "in Apex's sources: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation ."
-        yield Problem("note", what, remedy)
 
 
 def devices(facts: Facts, needs: Needs) -> Iterator[Problem]:

@@ -1,17 +1,23 @@
 """Check all nodes of a run together, before it starts: what they have, their clocks, how fast they compute and talk.
 
-The ranks talk through the store until the links are measured, so that what is wrong with links is found and not met.
-Nothing waits for ever (`parts`). Rank 0 collects; the others only serve.
+Facts travel over gloo, so that links are measured last. Every collective has a time limit; when one fails, the ranks
+that still answer say so in the store, and the others are named.
+
+Bandwidth is per rank. That of an all-reduce is what a ring moves over each link, 2 (n − 1) / n of the tensor, in the
+time that it takes (the "bus bandwidth" of nccl-tests).
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
+import platform
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,173 +25,261 @@ import torch
 import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting
-from megavlm.programs.doctor.device_rates import rates_of
-from megavlm.programs.doctor.links import Measured, measure
-from megavlm.programs.doctor.node import facts_of_node
-from megavlm.programs.doctor.parts import Parts
-from megavlm.programs.doctor.world_problems import Bandwidth, Clock, Survey
+from megavlm.programs.doctor.machine import output_of, rates_of
+from megavlm.programs.doctor.problems import Problem
+from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Bandwidth, Survey
 from megavlm.world import World
 
-_PINGS = 20
-_PATIENCE = 5.0  # seconds
-_SHORT, _LONG = 0.001, 0.25  # seconds between two looks at the store
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "transformers")
+# Variables that change how ranks talk, beside all of NCCL's.
+_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "FI_PROVIDER",
+    "GLOO_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+)
+_GPU_BYTES, _CPU_BYTES = 2**28, 2**22  # of a tensor that is sent
+_REPEATS = 8
+_ROLL_CALL = 5.0  # seconds within which ranks whose collective failed say that they are there
 
 
-class Office:
-    """What the ranks of a check tell one another through the store: never waits longer than `parts` allows."""
+class Check:
+    """A check of many processes on one of them: the part that it is in, and what is said when a part fails."""
 
-    def __init__(self, met: Meeting) -> None:
-        self.rank, self.world, self._store = met.rank, met.world, met.store
+    def __init__(self, met: Meeting, *, limit: float) -> None:
+        """`limit` is in seconds, for each collective."""
+        self._met, self._limit, self._part = met, limit, "start"
 
-    def tell(self, what: str, value: Any) -> None:
-        self._store.set(f"doctor/{what}/{self.rank}", json.dumps(value))
+    def begin(self, part: str) -> None:
+        self._part = part
 
-    def hear(self, what: str, rank: int) -> Any:
-        """Return what a rank told, once it has. Looks are ever further apart: thousands of ranks share one store."""
-        key, pause = f"doctor/{what}/{rank}", _SHORT
-        while not self._store.check([key]):
-            time.sleep(pause)
-            pause = min(1.2 * pause, _LONG)
-        return json.loads(self._store.get(key))
+    def connect(self, device: torch.device) -> None:
+        """Initialize torch.distributed with gloo, and with NCCL for tensors on a GPU, unless it is."""
+        if dist.is_initialized():
+            return
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a collective that takes too long raises, and does not abort
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self._met.store,
+            rank=self._met.rank,
+            world_size=self._met.world,
+            timeout=timedelta(seconds=self._limit),
+        )
 
-    def hear_all(self, what: str, ranks: Iterable[int]) -> list[Any]:
-        return [self.hear(what, rank) for rank in ranks]
+    def blame(self, reason: str) -> Problem | None:
+        """Return who does not answer, or else why a collective failed here; None on all ranks but the first to ask."""
+        store, rank, world = self._met.store, self._met.rank, self._met.world
+        try:
+            store.set(f"doctor/there/{rank}", self._part)
+            if store.add("doctor/failed", 1) > 1:
+                time.sleep(2 * _ROLL_CALL)  # torchrun ends all when one ends
+                return None
+            time.sleep(_ROLL_CALL)
+            silent = [other for other in range(world) if not store.check([f"doctor/there/{other}"])]
+        except dist.DistError as error:
+            what = f"rank {rank}: the store at MASTER_ADDR does not answer (in: {self._part}): {_first_line(error)}"
+            return Problem("error", what, "look at rank 0's output and at that of its torchrun")
+        if silent:
+            shown = ", ".join(map(str, silent[:8])) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+            what = f"rank{'s'[: len(silent) > 1]} {shown} of {world} did not answer within {self._limit:.0f} s (in: "
+            remedy = "look at its process and host: stopped, swapping, or cut off from the network"
+            return Problem("error", f"{what}{self._part})", remedy)
+        what = f"rank {rank} of {world}: {reason} (in: {self._part})"
+        remedy = "NCCL_DEBUG=INFO says more of a link; NCCL_SOCKET_IFNAME, firewall; or a longer --timeout"
+        return Problem("error", what, remedy)
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Return what all ranks told, on all ranks; rank 0 hands it round, so that each key is read once or twice."""
-        self.tell(what, value)
-        if self.rank == 0:
-            self.tell(f"all of {what}", self.hear_all(what, range(self.world)))
-        found: list[Any] = self.hear(f"all of {what}", 0)
-        return found
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def survey_world(
-    met: Meeting, place: World, *, host: str, package: Path, parts: Parts, measures: bool = True
+    check: Check, place: World, *, host: str, package: Path, timeout: float, measures: bool = True
 ) -> Survey | None:
-    """Return what all nodes told and measured, on rank 0; None on the others."""
-    office = Office(met)
-    parts.begin("facts")
-    nodes = _nodes_of(office, place)
-    leaders = [ranks[0] for ranks in nodes]
-    if met.rank in leaders:
-        office.tell("facts", {"host": host, "facts": facts_of_node(package)})
-    told = office.hear_all("facts", leaders) if met.rank == 0 else []
-    parts.begin("clocks")
-    clocks = _clocks(office, leaders)
-    rates, measured = {}, []
+    """Return what all nodes told and measured, on rank 0; None on the others. `timeout` is in seconds."""
     device = _device(place)
-    if measures and _each_has_a_device(office, device):
-        parts.begin("rates of devices")
-        found = rates_of(_name(device), on_gpu=device.type == "cuda", index=device.index or 0)
-        office.tell("rates", {rate.what: rate.measured for rate in found})
-        parts.begin("connect")
-        _connect(met, device)
-        links = measure(nodes, device, part=parts.begin)
-        office.tell("links", [asdict(each) for each in links])
-        if met.rank == 0:
-            parts.begin("collect")
-            rates = dict(enumerate(office.hear_all("rates", range(met.world))))
-            measured = list(enumerate(office.hear_all("links", range(met.world))))
-    parts.begin("end")
-    if met.rank > 0:
-        office.hear("done", 0)
-        met.store.add("doctor/gone", 1)  # rank 0 may keep the store, and ends after all others
+    check.begin("connect")
+    check.connect(device)
+    check.begin("facts")
+    dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+    leads = place.local_rank == 0
+    there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
+    own = {
+        "first": place.rank - place.local_rank,  # equal on the ranks of a node
+        "host": host,
+        "device": device.type if there else "none",
+        "facts": facts_of_node(package) if leads else {},
+    }
+    told = _gathered(own)
+    dist.barrier()
+    clocks = _gathered(time.time())
+    by_first: dict[int, list[int]] = defaultdict(list)
+    for rank, each in enumerate(told):
+        by_first[each["first"]].append(rank)
+    nodes = [by_first[first] for first in sorted(by_first)]
+    rates: dict[int, dict[str, float]] = {}
+    measured: list[list[tuple[str, tuple[int, ...], float]]] = []
+    types = {each["device"] for each in told}
+    if measures and len(types) == 1 and "none" not in types:  # else only what the nodes told can be compared
+        check.begin("rates of devices")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        found = rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0)
+        rates = dict(enumerate(_gathered({rate.what: rate.measured for rate in found})))
+        measured = _gathered(list(_links(nodes, device, begin=check.begin)))
+    if dist.get_rank() != 0:
         return None
+    hosts = [told[ranks[0]]["host"] for ranks in nodes]
     return Survey(
-        names=_names([each["host"] for each in told]),
+        names=tuple(name if hosts.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(hosts)),
         ranks=tuple(map(tuple, nodes)),
-        facts=tuple(each["facts"] for each in told),
+        facts=tuple(told[ranks[0]]["facts"] for ranks in nodes),
         on_gpu=device.type == "cuda",
-        clocks=tuple(clocks),
+        clocks=tuple(clocks[ranks[0]] - clocks[0] for ranks in nodes),
         rates=rates,
-        bandwidths=slowest(
-            (rank, Measured(**{**each, "nodes": tuple(each["nodes"])})) for rank, own in measured for each in own
-        ),
+        bandwidths=slowest((rank, *each) for rank, mine in enumerate(measured) for each in mine),
     )
 
 
-def release(met: Meeting) -> None:
-    """Let the other ranks end, once rank 0 has all that it needs of them, and wait some seconds until they do."""
-    Office(met).tell("done", True)
-    end = time.monotonic() + _PATIENCE
-    while met.store.add("doctor/gone", 0) < met.world - 1 and time.monotonic() < end:
-        time.sleep(_SHORT)
-
-
-def slowest(measured: Iterable[tuple[int, Measured]]) -> tuple[Bandwidth, ...]:
-    """Return one bandwidth for each measurement: that of the slowest of the ranks that took part."""
-    same: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, int]]] = defaultdict(list)
-    for rank, each in measured:
-        same[each.what, each.kind, each.nodes].append((each.bandwidth, rank))
-    return tuple(Bandwidth(what, kind, nodes, *min(values)) for (what, kind, nodes), values in same.items())
-
-
-def _nodes_of(office: Office, place: World) -> list[list[int]]:
-    """Return the ranks of each node: those whose rank less the local rank is equal."""
-    by_first: dict[int, list[int]] = defaultdict(list)
-    for rank, first in enumerate(office.exchange("first", place.rank - place.local_rank)):
-        by_first[first].append(rank)
-    return [by_first[first] for first in sorted(by_first)]
-
-
-def _names(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts' names; with the node's number where several nodes are on one host."""
-    return tuple(host if hosts.count(host) == 1 else f"{host}#{number}" for number, host in enumerate(hosts))
-
-
-def _clocks(office: Office, leaders: Sequence[int], *, now: Callable[[], float] = time.time) -> list[Clock]:
-    """Return each node's clock against rank 0's, on rank 0: of several round trips the shortest counts.
-
-    A node answers with its own time, which is that of some moment within the round trip: if t₀ and t₁ are rank 0's
-    times before and after, the node is ahead by its time − (t₀ + t₁) / 2, to within (t₁ − t₀) / 2 (Cristian 1989).
-    """
-    if office.rank != 0:
-        if office.rank in leaders:
-            for ping in range(_PINGS):
-                office.hear(f"ping/{ping}/{office.rank}", 0)
-                office.tell(f"pong/{ping}", now())
-        return []
-    found = [Clock(0.0, 0.0)]
-    for leader in leaders[1:]:
-        trips = []
-        for ping in range(_PINGS):
-            before = now()
-            office.tell(f"ping/{ping}/{leader}", True)
-            answer = office.hear(f"pong/{ping}", leader)
-            after = now()
-            trips.append(Clock(answer - (before + after) / 2, (after - before) / 2))
-        found.append(min(trips, key=lambda clock: clock.within))
+def _gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks, on every rank; they travel as tensors on the CPU."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
+
+
+def slowest(measured: Iterable[tuple[int, str, tuple[int, ...], float]]) -> tuple[Bandwidth, ...]:
+    """Return one bandwidth for each measurement: that of the slowest of the ranks that took part."""
+    same: dict[tuple[str, tuple[int, ...]], list[tuple[float, int]]] = defaultdict(list)
+    for rank, what, nodes, bandwidth in measured:
+        same[what, nodes].append((bandwidth, rank))
+    return tuple(Bandwidth(what, nodes, *min(values)) for (what, nodes), values in same.items())
 
 
 def _device(place: World) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else place.local_rank)
-
-
-def _each_has_a_device(office: Office, device: torch.device) -> bool:
-    """Return whether every rank has a device of the same type; else only what the nodes told can be compared."""
-    there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    types = set(office.exchange("device", device.type if there else "none"))
-    return len(types) == 1 and "none" not in types
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _connect(met: Meeting, device: torch.device) -> None:
-    """Initialize torch.distributed, unless it is. Its own time limit is far: the parts' comes first."""
-    if device.type == "cuda":
+    device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else place.local_rank)
+    if (device.index or 0) < torch.cuda.device_count():
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=met.store,
-            rank=met.rank,
-            world_size=met.world,
-            timeout=timedelta(hours=1),
-            device_id=device if device.type == "cuda" else None,
-        )
+    return device
+
+
+def _links(
+    nodes: Sequence[Sequence[int]], device: torch.device, *, begin: Callable[[str], None]
+) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Yield what this rank measures: what, the numbers of the nodes that take part, and bytes/s."""
+    own = dist.get_rank()
+    mine, place = next((node, list(ranks).index(own)) for node, ranks in enumerate(nodes) if own in ranks)
+    begin(WITHIN)
+    groups = [dist.new_group(list(ranks)) for ranks in nodes]
+    if len(nodes[mine]) > 1:  # all nodes at the same time, as in training
+        yield WITHIN, (mine,), _all_reduce(groups[mine], len(nodes[mine]), device)
+    begin(WORLD)
+    yield WORLD, tuple(range(len(nodes))), _all_reduce(None, dist.get_world_size(), device)
+    for pairs in rounds(len(nodes)):
+        pair = next((pair for pair in pairs if mine in pair), None)
+        begin("a round without an exchange" if pair is None else f"exchange between nodes {pair[0]} and {pair[1]}")
+        if pair is not None:
+            other = nodes[pair[0] if pair[1] == mine else pair[1]]
+            if place < len(other):
+                yield EXCHANGE, pair, _exchange(other[place], device)
+
+
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield rounds in which each of `count` meets another, until all have met (the circle method of tournaments)."""
+    players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        facing = zip(players[:half], reversed(players[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        players = [players[0], players[-1], *players[1:-1]]
+
+
+def _all_reduce(group: dist.ProcessGroup | None, size: int, device: torch.device) -> float:
+    values = torch.ones((_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 4, device=device)
+    seconds = _seconds(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group), device)
+    return 2 * (size - 1) / size * values.nbytes / seconds
+
+
+def _exchange(peer: int, device: torch.device) -> float:
+    """Return the bandwidth of both directions at once."""
+    size = (_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 2
+    sent = torch.ones(size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def both() -> None:
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        ):
+            work.wait()
+
+    return sent.nbytes / _seconds(both, device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the mean seconds of calls that wait for other ranks, after one that is not counted: a node that stands
+    still now and then is slow, too.
+    """
+    began = 0.0
+    for number in range(_REPEATS + 1):
+        if number == 1:
+            began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return max((time.perf_counter() - began) / _REPEATS, 1e-9)
+
+
+def facts_of_node(
+    package: Path, *, environment: Mapping[str, str] | None = None, sys_dir: Path = Path("/sys")
+) -> dict[str, str]:
+    """Return the facts of this machine by name. `package` is the folder of the code that is to run."""
+    environment = os.environ if environment is None else environment
+    facts = {"python": ".".join(map(str, sys.version_info[:3])), "Linux": platform.release()}
+    for name in PACKAGES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    facts["code"] = code.hexdigest()[:12]
+    facts["CUDA of torch"] = str(torch.version.cuda)
+    if torch.cuda.is_available():
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    facts["driver"] = "none" if not driver else driver.splitlines()[0].strip()
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    facts["GPUs"] = counted(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
+    facts["adapters"] = counted(adapters(sys_dir))
+    for name, value in environment.items():
+        if name.startswith("NCCL_") or name in _VARIABLES:
+            facts[f"${name}"] = value
+    return facts
+
+
+def counted(things: Iterable[str]) -> str:
+    """Return `8 × NVIDIA H200, 1 × …`, in an order that does not depend on that of the machine; `none` without any."""
+    return ", ".join(f"{number} × {thing}" for thing, number in sorted(Counter(things).items())) or "none"
+
+
+def adapters(sys_dir: Path) -> Iterator[str]:
+    """Yield each port of an RDMA adapter and each network card, with speed and state, as Linux tells them in /sys."""
+    for port in sorted(sys_dir.glob("class/infiniband/*/ports/*")):
+        kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(_read(port / "link_layer"), "RDMA")
+        state = _read(port / "state").partition(": ")[2] or "unknown state"
+        yield f"{kind} {_read(port / 'rate') or 'unknown rate'} {state}"
+    for card in sorted(sys_dir.glob("class/net/*")):
+        if (card / "device").exists():  # not loopback, bridges and containers' ends
+            speed = _read(card / "speed")
+            rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdecimal() else "unknown rate"
+            yield f"Ethernet {rate} {_read(card / 'operstate') or 'unknown state'}, MTU {_read(card / 'mtu')}"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # the speed of a card that is down cannot be read
+        return ""

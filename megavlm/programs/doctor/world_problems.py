@@ -17,15 +17,8 @@ from megavlm.programs.doctor.problems import Level, Problem
 _MOST_OFFSET = 1.0  # seconds; events of a run are ordered by clocks
 _LEAST_OF_PROFILE = 0.7  # profiles hold what collectives reach, not data sheets
 _LEAST_OF_OTHERS = {True: 0.85, False: 0.5}  # on a GPU; a CPU's other work makes measurements differ
-EXCHANGE = "exchange"
-
-
-@dataclass(frozen=True)
-class Clock:
-    """A node's clock against the first node's, in seconds: how far ahead, to within how much."""
-
-    ahead: float
-    within: float
+# What is measured.
+WITHIN, WORLD, EXCHANGE = "all-reduce within nodes", "all-reduce of all ranks", "exchange between two nodes"
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,6 @@ class Bandwidth:
     """Of the slowest rank that took part, in bytes/s; `nodes` are numbers."""
 
     what: str
-    kind: str
     nodes: tuple[int, ...]
     value: float
     rank: int  # which was slowest
@@ -47,7 +39,7 @@ class Survey:
     ranks: tuple[tuple[int, ...], ...]  # of each node
     facts: tuple[Mapping[str, str], ...]
     on_gpu: bool
-    clocks: tuple[Clock, ...] = ()
+    clocks: tuple[float, ...] = ()  # seconds ahead of the first node's
     rates: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # rank → what → value
     bandwidths: tuple[Bandwidth, ...] = ()
 
@@ -108,10 +100,10 @@ def _differences(survey: Survey) -> Iterator[Problem]:
 
 
 def _clocks(survey: Survey) -> Iterator[Problem]:
-    for name, clock in zip(survey.names, survey.clocks, strict=False):
-        if abs(clock.ahead) - clock.within > _MOST_OFFSET:
-            way = "ahead of" if clock.ahead > 0 else "behind"
-            what = f"node {name}: clock is {abs(clock.ahead):.1f} s {way} that of {survey.names[0]}"
+    for name, ahead in zip(survey.names, survey.clocks, strict=False):
+        if abs(ahead) > _MOST_OFFSET:
+            way = "ahead of" if ahead > 0 else "behind"
+            what = f"node {name}: clock is {abs(ahead):.1f} s {way} that of {survey.names[0]}"
             yield Problem("warning", what, "chronyc makestep  # and let chrony or NTP run on the node")
 
 
@@ -155,17 +147,13 @@ def _slow_nodes(survey: Survey) -> Iterator[tuple[Problem, int]]:
                     Problem("warning", what, "leave the node out (sbatch --exclude); ibstat, ethtool, top on it"),
                     node,
                 )
-    inner = [each for each in survey.bandwidths if len(each.nodes) == 1]
-    for what in dict.fromkeys(each.what for each in inner):
-        same = {each.nodes[0]: each.value for each in inner if each.what == what}
-        typical = statistics.median_high(same.values())
-        for node, value in sorted(same.items()):
-            if value < least * typical:
-                told = f"node {survey.names[node]}: {what} within it at {_gb(value)}, others' at {_gb(typical)}"
-                yield (
-                    Problem("warning", told, "leave the node out (sbatch --exclude); nvidia-smi topo -m, nvlink -s"),
-                    node,
-                )
+    inner = {each.nodes[0]: each.value for each in survey.bandwidths if each.what == WITHIN}
+    typical = statistics.median_high(inner.values()) if inner else 0.0
+    for node, value in sorted(inner.items()):
+        if value < least * typical:
+            what = f"node {survey.names[node]}: {WITHIN} at {_gb(value)}, others' at {_gb(typical)}"
+            remedy = "leave the node out (sbatch --exclude); nvidia-smi topo -m, nvlink -s"
+            yield Problem("warning", what, remedy), node
 
 
 def _slow_pairs(survey: Survey, slow_nodes: set[int]) -> Iterator[Problem]:
@@ -185,32 +173,30 @@ def _slow_pairs(survey: Survey, slow_nodes: set[int]) -> Iterator[Problem]:
             )
 
 
-def expected(each: Bandwidth, survey: Survey, profile: Hardware) -> float:
+def expected(what: str, survey: Survey, profile: Hardware) -> float:
     """Return the bandwidth that a profile promises.
 
-    Within a node that of its links; between two nodes, and along one place of all nodes, the share of one device in the
-    network. A ring through all ranks enters each node once, over all adapters in turn, but is no faster than its links.
+    Within a node that of its links, between two nodes the share of one device in the network. A ring through all ranks
+    enters each node once, over all adapters in turn, but is no faster than its links.
     """
-    if len(each.nodes) == 1:
+    if what == WITHIN or len(survey.ranks) == 1:
         return profile.near.bandwidth
-    if each.kind == "all ranks":
+    if what == WORLD:
         return min(profile.near.bandwidth, profile.far.bandwidth * min(map(len, survey.ranks)))
     return profile.far.bandwidth
 
 
 def _below_profile(survey: Survey, profile: Hardware) -> Iterator[Problem]:
     """Yield a line for each kind of measurement whose slowest one is below the profile's."""
-    kinds: dict[tuple[str, str], list[Bandwidth]] = defaultdict(list)
-    for each in survey.bandwidths:
-        kinds[each.what, each.kind].append(each)
-    for (what, kind), same in kinds.items():
+    for what in dict.fromkeys(each.what for each in survey.bandwidths):
+        same = [each for each in survey.bandwidths if each.what == what]
         slowest = min(same, key=lambda each: each.value)
-        promised = expected(slowest, survey, profile)
+        promised = expected(what, survey, profile)
         if slowest.value < _LEAST_OF_PROFILE * promised:
             where = _nodes([survey.names[node] for node in slowest.nodes])
-            told = f"{what}, {kind}: {_gb(slowest.value)} ({where}), the profile {profile.name} has {_gb(promised)}"
+            line = f"{what}: {_gb(slowest.value)} ({where}), the profile {profile.name} has {_gb(promised)}"
             remedy = "NCCL_DEBUG=INFO says which network NCCL takes; a profile of launch/profiles sets it up"
-            yield Problem("warning", told, remedy)
+            yield Problem("warning", line, remedy)
 
 
 def _majority(values: Sequence[str]) -> str:
@@ -225,3 +211,21 @@ def _nodes(names: Sequence[str]) -> str:
 
 def _gb(value: float) -> str:
     return f"{value / 1e9:.3g} GB/s"
+
+
+def rows(survey: Survey, profile: Hardware | None) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line of the report."""
+    first = survey.facts[0]
+    yield "nodes", f"{len(survey.names)}: {', '.join(survey.names[:8])}{' …' if len(survey.names) > 8 else ''}"
+    yield "ranks", str(sum(map(len, survey.ranks)))
+    for fact in ("torch", "NCCL", "driver", "GPUs", "adapters"):
+        if fact in first:
+            yield fact, first[fact]
+    for what in dict.fromkeys(key for rates in survey.rates.values() for key in rates):
+        values = [rates[what] for rates in survey.rates.values()]
+        yield what, f"{statistics.median(values):.3g}, slowest {min(values):.3g}, fastest {max(values):.3g}"
+    for what in dict.fromkeys(each.what for each in survey.bandwidths):
+        values = [each.value / 1e9 for each in survey.bandwidths if each.what == what]
+        promised = "" if profile is None else f", the profile has {expected(what, survey, profile) / 1e9:.3g}"
+        spread = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.3g} to {max(values):.3g} in {len(values)}"
+        yield what, f"{spread} GB/s per rank{promised}"

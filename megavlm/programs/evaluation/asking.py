@@ -10,10 +10,10 @@ from megavlm.data.survey import rounded
 from megavlm.data.types import Sample, Skipped
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.programs.charts import duration
 from megavlm.programs.evaluation.answers import Answer, AnswerFolder
 from megavlm.programs.evaluation.task import Task
 from megavlm.programs.inference.assistant import Assistant, Sampling
-from megavlm.programs.preview.run_charts import duration
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
 _SECONDS = 10  # between two lines of progress

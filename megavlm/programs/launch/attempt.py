@@ -8,24 +8,184 @@ to be left out.
 
 FLAGS are those of pretrain_vlm.py. `begin` ends with 2 for a configuration that cannot run, before any node is kept
 busy. `end` ends with the status that the job should end with. torchrun cannot say what happened, since it ends with 1
-whenever a rank does not return 0, so the first rank that ends by itself writes its status to a file (`exit_file`).
+whenever a rank does not return 0, so the first rank that ends by itself writes its status to a file (`note_exit`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+from megavlm.checkpoint.folders import complete
+from megavlm.checkpoint.remote import complete_in
 from megavlm.command_line.parsing import parse
 from megavlm.errors import DeviceFault, UserError
+from megavlm.files import replace_file
+from megavlm.paths import read_bytes
 from megavlm.programs.configuration import configured
-from megavlm.programs.launch.exit_file import read_exit
-from megavlm.programs.launch.job_file import JobFile
-from megavlm.programs.launch.requeue import Attempt, Decision, End, decide, end_of
+from megavlm.programs.launch.job import read_exit
 from megavlm.resilience.events import events
+from megavlm.storage.store import Store, StoreError
+from megavlm.storage.transfer import with_retries
+
+_ATTEMPTS = 3  # the other machines of the job wait meanwhile
+_LARGEST = 2**20  # bytes of the file
+Result = TypeVar("Result")
+
+End = Literal["finished", "stopped", "mistake", "bad numbers", "crash", "lost"]
+_ENDS: dict[int, End] = {0: "finished", 75: "stopped", 2: "mistake", 3: "bad numbers"}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one start of a job came to. Iterations are those of the newest whole checkpoint."""
+
+    end: End
+    began: int  # iteration at which it began
+    saved: int  # iteration that it left behind
+    warned: bool = False  # the scheduler announced its end, as before a time limit
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to start a job again, and why; `status` is the exit status of a job that is not."""
+
+    again: bool
+    status: int
+    reason: str
+
+
+def end_of(exit_status: int | None) -> End:
+    """Return how an attempt ended whose first rank to end by itself returned this status; None: no rank did."""
+    return "crash" if exit_status is None else _ENDS.get(exit_status, "crash")
+
+
+def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
+    """Return whether a job is started again after the last of its attempts.
+
+    It is after a stop that its scheduler asked for, and after a crash; not if it crashed more than `max_crashes` times,
+    nor if each of the last two attempts left no newer checkpoint than it found: a third would do no better. The loss of
+    a machine says nothing about the run, and counts for neither.
+    """
+    last = attempts[-1]
+    if last.end == "finished":
+        return Decision(False, 0, "the run has finished")
+    if last.end == "mistake":
+        return Decision(False, 2, "options or data are wrong, and would be again")
+    if last.end == "bad numbers":
+        return Decision(False, 3, "losses or gradients are bad, and the same steps would be again")
+    if last.end == "lost":
+        return Decision(True, 1, f"a machine was lost or asked for; the run goes on from iteration {last.saved}")
+    if last.end == "stopped" and not last.warned:
+        return Decision(False, 75, f"the run was stopped by request; the same command goes on from {last.saved}")
+    status = 75 if last.end == "stopped" else 1
+    own = [each for each in attempts if each.end != "lost"]
+    if len(own) > 1 and all(each.saved <= each.began for each in own[-2:]):
+        return Decision(False, status, f"two attempts in a row left no checkpoint after iteration {last.saved}")
+    if last.end == "stopped":
+        return Decision(True, status, f"the run was stopped in time and goes on from iteration {last.saved}")
+    crashes = sum(each.end == "crash" for each in attempts)
+    if crashes > max_crashes:
+        return Decision(False, status, f"{crashes} attempts crashed, more than {max_crashes}")
+    return Decision(
+        True, status, f"crash {crashes} of at most {max_crashes}; the run goes on from iteration {last.saved}"
+    )
+
+
+@dataclass(frozen=True)
+class History:
+    """The attempts of a job that ended, and the iteration at which an open one began."""
+
+    ended: tuple[Attempt, ...] = ()
+    began: int | None = None
+
+    @property
+    def length(self) -> tuple[int, bool]:
+        """Return what grows with each attempt that begins or ends."""
+        return len(self.ended), self.began is not None
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """The file of one job on a run folder, and its copy in the store of the run's checkpoints (None: there is none)."""
+
+    run_dir: Path
+    job: str
+    store: str | None = None
+
+    def read(self) -> History:
+        """Return the longer history of both: the disk may be new, or of a machine that left the job for a while."""
+        found = [_history(self._content())] if os.path.lexists(self._path) else []
+        if self.store is not None and (stored := self._ask(self._stored)):
+            found.append(stored)
+        return max(found, key=lambda each: each.length, default=History())
+
+    def write(self, ended: Sequence[Attempt], began: int | None) -> None:
+        """Write the history to the disk, and to the store if that answers and has no longer one."""
+        content = json.dumps({"attempts": [asdict(each) for each in ended], "open": began}) + "\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path, content)
+        if self.store is not None:
+            self._ask(lambda store: self._put(store, content.encode()))
+
+    def newest_here(self) -> int:
+        """Return the iteration of the newest checkpoint in RUN_DIR, 0 if there is none."""
+        return max((iteration for iteration, _ in complete(self.run_dir / "checkpoints")), default=0)
+
+    def newest_stored(self) -> int | None:
+        """Return the iteration of the newest checkpoint in the store, 0 without one, None if it does not answer."""
+        if self.store is None:
+            return 0
+        return self._ask(lambda store: max((each.iteration for each in complete_in(store)), default=0))
+
+    def _content(self) -> bytes:
+        try:
+            return read_bytes(self._path, at_most=_LARGEST)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be read ({error.strerror or error}): delete it") from error
+
+    def _stored(self, store: Store) -> History | None:
+        if f"{self.job}.json" not in store.below("jobs").files():
+            return None
+        return _history(store.read(self._name, at_most=_LARGEST))
+
+    def _put(self, store: Store, content: bytes) -> None:
+        stored = self._stored(store)
+        if stored is None or stored.length < _history(content).length:
+            store.write(self._name, content)
+
+    def _ask(self, act: Callable[[Store], Result]) -> Result | None:
+        """Return what `act` returns, given the store; None if that does not answer."""
+        assert self.store is not None
+        store = Store.at(self.store)
+        try:
+            return with_retries(lambda: act(store), attempts=_ATTEMPTS)
+        except StoreError as error:
+            print(f"job {self.job}: --checkpoint-dir: {error}. What {self.run_dir} has counts", file=sys.stderr)
+            return None
+
+    @property
+    def _path(self) -> Path:
+        return self.run_dir / self._name
+
+    @property
+    def _name(self) -> str:
+        return f"jobs/{self.job}.json"
+
+
+def _history(content: bytes) -> History:
+    """Return the history in a file. Raises UserError for a file that somebody has changed."""
+    try:
+        written: dict[str, Any] = json.loads(content)
+        return History(tuple(Attempt(**each) for each in written["attempts"]), written["open"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"the account of the job's attempts is damaged ({error}): delete RUN_DIR/jobs") from error
 
 
 @dataclass(frozen=True)

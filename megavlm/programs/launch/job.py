@@ -1,11 +1,20 @@
-"""What every launcher is asked for, and what it would do: commands, which `--dry-run` prints and a submitter runs."""
+"""A job, the commands that start it, and the file that says how it ended."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+GRACE = 240  # seconds for the last step and its save
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # what a launcher passes on to its agents
+VARIABLE = "MEGAVLM_EXIT_FILE"  # names the file of the exit status, on storage that all nodes share
 
 
 def program() -> tuple[str, ...]:
@@ -36,3 +45,45 @@ class Command:
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.words)])
+
+
+def agent_words(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -> tuple[str, ...]:
+    """Return the command of machine `node`'s agent. All agents meet at `address` and `port`, on machine 0.
+
+    The rendezvous is static: ranks follow the numbers of the machines. torchrun reads $$ as $ in what it starts, and
+    ${local_rank} as a number.
+    """
+    return (
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
+        *("--nproc-per-node", str(job.processes), "--master-addr", address, "--master-port", str(port)),
+        # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
+        *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(grace)),
+        *(*program(), *(flag.replace("$", "$$") for flag in job.flags)),
+    )
+
+
+def note_exit(status: int, environment: Mapping[str, str]) -> None:
+    """Write this rank's exit status to the file that the environment names, unless another rank was first: torchrun
+    itself ends with 1 whenever a rank does not return 0.
+    """
+    if path := environment.get(VARIABLE):
+        with suppress(OSError), open(path, "x") as file:
+            file.write(str(status))
+
+
+def note_cause(line: str, environment: Mapping[str, str]) -> None:
+    """Write why this rank fails to the file from which torchrun takes the last lines that it prints, if it started this
+    process. The rank that failed first gives the cause.
+    """
+    if path := environment.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
+
+
+def read_exit(path: Path) -> int | None:
+    """Return the exit status of the first rank that ended by itself; None if none did."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,23 +1,69 @@
-"""Submit a run to Kubernetes by kubectl."""
+"""Describe a run as an Indexed Job or a JobSet of Kubernetes, after the template `kubernetes.yaml`, and submit it by
+kubectl.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from megavlm.command_line.parsing import parse
+from megavlm.config.messages import plain
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags
+from megavlm.programs.launch.checks import check_flags, is_in, outlives_machines, pairs, read_profile
 from megavlm.programs.launch.job import Job
-from megavlm.programs.launch.kubernetes_job import CONFIG, Options, complaints, objects
-from megavlm.programs.launch.profile import pairs, read_profile
+from megavlm.programs.launch.node import JOB
+from megavlm.world import NODES
+
+PORT = 29500
+CONFIG = "/etc/megavlm"  # folder of the file of --config
+_TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
+_POD = "node"  # name of the JobSet's one job
+_LONGEST = 63  # characters of a name in DNS
+_AGREEMENT = 60  # seconds after the last save within which a pod hears what the others did, and ends
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `megavlm launch kubernetes`."""
+
+    name: str
+    image: str
+    namespace: str | None = None
+    jobset: bool = False
+    volumes: tuple[str, ...] = ()  # CLAIM:/PATH
+    resources: Mapping[str, str] = field(default_factory=dict)  # of the container, beside GPUs
+    variables: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    shm: str = "64Gi"
+    service_account: str | None = None
+    pull_secret: str | None = None
+    priority_class: str | None = None
+    queue: str | None = None
+    grace: int = 240
+    max_crashes: int = 10
+    max_lost_pods: int = 100
+    config_file: tuple[str, str] | None = None  # name and content
+    identity: str = ""  # names the job in RUN_DIR/jobs; a later job of the same name has another
+
+    @property
+    def mounts(self) -> tuple[str, ...]:
+        return tuple(f"{each.partition(':')[2].rstrip('/')}/" for each in self.volumes)
+
+    @property
+    def first_pod(self) -> str:
+        """Return the name by which all pods find the first."""
+        return f"{self.name}-{_POD}-0-0.{self.name}" if self.jobset else f"{self.name}-0.{self.name}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,3 +146,104 @@ def with_config_map(flags: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, s
         changed[place + (not equals)] = f"--config={inside}" if equals else inside
         return tuple(changed), (path.name, path.read_text(encoding="utf-8"))
     return tuple(changed), None
+
+
+def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
+    """Yield a line for each reason for which a job would start to no avail, or pods would not find one another; what
+    else is wrong, kubectl says when it sends the job.
+    """
+    longest = f"{options.name}-{_POD}-0-" if options.jobset else f"{options.name}-"
+    longest += str(max(job.nodes - 1, 0))
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
+        yield f"--name {plain(options.name)} must have lowercase letters, digits and - only, and begin with a letter"
+    elif len(longest) > _LONGEST:
+        yield f"--name {options.name} is too long: pods are named {longest}, with {_LONGEST} characters at most"
+    for each in options.volumes:
+        claim, _, path = each.partition(":")
+        if not claim or not path.startswith("/") or not path.isprintable():
+            yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
+    if hidden := next((each for each in options.mounts if each in ("/", "/dev/shm/", f"{CONFIG}/")), None):
+        yield f"--volume {hidden} hides what the pod itself has there: mount the claim elsewhere"
+    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
+        places = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
+        place = f"{places}, or with one pod --checkpoint-dir URL"
+        yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
+    if gpus := next((name for name in options.resources if name.startswith("nvidia.com/gpu")), None):
+        yield f"--resource {gpus} is --gpus-per-node: leave it out"
+    reserved = (JOB, NODES, "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+    if own := next((name for name in options.variables if name in reserved), None):
+        yield f"--env {own} is set by the job itself: leave it out"
+    if options.grace < 1:
+        yield f"--grace {options.grace} must be at least 1"
+
+
+def objects(job: Job, options: Options) -> list[dict[str, Any]]:
+    """Return the objects to create, in this order."""
+    service, made, jobset = yaml.safe_load_all(_TEMPLATE.read_text(encoding="utf-8"))
+    service["spec"]["selector"] = {"batch.kubernetes.io/job-name": options.name}
+    made["spec"] |= {"completions": job.nodes, "parallelism": job.nodes, "backoffLimit": options.max_lost_pods}
+    made["spec"]["template"]["metadata"]["labels"] = {"app.kubernetes.io/instance": options.name}
+    _fill_pod(made["spec"]["template"]["spec"], job, options)
+    found = [service, made]
+    if options.jobset:
+        jobset["spec"]["failurePolicy"]["maxRestarts"] = options.max_crashes
+        jobset["spec"]["replicatedJobs"][0]["template"] = {"spec": made["spec"]}
+        found = [jobset]
+    if options.queue is not None:
+        found[-1]["spec"]["suspend"] = True  # Kueue lets it go
+    if options.config_file is not None:
+        name, content = options.config_file
+        found.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "data": {name: content}})
+    for each in found:
+        labels = {"app.kubernetes.io/name": "megavlm", "app.kubernetes.io/instance": options.name}
+        if options.queue is not None and each is found[-1]:
+            labels["kueue.x-k8s.io/queue-name"] = options.queue
+        name = f"{options.name}-config" if each["kind"] == "ConfigMap" else options.name
+        namespace = {} if options.namespace is None else {"namespace": options.namespace}
+        each["metadata"] = {"name": name, **namespace, "labels": labels}
+    return found
+
+
+def _fill_pod(pod: dict[str, Any], job: Job, options: Options) -> None:
+    (container,) = pod["containers"]
+    volumes, mounts = pod["volumes"], container["volumeMounts"]
+    volumes[0]["emptyDir"]["sizeLimit"] = options.shm
+    for number, each in enumerate(options.volumes):
+        claim, _, path = each.partition(":")
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+    if options.config_file is not None:
+        volumes.append({"name": "config", "configMap": {"name": f"{options.name}-config"}})
+        mounts.append({"name": "config", "mountPath": CONFIG})
+    resources = {"nvidia.com/gpu": str(job.processes), **options.resources}
+    own = {
+        JOB: options.identity or options.name,
+        NODES: str(job.nodes),
+        "MASTER_ADDR": options.first_pod,
+        "MASTER_PORT": str(PORT),
+    }
+    container |= {
+        "image": options.image,
+        "args": [
+            *("--gpus-per-node", str(job.processes), "--grace", str(options.grace)),
+            *("--max-crashes", str(options.max_crashes), "--", *map(_escaped, job.flags)),
+        ],
+        "env": [{"name": key, "value": _escaped(value)} for key, value in {**options.variables, **own}.items()],
+        "resources": {"limits": resources, "requests": dict(resources)},
+    }
+    if any("/" in name for name in options.resources):  # rdma/ib, vpc.amazonaws.com/efa, …: they pin memory
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    pod["terminationGracePeriodSeconds"] = options.grace + _AGREEMENT
+    optional = {
+        "subdomain": None if options.jobset else options.name,  # the service, which gives pods names
+        "nodeSelector": dict(options.node_selector) or None,
+        "serviceAccountName": options.service_account,
+        "priorityClassName": options.priority_class,
+        "imagePullSecrets": [{"name": options.pull_secret}] if options.pull_secret else None,
+    }
+    pod |= {key: value for key, value in optional.items() if value is not None}
+
+
+def _escaped(text: str) -> str:
+    """Return a text of which Kubernetes makes the given one: it reads $$ as $, and $(NAME) as a variable."""
+    return text.replace("$", "$$")

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
-from megavlm.programs.launch import agent, kubernetes, local, slurm, vertex
-from megavlm.programs.launch.profile import read_profile
+from megavlm.programs.launch import kubernetes, local, slurm, vertex
+from megavlm.programs.launch.checks import read_profile
+from megavlm.programs.launch.job import GRACE
 from megavlm.rules.fields import options as training
 
 
@@ -83,9 +84,9 @@ def _add_container_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         type=int,
-        default=agent.GRACE,
+        default=GRACE,
         metavar="SECONDS",
-        help=f"Time for the last step and its save after a signal; default: {agent.GRACE}.",
+        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
     )
     parser.add_argument(
         "--max-crashes",

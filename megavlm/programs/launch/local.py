@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.programs.configuration import configured
-from megavlm.programs.launch import agent
 from megavlm.programs.launch.checks import check_job
-from megavlm.programs.launch.exit_file import VARIABLE, read_exit
-from megavlm.programs.launch.job import Command, Job
+from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent_words, read_exit
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
     variables = {VARIABLE: str(exit_file)}
     if job.nodes > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(job.processes))
-    return Command(agent.words(job, node, address="127.0.0.1", port=port), variables)
+    return Command(agent_words(job, node, address="127.0.0.1", port=port), variables)
 
 
 def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
@@ -66,6 +64,6 @@ def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
             if each.poll() is None:
                 each.send_signal(number)
 
-    for number in agent.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, pass_on)
     return [each.wait() for each in agents]

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megavlm.errors import UserError
-from megavlm.programs.launch.requeue import Decision
+from megavlm.programs.launch.attempt import Decision
 from megavlm.world import Node
 
 _PROBE = 30.0  # seconds in which TCP finds that a machine is gone

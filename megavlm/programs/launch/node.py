@@ -28,12 +28,9 @@ import psutil
 
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
-from megavlm.programs.launch import agent
-from megavlm.programs.launch.attempt import Account
-from megavlm.programs.launch.exit_file import VARIABLE, read_exit
-from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.attempt import Account, Decision, End, end_of
+from megavlm.programs.launch.job import GRACE, SIGNALS, VARIABLE, Job, agent_words, read_exit
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
-from megavlm.programs.launch.requeue import Decision, End, end_of
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
 
@@ -52,7 +49,7 @@ class _Signals:
     def __init__(self) -> None:
         self.agent: subprocess.Popen[bytes] | None = None
         self.asked = False
-        for number in agent.SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._came)
 
     def _came(self, number: int, _: Any) -> None:
@@ -108,7 +105,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
             if node.number == 0:
                 account.begin(max_crashes=max_crashes, unfinished="lost")
             print(f"attempt {number} of machine {node.number + 1} of {node.nodes} begins", flush=True)
-            words = agent.words(
+            words = agent_words(
                 job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace
             )
             status = _attempt(words, meeting, signals, grace=grace)
@@ -188,9 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace",
         type=int,
-        default=agent.GRACE,
+        default=GRACE,
         metavar="SECONDS",
-        help=f"Time for the last step and its save after a signal; default: {agent.GRACE}.",
+        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
     )
     parser.add_argument(
         "--max-crashes", type=int, default=10, metavar="N", help="Crashes that are answered by a new attempt."

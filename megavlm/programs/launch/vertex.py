@@ -1,4 +1,9 @@
-"""Submit a run to Vertex AI through Google's SDK; where that is not installed, print the commands of gcloud for it."""
+"""Describe a run as a CustomJob of Vertex AI and submit it through Google's SDK; where that is not installed, print the
+commands of gcloud for it.
+
+Fields: https://cloud.google.com/vertex-ai/docs/reference/rest/v1/CustomJobSpec. Machines:
+https://cloud.google.com/vertex-ai/docs/training/configure-compute; docs/clusters.md says what of them was compared.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,92 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megavlm.command_line.parsing import parse
+from megavlm.config.messages import plain
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags
+from megavlm.programs.launch.checks import check_flags, is_in, outlives_machines, pairs, read_profile
 from megavlm.programs.launch.job import Command, Job
-from megavlm.programs.launch.profile import pairs, read_profile
-from megavlm.programs.launch.vertex_job import Options, complaints, custom_job, in_container, run_dir_of
-from megavlm.programs.launch.vertex_machines import MACHINES
 
+DAY = 86_400  # seconds
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine type, whose accelerators are part of it: Vertex AI takes no other number of them."""
+
+    name: str
+    accelerator: str
+    count: int
+    profiles: tuple[str, ...] = ("ethernet",)  # of launch/profiles, that fit its network
+    only_queued: bool = False  # there is none on demand: --strategy SPOT or FLEX_START
+
+    @property
+    def series(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[Machine]:
+    return [Machine(pattern.format(count), accelerator, count) for count in counts]
+
+
+_ALL = (
+    *_series("a2-highgpu-{}g", "NVIDIA_TESLA_A100", (1, 2, 4, 8)),
+    Machine("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
+    *_series("a2-ultragpu-{}g", "NVIDIA_A100_80GB", (1, 2, 4, 8)),
+    *(Machine(f"a3-highgpu-{count}g", "NVIDIA_H100_80GB", count, only_queued=True) for count in (1, 2, 4)),
+    Machine("a3-highgpu-8g", "NVIDIA_H100_80GB", 8, ("gcp-tcpx", "ethernet")),
+    Machine("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8, ("gcp-tcpxo", "ethernet")),
+    Machine("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8, ("gcp-rdma", "ethernet")),
+    Machine("a4-highgpu-8g", "NVIDIA_B200", 8, ("gcp-rdma", "ethernet")),
+    *(Machine(f"g2-standard-{cores}", "NVIDIA_L4", 1) for cores in (4, 8, 12, 16, 32)),
+    *(Machine(f"g2-standard-{cores}", "NVIDIA_L4", count) for cores, count in ((24, 2), (48, 4), (96, 8))),
+    *(Machine(f"g4-standard-{48 * count}", "NVIDIA_RTX_PRO_6000", count) for count in (1, 2, 4, 8)),
+)
+MACHINES = {machine.name: machine for machine in _ALL}
+
+# https://cloud.google.com/vertex-ai/docs/training/schedule-jobs-dws: L4, A100, H100, H200 and B200.
+FLEX_START_SERIES = ("g2", "a2", "a3", "a4")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `megavlm launch vertex`. Times are seconds."""
+
+    name: str
+    region: str
+    image: str
+    machine: str
+    project: str | None = None
+    strategy: str = "STANDARD"
+    timeout: int = 7 * DAY
+    max_wait: int | None = None
+    restart_job_on_worker_restart: bool = False
+    disable_retries: bool = False
+    base_output_dir: str | None = None
+    staging_bucket: str | None = None
+    nfs: tuple[str, ...] = ()
+    network: str | None = None
+    service_account: str | None = None
+    tensorboard: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the container
+    profile: str | None = None
+    grace: int = 240
+    max_crashes: int = 10
+
+    @property
+    def mounts(self) -> tuple[str, ...]:
+        """Return the folders that all replicas share: buckets, by Cloud Storage FUSE, and NFS."""
+        return ("/gcs/", *(f"/mnt/nfs/{each.rpartition(':')[2]}/" for each in self.nfs))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +105,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--project", help="Project's id; default: that of the credentials.")
     parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile, in a registry.")
     parser.add_argument("--machine", required=True, metavar="TYPE", help="Machine type, such as a3-megagpu-8g.")
-    parser.add_argument("--accelerator", metavar="TYPE", help="Check that the machine has it: NVIDIA_H100_80GB, …")
     parser.add_argument(
         "--strategy",
         choices=("STANDARD", "SPOT", "FLEX_START"),
@@ -57,14 +131,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", help="Peered network: projects/NUMBER/global/networks/NAME.")
     parser.add_argument("--service-account", metavar="EMAIL", help="Account that the replicas act as.")
     parser.add_argument("--tensorboard", help="Vertex AI TensorBoard: projects/…/locations/…/tensorboards/NUMBER.")
-    parser.add_argument("--boot-disk-gb", type=int, metavar="N", help="Size of each boot disk; default: 100.")
-    parser.add_argument(
-        "--reduction-server", action="store_true", help="Sum gradients on CPU machines: all-reduce on A2 machines only."
-    )
-    parser.add_argument("--reducers", type=int, metavar="N", help="Number of those; default: as much bandwidth.")
-    parser.add_argument(
-        "--evaluator", metavar="FILE", help="Fourth pool, which does not train: a WorkerPoolSpec as JSON or YAML."
-    )
     parser.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help="Label of the job.")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the replicas.")
 
@@ -101,7 +167,6 @@ def options_of(given: argparse.Namespace) -> Options:
             "nfs": tuple(given.nfs),
             "labels": pairs("--label", given.label),
             "variables": {**read_profile(given.profile), **pairs("--env", given.env)},
-            "evaluator": None if given.evaluator is None else _pool(Path(given.evaluator)),
         }
     )
 
@@ -141,19 +206,6 @@ def local_flags(flags: Sequence[str], uploads: Mapping[str, str]) -> tuple[str, 
     back = {in_container(url): path for path, url in uploads.items()}
     back |= {f"--config={url}": f"--config={path}" for url, path in list(back.items())}
     return tuple(back.get(word, word) for word in flags)
-
-
-def _pool(path: Path) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        pool = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--evaluator {path} cannot be read: {str(error).partition(chr(10))[0]}") from None
-    needed = ("machineSpec", "replicaCount", "containerSpec")
-    if not isinstance(pool, dict) or not all(key in pool for key in needed):
-        raise UserError(f"--evaluator {path} must be a WorkerPoolSpec with {', '.join(needed)}")
-    return pool
 
 
 def _parent(options: Options) -> str:
@@ -211,3 +263,125 @@ def gcloud_commands(
     if labels := described.get("labels"):
         words.append("--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()))
     return [*copies, Command(tuple(words))]
+
+
+def run_dir_of(options: Options) -> str | None:
+    """Return the path of the run folder, which lies in the base output directory."""
+    return None if options.base_output_dir is None else in_container(f"{options.base_output_dir.rstrip('/')}/run")
+
+
+def in_container(url: str) -> str:
+    """Return the path under which replicas see a gs:// URL."""
+    return f"/gcs/{url.removeprefix('gs://')}"
+
+
+def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
+    """Yield a line for each reason for which Vertex AI would refuse a job after its queue, or run it to no avail. What
+    is wrong with a name, Vertex AI says when the job is sent.
+    """
+    machine = MACHINES.get(options.machine)
+    if machine is None:
+        if options.machine.startswith("n1-"):
+            yield f"--machine {options.machine}: the GPUs of N1 machines have no bfloat16: use G2, A2 or later"
+        else:
+            yield (
+                f"--machine {plain(options.machine)} is no GPU machine that is known: choose one of "
+                f"{', '.join(MACHINES)}"
+            )
+        return
+    if job.processes != machine.count:
+        yield f"--gpus-per-node {job.processes}: {machine.name} has {machine.count} GPUs, and a job has all of them"
+    if options.profile is not None and options.profile not in machine.profiles:
+        yield f"--profile {options.profile} is for other machines: {machine.name} has {' or '.join(machine.profiles)}"
+    for option, text in [*options.variables.items(), *(("--", flag) for flag in job.flags)]:
+        if "$(" in text:  # whether it undoes $$( is not documented
+            yield f"{plain(option)} {plain(text)}: Vertex AI puts variables where $( stands: use a file of --config"
+    if reserved := next((key for key in options.variables if key == "CLUSTER_SPEC" or key.startswith("AIP_")), None):
+        yield f"--env {reserved} is set by Vertex AI itself: leave it out"
+    yield from _of_scheduling(options, machine)
+    yield from _of_storage(config, job, options)
+
+
+def _of_scheduling(options: Options, machine: Machine) -> Iterator[str]:
+    queued = options.strategy == "FLEX_START"
+    if queued and options.timeout > 7 * DAY:
+        yield f"--timeout {options.timeout} s: a job with --strategy FLEX_START runs 7 days ({7 * DAY} s) at most"
+    if options.max_wait is not None and not queued:
+        yield "--max-wait is for --strategy FLEX_START: other strategies do not wait for machines"
+    if queued and machine.series not in FLEX_START_SERIES:
+        yield f"--strategy FLEX_START has L4, A100, H100, H200 and B200, not {machine.accelerator}: use SPOT"
+    if machine.only_queued and options.strategy == "STANDARD":
+        yield f"{machine.name} is not to be had on demand: use --strategy SPOT or FLEX_START, or a3-highgpu-8g"
+    if options.disable_retries and options.strategy == "SPOT":
+        yield "--disable-retries would end a job of --strategy SPOT with its first machine that is taken: leave it out"
+
+
+def _of_storage(config: Config, job: Job, options: Options) -> Iterator[str]:
+    for option, value in (
+        ("--base-output-dir", options.base_output_dir),
+        ("--staging-bucket", options.staging_bucket),
+    ):
+        if value is None:
+            continue
+        plain_parts = not {".", ".."} & set(value.split("/")) and value.isprintable()
+        if not plain_parts or not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/\S*)?", value):
+            yield f"{option} {plain(value)} must be gs://BUCKET or a folder in it"
+    for each in options.nfs:
+        if not re.fullmatch(r"[^:/\s]+:/[^:\s]*:[A-Za-z0-9_-]+", each):
+            yield f"--nfs {plain(each)} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
+    if options.nfs and options.network is None:
+        yield "--nfs needs --network: replicas reach a server only in a network that is peered with them"
+    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
+        yield (
+            f"--run-dir {config.run.run_dir} is on the disk of each replica and lost with it: use --base-output-dir, "
+            f"a folder in {' or '.join(options.mounts)}, or with one machine --checkpoint-dir URL"
+        )
+
+
+def custom_job(job: Job, options: Options) -> dict[str, Any]:
+    """Return the CustomJob, as JSON of the REST API. Pool 0 has one replica, pool 1 the others that train."""
+    machine = MACHINES[options.machine]
+    pools = [_training(job, options, machine, replicas=1)]
+    if job.nodes > 1:
+        pools.append(_training(job, options, machine, replicas=job.nodes - 1))
+    scheduling: dict[str, Any] = {"timeout": f"{options.timeout}s", "strategy": options.strategy}
+    if options.max_wait is not None:
+        scheduling["maxWaitDuration"] = f"{options.max_wait}s"
+    if options.restart_job_on_worker_restart:
+        scheduling["restartJobOnWorkerRestart"] = True
+    if options.disable_retries:
+        scheduling["disableRetries"] = True
+    spec: dict[str, Any] = {"workerPoolSpecs": pools, "scheduling": scheduling}
+    optional = {
+        "serviceAccount": options.service_account,
+        "network": options.network,
+        "tensorboard": options.tensorboard,
+        "baseOutputDirectory": options.base_output_dir and {"outputUriPrefix": options.base_output_dir},
+    }
+    spec |= {key: value for key, value in optional.items() if value is not None}
+    labels = {"labels": dict(options.labels)} if options.labels else {}
+    return {"displayName": options.name, "jobSpec": spec} | labels
+
+
+def _training(job: Job, options: Options, machine: Machine, *, replicas: int) -> dict[str, Any]:
+    own = ("--gpus-per-node", str(job.processes), "--grace", str(options.grace))
+    pool: dict[str, Any] = {
+        "machineSpec": {
+            "machineType": machine.name,
+            "acceleratorType": machine.accelerator,
+            "acceleratorCount": machine.count,
+        },
+        "replicaCount": str(replicas),  # JSON of a 64-bit number
+        "containerSpec": {
+            "imageUri": options.image,
+            "command": ["python", "-m", "megavlm.programs.launch.node"],
+            "args": [*own, "--max-crashes", str(options.max_crashes), "--", *job.flags],
+            "env": [{"name": name, "value": value} for name, value in sorted(options.variables.items())],
+        },
+    }
+    if options.nfs:
+        pool["nfsMounts"] = [
+            {"server": server, "path": path, "mountPoint": name}
+            for server, path, name in (each.split(":") for each in options.nfs)
+        ]
+    return pool

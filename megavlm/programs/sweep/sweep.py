@@ -1,8 +1,8 @@
 """Train the variants of a run and compare them: `megavlm sweep GRID.yaml [--on slurm] [--parallel 5]`.
 
 GRID.yaml says what varies (docs/clusters.md). Before anything starts, the options of every variant are checked. Those
-that have finished are skipped, so that the same command goes on after an interruption. The results are a table and
-curves: RUN_DIR/sweep.html, sweep.tsv and sweep.md.
+that have finished are skipped, so that the same command goes on after an interruption. The result is
+a table, RUN_DIR/sweep.tsv.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
-from megavlm.programs.launch.checks import check_job
-from megavlm.programs.launch.job import Job
-from megavlm.programs.launch.launch import main as launch
-from megavlm.programs.launch.profile import read_profile
-from megavlm.programs.sweep import array, jobs
+from megavlm.programs.account import records_of
+from megavlm.programs.launch.checks import check_job, read_profile
+from megavlm.programs.launch.job import Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
-from megavlm.programs.sweep.local import train_here
-from megavlm.programs.sweep.page import page
-from megavlm.programs.sweep.results import as_markdown, as_text, as_tsv, best_of, columns, rows_of
-from megavlm.programs.sweep.state import note_flags, note_submitted, state_of, to_train, unsubmitted, write_whole
-
-_EACH = ("vertex", "kubernetes")  # a job for each variant
+from megavlm.programs.sweep.training import (
+    State,
+    array_command,
+    note_flags,
+    refuse_second,
+    run_dir_of,
+    state_of,
+    submit_array,
+    to_train,
+    train_here,
+    write_flags,
+    write_whole,
+)
 
 
 @reported("sweep")
@@ -36,20 +45,24 @@ def main(argv: Sequence[str]) -> int:
     grid = read_grid(options.grid)
     variants = variants_of(grid)
     if options.report:
-        return report(options.grid.stem, grid, variants)
+        report(grid, variants)
+        return 0
     _check(options, more, grid, variants)
     waiting = to_train(variants, retry_failed=options.retry_failed)
-    if options.on in _EACH:
-        waiting = unsubmitted(Path(grid.run_dir), waiting, again=options.retry_failed)
     if options.dry_run:
-        return dry_run(options, more, grid, variants, waiting)
+        for variant in variants:
+            print(f"{variant.name}  [{state_of(variant)}]  {shlex.join(variant.flags)}")
+        print(f"{len(waiting)} of {len(variants)} variants would train")
+        if options.on == "slurm" and waiting:
+            print(_command(options, more, grid, waiting))
+        return 0
     note_flags(Path(grid.run_dir), variants)
     failed = sum(state_of(variant) == "failed" for variant in variants if variant not in waiting)
     hint = f"; {failed} failed: --retry-failed starts them again" if failed else ""
     print(f"{len(waiting)} of {len(variants)} variants are to train{hint}", flush=True)
     status = start(options, more, grid, waiting) if waiting else 0
     if options.on == "local" or not waiting:
-        report(options.grid.stem, grid, variants)
+        report(grid, variants)
     return status
 
 
@@ -57,8 +70,6 @@ def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant
     if more and options.on == "local":
         raise UserError(f"{more[0]} is no option of this program; options of a scheduler need --on")
     read_profile(options.profile)
-    if options.parallel is not None and options.on in _EACH:
-        raise UserError(f"--parallel does not limit jobs of --on {options.on}: a queue of that service does")
     if options.parallel is not None and options.parallel < 1:
         raise UserError(f"--parallel {options.parallel} must be at least 1")
     if options.on == "local" and grid.nodes > 1:
@@ -72,78 +83,40 @@ def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting:
     """Train or submit the variants that wait; return the exit status."""
     if options.on == "local":
         return train_here(grid, waiting, parallel=options.parallel or 1, say=lambda line: print(line, flush=True))
-    if options.on in _EACH:
-        words = [_words(options, more, grid, variant) for variant in waiting]
-        folder = Path(grid.run_dir)
-        return jobs.check_all(launch, words) or jobs.submit_all(
-            launch, words, submitted=lambda number: note_submitted(folder, waiting[number])
-        )
-    array.refuse_second(grid)
-    array.write_flags(grid, waiting)
-    return array.submit(grid, _command(options, more, grid, waiting), dict(os.environ))
+    refuse_second(grid)
+    write_flags(grid, waiting)
+    return submit_array(grid, _command(options, more, grid, waiting), dict(os.environ))
 
 
-def dry_run(
-    options: argparse.Namespace,
-    more: Sequence[str],
-    grid: Grid,
-    variants: Sequence[Variant],
-    waiting: Sequence[Variant],
-) -> int:
-    """Print the state and the flags of each variant, and what would be sent."""
-    for variant in variants:
-        print(f"{variant.name}  [{state_of(variant)}]  {shlex.join(variant.flags)}")
-    print(f"{len(waiting)} of {len(variants)} variants would train")
-    if options.on == "slurm" and waiting:
-        print(_command(options, more, grid, waiting))
-    if options.on in _EACH:
-        words = [_words(options, more, grid, variant) for variant in waiting]
-        for each in words:
-            print(shlex.join(["megavlm", "launch", *each]))
-        return jobs.check_all(launch, words)
-    return 0
+def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> Command:
+    parallel, profile, image = options.parallel or 0, options.profile, options.image
+    return array_command(grid, waiting, more, parallel=parallel, profile=profile, image=image)
 
 
-def _words(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant: Variant) -> list[str]:
-    given = {"--gpu": options.gpu, "--profile": options.profile, "--image": options.image}
-    own = [word for name, value in given.items() if value is not None for word in (name, value)]
-    return jobs.command(options.on, grid, variant, [*own, *more], title=options.grid.stem)
-
-
-def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> array.Command:
-    return array.specification(
-        grid, waiting, more, parallel=options.parallel or 0, profile=options.profile, image=options.image
-    )
-
-
-def report(title: str, grid: Grid, variants: Sequence[Variant]) -> int:
-    """Write the table and the page, and print the table and the best variant."""
-    rows, folder = rows_of(grid, variants), Path(grid.run_dir)
+def report(grid: Grid, variants: Sequence[Variant]) -> None:
+    """Write the table, and print it with the best variant."""
+    rows, path = rows_of(grid, variants), Path(grid.run_dir) / "sweep.tsv"
     table = columns(grid, rows)
-    write_whole(folder / "sweep.tsv", as_tsv(table))
-    write_whole(folder / "sweep.md", as_markdown(table))
-    write_whole(folder / "sweep.html", page(title, grid, rows))
+    write_whole(path, "".join("\t".join(row) + "\n" for row in table))
     best = best_of(rows, mode=grid.mode)
     print(as_text(table))
     if best is not None:
         print(f"best by {grid.metric} ({grid.mode}): {best.group}")
-    print(f"wrote {folder / 'sweep.html'}, sweep.tsv and sweep.md")
-    return 0
+    print(f"wrote {path}; megavlm report {shlex.quote(grid.run_dir)}/*/ draws the curves")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Train the variants of a run that a grid describes, and compare what came out.",
-        epilog="Options that are not listed go to sbatch (--time 2-0), or to `megavlm launch vertex | kubernetes`.",
+        epilog="Options that are not listed go to sbatch (--time 2-0).",
         allow_abbrev=False,
     )
     parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="What varies, and what is compared.")
     parser.add_argument(
         "--on",
-        choices=("local", "slurm", *_EACH),
+        choices=("local", "slurm"),
         default="local",
-        help="local: train here. slurm: submit one array job. vertex, kubernetes: submit a job for each variant. "
-        "Default: local.",
+        help="local: train here. slurm: submit one array job. Default: local.",
     )
     parser.add_argument(
         "--parallel", type=int, metavar="K", help="Variants at a time; default: 1 here, no limit on a cluster."
@@ -158,3 +131,124 @@ def _parser() -> argparse.ArgumentParser:
         "--run-dir-is-shared", action="store_true", help="All nodes see run_dir, though this machine has it on a disk."
     )
     return parser
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one variant came to. The metric is None as long as there is none."""
+
+    variant: Variant
+    state: State
+    iteration: int
+    value: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the variants of one group came to: they differ in their seed."""
+
+    group: str
+    settings: Mapping[str, str]
+    outcomes: tuple[Outcome, ...]
+    mean: float | None
+    spread: float | None  # standard deviation over seeds; None with fewer than two
+    against: float | None  # mean less that of the baseline
+    tokens_per_second: float | None
+
+    @property
+    def states(self) -> str:
+        """Return `finished`, or how many are in which state."""
+        found = [outcome.state for outcome in self.outcomes]
+        if len(set(found)) == 1:
+            return found[0]
+        return ", ".join(f"{found.count(state)} {state}" for state in dict.fromkeys(found))
+
+    @property
+    def iteration(self) -> int:
+        return min(outcome.iteration for outcome in self.outcomes)
+
+
+def outcome_of(variant: Variant, grid: Grid) -> Outcome:
+    """Return what a variant came to, from its run folder."""
+    records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
+    values = [float(each[grid.metric]) for each in records if _is_finite(each.get(grid.metric))]
+    rates = [rate for each in records[1:] if _is_finite(rate := each.get("tokens_per_second")) and rate]
+    return Outcome(
+        variant=variant,
+        state=state_of(variant),
+        iteration=records[-1]["iteration"] if records else 0,
+        value=statistics.fmean(values[-grid.average_last :]) if values else None,
+        tokens_per_second=statistics.median(rates) if rates else None,
+    )
+
+
+def rows_of(grid: Grid, variants: Sequence[Variant]) -> list[Row]:
+    """Return a row for each group, in the order of the grid."""
+    groups: dict[str, list[Outcome]] = {}
+    for variant in variants:
+        groups.setdefault(variant.group, []).append(outcome_of(variant, grid))
+    means = {group: _mean([outcome.value for outcome in outcomes]) for group, outcomes in groups.items()}
+    base = None if grid.baseline is None else means[grid.baseline]
+    return [
+        Row(
+            group=group,
+            settings=outcomes[0].variant.settings,
+            outcomes=tuple(outcomes),
+            mean=means[group],
+            spread=_spread([outcome.value for outcome in outcomes]),
+            against=None if base is None or (mean := means[group]) is None else mean - base,
+            tokens_per_second=_mean([outcome.tokens_per_second for outcome in outcomes]),
+        )
+        for group, outcomes in groups.items()
+    ]
+
+
+def best_of(rows: Sequence[Row], *, mode: str) -> Row | None:
+    """Return the row with the best mean among those whose variants have all finished; None if there is none."""
+    done = [row for row in rows if row.mean is not None and row.states == "finished"]
+    if not done:
+        return None
+    return (min if mode == "min" else max)(done, key=lambda row: row.mean or 0.0)
+
+
+def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
+    """Return the table as text, the head first."""
+    varied = list(dict.fromkeys(key for row in rows for key in row.settings))
+    several = any(len(row.outcomes) > 1 for row in rows)
+    compared = grid.baseline is not None
+    head = ["variant", *varied, "state", "iteration", grid.metric]
+    head += [*(["± over seeds"] if several else []), *(["against baseline"] if compared else []), "tokens/s"]
+    table = [head]
+    for row in rows:
+        cells = [row.group, *(row.settings.get(key, "") for key in varied), row.states, str(row.iteration)]
+        cells.append(_shown(row.mean))
+        cells += [_shown(row.spread)] if several else []
+        cells += [_shown(row.against, sign=True)] if compared else []
+        table.append([*cells, "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"])
+    return table
+
+
+def as_text(table: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # NaN is not
+
+
+def _shown(value: float | None, *, sign: bool = False) -> str:
+    return "" if value is None else f"{value:+.5g}" if sign else f"{value:.5g}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def _spread(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.stdev(there) if len(there) > 1 else None

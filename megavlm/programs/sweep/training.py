@@ -1,0 +1,240 @@
+"""Train the variants of a sweep, here or as one array job of SLURM, and say what has become of each from the files of
+its run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megavlm.errors import UserError
+from megavlm.files import open_to_append, replace_file
+from megavlm.programs.doctor.machine import output_of
+from megavlm.programs.launch import slurm
+from megavlm.programs.launch.job import SIGNALS, Command, Job, read_exit
+from megavlm.programs.launch.local import specification as local_commands
+from megavlm.programs.sweep.grid import Grid, Variant
+from megavlm.resilience.status import STOPPED, read_status
+
+State = Literal["to do", "running", "stopped", "failed", "finished"]
+_ALIVE = 30.0  # seconds: a run touches its lock every five
+_FILE = "sweep.json"
+_FLAGS, _JOB = "array", "array.job"
+
+
+def run_dir_of(variant: Variant) -> Path:
+    return Path(variant.flags[-1])
+
+
+def state_of(variant: Variant) -> State:
+    """Return the state of a variant. A run that was killed is to do: its lock is old."""
+    run_dir = run_dir_of(variant)
+    state = read_status(run_dir).get("state")
+    if state == "running":
+        try:
+            return "running" if time.time() - (run_dir / "lock").stat().st_mtime < _ALIVE else "to do"
+        except OSError:
+            return "to do"
+    return state if state in ("stopped", "failed", "finished") else "to do"
+
+
+def to_train(variants: Sequence[Variant], *, retry_failed: bool) -> list[Variant]:
+    """Return the variants that are to be started: not those that finished or run, and those that failed on request."""
+    done = {"finished", "running"} | (set() if retry_failed else {"failed"})
+    return [variant for variant in variants if state_of(variant) not in done]
+
+
+def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
+    """Write down with which flags each variant trains. Raises UserError if one has begun with others before.
+
+    Else a grid that was changed would be skipped as finished, or go on half way with other options.
+    """
+    before = noted(folder)
+    for variant in variants:
+        flags = before.get(variant.name)
+        if flags is not None and tuple(flags) != variant.flags and run_dir_of(variant).exists():
+            changed = " ".join(sorted(set(flags) ^ set(variant.flags)))
+            raise UserError(
+                f"variant {variant.name} began with other options ({changed[:120]}): give the grid another run_dir, or "
+                f"remove {run_dir_of(variant)}"
+            )
+    write_whole(folder / _FILE, json.dumps({**before, **{each.name: each.flags for each in variants}}, indent=1) + "\n")
+
+
+def noted(folder: Path) -> dict[str, list[str]]:
+    """Return the flags that were written down, by variant; none of what is no list of texts."""
+    try:
+        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    flags = found.items() if isinstance(found, dict) else ()
+    return {name: each for name, each in flags if isinstance(each, list) and all(isinstance(f, str) for f in each)}
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file, so that a reader sees the one before or the new one. Raises UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+class Runs:
+    """Runs that are under way. A signal is passed on to all of them, and no other is started after it."""
+
+    def __init__(self, processes: int, slots: int, gpus: Sequence[str] = ()) -> None:
+        self._processes, self._gpus = processes, gpus
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(slots):
+            self._slots.put(slot)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self.stopping = False
+
+    def _devices(self, slot: int) -> dict[str, str]:
+        """Return the variable that gives the processes of a slot GPUs of their own, where there are any."""
+        mine = self._gpus[slot * self._processes : (slot + 1) * self._processes]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+
+    def stop(self, number: int, _: Any = None) -> None:
+        self.stopping = True
+        for each in list(self._running):
+            if each.poll() is None:
+                each.send_signal(number)
+
+    def train(self, variant: Variant) -> int | None:
+        """Train a variant to its end; return the exit status of the run, None if it was not started."""
+        if self.stopping:
+            return None
+        slot = self._slots.get()
+        run_dir = run_dir_of(variant)
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output,
+            ):
+                exit_file = Path(folder) / "exit"
+                job = Job(1, self._processes, variant.flags)
+                (command,) = local_commands(job, port=_free_port(), exit_file=exit_file)
+                started = subprocess.Popen(
+                    command.words,
+                    env={**os.environ, **command.environment, **self._devices(slot)},
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                self._running.add(started)
+                status = started.wait()
+                self._running.discard(started)
+                ended = read_exit(exit_file)
+                return status if ended is None else ended
+        finally:
+            self._slots.put(slot)
+
+
+def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: Callable[[str], None]) -> int:
+    """Train variants, `parallel` at a time; return 0 if all finished, 75 if a signal stopped them, else 1."""
+    gpus = gpus_here()
+    if gpus and parallel * grid.processes > len(gpus):
+        raise UserError(
+            f"--parallel {parallel} variants of {grid.processes} processes need {parallel * grid.processes} GPUs, and "
+            f"{len(gpus)} are here: train fewer at a time"
+        )
+    runs = Runs(grid.processes, parallel, gpus)
+    before = {number: signal.signal(number, runs.stop) for number in SIGNALS}
+    worst = 0
+    try:
+        with ThreadPoolExecutor(parallel) as threads:
+            waiting = {threads.submit(runs.train, variant): variant for variant in variants}
+            for number, done in enumerate(as_completed(waiting), start=1):
+                status, variant = done.result(), waiting[done]
+                if status is not None:
+                    how = {0: "finished", STOPPED: "stopped"}.get(status, f"failed with {status}: see its .out file")
+                    say(f"{number} of {len(variants)}: {variant.name} {how}")
+                worst = max(worst, 0 if status in (0, None, STOPPED) else 1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return STOPPED if runs.stopping else worst
+
+
+def gpus_here() -> list[str]:
+    """Return the GPUs that this program may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
+    listed = output_of("nvidia-smi", "--list-gpus") or ""
+    every = [str(number) for number, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return every if visible is None or not every else [each for each in visible.split(",") if each]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def array_command(
+    grid: Grid,
+    variants: Sequence[Variant],
+    options: Sequence[str],
+    *,
+    parallel: int,
+    profile: str | None = None,
+    image: str | None = None,
+) -> Command:
+    """Return the command that submits the variants, `parallel` of them at a time (0: as many as there is room for)."""
+    folder = Path(grid.run_dir)
+    at_once = f"%{parallel}" if parallel else ""
+    printed = f"{str(folder).replace('%', '%%')}/%A_%a.out"
+    array = [f"--array=0-{len(variants) - 1}{at_once}", f"--output={printed}", "--parsable"]
+    job = Job(grid.nodes, grid.processes, ())
+    command = slurm.specification(job, [*array, *options], profile=profile, image=image)
+    return replace(command, environment={**command.environment, "MEGAVLM_ARRAY": str(folder / _FLAGS)})
+
+
+def write_flags(grid: Grid, variants: Sequence[Variant]) -> None:
+    """Write the flags of each task to a file named by its number, each followed by a NUL, which no flag can have."""
+    for number, variant in enumerate(variants):
+        write_whole(Path(grid.run_dir) / _FLAGS / str(number), b"".join(os.fsencode(f"{f}\0") for f in variant.flags))
+
+
+def refuse_second(grid: Grid) -> None:
+    """Raise UserError if an array of this sweep is still in the queue: a second would train the same folders."""
+    note = Path(grid.run_dir) / _JOB
+    if not note.exists():
+        return
+    number = note.read_text().strip()
+    try:
+        queued = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return
+    if queued.returncode == 0 and queued.stdout.strip():
+        raise UserError(f"array job {number} of this sweep is in the queue: wait for it, or scancel {number}")
+
+
+def submit_array(grid: Grid, command: Command, environment: dict[str, str]) -> int:
+    """Send the array to SLURM, note its number, and return sbatch's exit status."""
+    try:
+        sent = subprocess.run(
+            command.words, env={**environment, **command.environment}, stdout=subprocess.PIPE, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None
+    if sent.returncode == 0:
+        number = sent.stdout.strip().partition(";")[0]
+        write_whole(Path(grid.run_dir) / _JOB, number + "\n")
+        print(f"array job {number}")
+    return sent.returncode

@@ -1,0 +1,154 @@
+"""What the end of each machine's part makes of an attempt, and what a container's exit status tells its platform."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.checkpoint.manifest import write_manifest
+from megavlm.programs.launch import node
+from megavlm.programs.launch.attempt import Account, JobFile
+from megavlm.programs.launch.meeting import Part
+from megavlm.storage import transfer
+from megavlm.storage.store import Store, StoreError
+
+
+@pytest.mark.parametrize(
+    ("parts", "end"),
+    [
+        ([Part(0), Part(0)], "finished"),
+        ([Part(0, gone=True), Part(0)], "finished"),
+        ([Part(2), Part(75), Part(None)], "mistake"),  # torchrun ends the ranks beside it by SIGTERM
+        ([Part(3), Part(None, gone=True)], "bad numbers"),
+        ([Part(75), Part(75, gone=True)], "lost"),  # asked for by the platform
+        ([Part(None), Part(None, gone=True)], "lost"),
+        ([Part(None), Part(71)], "crash"),
+        ([Part(75), Part(None)], "stopped"),
+    ],
+)
+def test_an_attempt_ends_as_its_parts_say(parts: list[Part], end: str):
+    assert node.outcome(dict(enumerate(parts))) == end
+
+
+def attempts(account: Account, *ends: str, crashes: int = 10) -> list[tuple[bool, int]]:
+    """Whether the job goes on and its status after each attempt, none of which leaves a checkpoint."""
+    told = []
+    for end in ends:
+        account.begin(max_crashes=crashes, unfinished="lost")
+        decision = account.end(warned=True, max_crashes=crashes, end=end)  # type: ignore[arg-type]
+        told.append((decision.again, decision.status))
+        assert ("a machine was lost" in decision.reason) == (end == "lost")
+    return told
+
+
+def test_lost_machines_never_end_a_job_and_crashes_do(tmp_path: Path):
+    assert attempts(Account(tmp_path / "lost", "j"), *["lost"] * 5) == [(True, 1)] * 5
+    assert attempts(Account(tmp_path / "one", "j"), "lost", "crash") == [(True, 1), (True, 1)]
+    assert attempts(Account(tmp_path / "mixed", "j"), "crash", "lost", "crash")[1:] == [(True, 1), (False, 1)]
+    assert attempts(Account(tmp_path / "mistake", "j"), "lost", "mistake") == [(True, 1), (False, 2)]
+
+
+def test_machine_0_that_is_replaced_finds_its_own_attempt_unfinished(tmp_path: Path):
+    account = Account(tmp_path, "j")
+    for _ in range(3):
+        assert account.begin(max_crashes=1, unfinished="lost") is None
+    assert account.decided(max_crashes=1) is None  # one is open
+    written = json.loads((tmp_path / "jobs" / "j.json").read_text())
+    assert [each["end"] for each in written["attempts"]] == ["lost", "lost"]
+
+
+@pytest.mark.parametrize(("end", "status"), [("mistake", 2), ("finished", 0), ("lost", None)])
+def test_a_container_that_is_started_again_after_the_decision_ends_at_once(
+    end: str, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Vertex AI starts a replica again whatever its status; torchrun is not reached."""
+    attempts(Account(tmp_path, "4711"), end)
+    monkeypatch.setenv("CLOUD_ML_JOB_ID", "4711")
+    monkeypatch.delenv(node.JOB, raising=False)
+
+    def reached(*_: object, **__: object) -> None:
+        raise UserWarning
+
+    monkeypatch.setattr(node, "Host", reached)
+    monkeypatch.setattr(node, "_Signals", object)  # they would be pytest's
+    argv = ["--gpus-per-node", "1", "--", "--run-dir", str(tmp_path), "--recipe", "demo"]
+    if status is None:
+        with pytest.raises(UserWarning):
+            node.main(argv)
+    else:
+        assert node.main(argv) == status
+
+
+def test_a_mistake_in_the_flags_ends_with_2_in_one_line(capsys: pytest.CaptureFixture[str]):
+    assert node.main(["--gpus-per-node", "2", "--", "--tp", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--seq-length 64 is not divisible by --tensor-model-parallel-size 3" in line
+
+
+def save(place: Path, iteration: int) -> None:
+    """Leave a checkpoint in RUN_DIR/checkpoints or in a store."""
+    folder = place / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    (folder / "megavlm.json").write_text("{}")
+    write_manifest(folder, {})
+
+
+def test_attempts_that_each_begin_with_an_empty_disk_are_followed_in_the_store(tmp_path: Path, monkeypatch, capsys):
+    """What was not copied is lost with the disk, and was no progress; a store that is silent says nothing."""
+    store, run_dir = tmp_path / "store", tmp_path / "run"
+    account = Account(run_dir, "j", f"file://{store}")
+
+    def attempt(copied: int | None, *, saved: int = 0) -> bool:
+        assert account.begin(max_crashes=10) is None
+        if copied is not None:
+            save(store, copied)
+        if saved:
+            save(run_dir / "checkpoints", saved)
+        again = account.end(warned=True, max_crashes=10, end="crash").again
+        shutil.rmtree(run_dir)
+        return again
+
+    assert [attempt(4), attempt(8), attempt(12)] == [True] * 3
+    assert attempt(None)
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "files", lambda self: _raise(StoreError("503")))
+        assert account.begin(max_crashes=10) is None
+        assert "What" in capsys.readouterr().err
+        shutil.rmtree(run_dir)
+    assert [attempt(None, saved=99)] == [True]  # as far as its end knew
+    written = json.loads((store / "jobs" / "j.json").read_text())["attempts"]
+    assert [(each["began"], each["saved"]) for each in written] == [(0, 4), (4, 8), (8, 12), (12, 12), (12, 99)]
+    assert not attempt(None)  # the one before left nothing either
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_of_two_accounts_the_longer_one_counts(tmp_path: Path):
+    """A machine that rejoins a job still has the job file of an earlier attempt on its disk."""
+    store = f"file://{tmp_path}/store"
+    attempts(Account(tmp_path / "here", "j", store), "crash")
+    attempts(Account(tmp_path / "elsewhere", "j", store), "lost")
+    history = JobFile(tmp_path / "here", "j", store).read()
+    assert [each.end for each in history.ended] == ["crash", "lost"]
+    JobFile(tmp_path / "empty", "j", store).write([], 0)  # by a machine that could not read the store
+    assert JobFile(tmp_path / "empty", "j", store).read() == history
+
+
+def test_a_store_that_falls_silent_takes_no_progress_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The history was read, and then the checkpoints are not told."""
+    store, run_dir = tmp_path / "store", tmp_path / "run"
+    account = Account(run_dir, "j", f"file://{store}")
+    account.begin(max_crashes=10)
+    save(store, 4)
+    account.end(warned=True, max_crashes=10, end="crash")
+    monkeypatch.setattr(JobFile, "newest_stored", lambda self: None)
+    account.begin(max_crashes=10)
+    written = json.loads((run_dir / "jobs" / "j.json").read_text())
+    assert [each["saved"] for each in written["attempts"]] == [4]

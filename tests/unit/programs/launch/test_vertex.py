@@ -1,0 +1,197 @@
+"""The CustomJob that a launcher would send to Vertex AI, and what it refuses to send."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megavlm.command_line.parsing import parse
+from megavlm.programs.launch import vertex
+from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.launch import main
+from megavlm.programs.launch.vertex import DAY, MACHINES, Options, complaints, custom_job
+from tests.support.cloud import needs_cloud_tools, parsed_by_vertex
+from tests.support.forked import ROOT
+
+GOLDEN = Path(__file__).parent / "golden"
+IMAGE = "us-docker.pkg.dev/my-project/training/megavlm:1"
+PLAIN = Options("run", "us-central1", IMAGE, "a3-megagpu-8g")
+FULL = Options(
+    "llava, stage 2",
+    "europe-west4",
+    IMAGE,
+    "a2-highgpu-8g",
+    project="my-project",
+    strategy="SPOT",
+    timeout=3 * DAY,
+    restart_job_on_worker_restart=True,
+    base_output_dir="gs://bucket/runs/1",
+    nfs=("10.0.0.2:/share:data",),
+    network="projects/12345/global/networks/training",
+    service_account="trainer@my-project.iam.gserviceaccount.com",
+    tensorboard="projects/my-project/locations/europe-west4/tensorboards/99",
+    labels={"team": "vision"},
+    variables={"NCCL_DEBUG": "WARN", "HF_HUB_OFFLINE": "1"},
+)
+JOBS = {
+    "one-machine": (Job(1, 8, ("--run-dir", "/gcs/bucket/run")), PLAIN),
+    "all-options": (Job(4, 8, ("--config", "/gcs/bucket/run.yaml", "--run-dir", "/mnt/nfs/data/run")), FULL),
+    "flex-start": (
+        Job(16, 8, ("--run-dir", "/gcs/bucket/run", "--tp", "8")),
+        replace(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY, disable_retries=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_is_what_it_was(name: str):
+    """Written by `json.dumps(custom_job(…), indent=2)` and read through once against the reference of the API."""
+    assert custom_job(*JOBS[name]) == json.loads((GOLDEN / f"vertex-{name}.json").read_text())
+
+
+@pytest.mark.slow  # their imports take 15 s
+@needs_cloud_tools
+def test_googles_own_messages_take_each_machine_and_option():
+    """No field is unknown to them, no value of an enum, and none is lost: what they hold is what was given."""
+    jobs = [custom_job(job, options) for job, options in JOBS.values()]
+    for machine in MACHINES.values():
+        options = replace(PLAIN, machine=machine.name, strategy="SPOT")
+        jobs.append(custom_job(Job(3, machine.count, ()), options))
+    wrong = [{**jobs[0], "jobSpec": {**jobs[0]["jobSpec"], "scheduling": {"strategy": "NEVER"}}}, {"name_": "a"}]
+    *told, strategy, field = parsed_by_vertex([*jobs, *wrong])
+    for job, answer in zip(jobs, told, strict=True):
+        assert _without_empty(answer["job"]) == _without_empty(job), answer
+    assert "error" in strategy
+    assert "error" in field
+
+
+def _without_empty(value: object) -> object:
+    """What messages keep: empty lists and objects are left out, but for a pool that is skipped."""
+    if isinstance(value, dict):
+        cleaned = {key: _without_empty(each) for key, each in value.items()}
+        return {key: each for key, each in cleaned.items() if each not in ([], {})}
+    return [_without_empty(each) for each in value] if isinstance(value, list) else value
+
+
+def test_machines_have_their_accelerators():
+    """A sample of the table by hand; the number in a name is that of its GPUs."""
+    for name, accelerator, count in (
+        ("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
+        ("a2-ultragpu-4g", "NVIDIA_A100_80GB", 4),
+        ("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8),
+        ("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8),
+        ("g2-standard-48", "NVIDIA_L4", 4),
+        ("g4-standard-384", "NVIDIA_RTX_PRO_6000", 8),
+    ):
+        assert (MACHINES[name].accelerator, MACHINES[name].count) == (accelerator, count)
+    for machine in MACHINES.values():
+        if found := re.search(r"-(\d+)g$", machine.name):
+            assert machine.count == int(found[1])
+        assert all((ROOT / f"launch/profiles/{profile}.env").exists() for profile in machine.profiles)
+
+
+ON_GCS = "--run-dir /gcs/bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "flags", "line"),
+    [
+        ({}, 2, ON_GCS, None),
+        (dict(strategy="SPOT", machine="a3-highgpu-8g", profile="gcp-tcpx"), 2, ON_GCS, None),
+        (dict(machine="a5-highgpu-8g"), 2, ON_GCS, "--machine a5-highgpu-8g is no GPU machine"),
+        (dict(machine="n1-highmem-16"), 2, ON_GCS, "no bfloat16"),
+        (dict(machine="a2-highgpu-4g"), 2, ON_GCS, "--gpus-per-node 8: a2-highgpu-4g has 4 GPUs"),
+        (dict(profile="gcp-tcpx"), 2, ON_GCS, "--profile gcp-tcpx is for other machines"),
+        (dict(variables={"AIP_MODEL_DIR": "x"}), 2, ON_GCS, "--env AIP_MODEL_DIR is set by Vertex AI"),
+        (dict(timeout=8 * DAY, strategy="FLEX_START"), 2, ON_GCS, "runs 7 days"),
+        (dict(max_wait=60), 2, ON_GCS, "--max-wait is for --strategy FLEX_START"),
+        (dict(strategy="FLEX_START", machine="g4-standard-384"), 2, ON_GCS, "not NVIDIA_RTX_PRO_6000"),
+        (dict(disable_retries=True, strategy="SPOT"), 2, ON_GCS, "first machine that is taken"),
+        (dict(base_output_dir="/bucket"), 2, ON_GCS, "--base-output-dir /bucket must be gs://BUCKET"),
+        (dict(staging_bucket="gs://"), 2, ON_GCS, "--staging-bucket gs:// must be"),
+        (dict(nfs=("server:share",), network=FULL.network), 2, ON_GCS, "--nfs server:share must be SERVER:/PATH:NAME"),
+        (dict(nfs=("server:/share:data",)), 2, ON_GCS, "--nfs needs --network"),
+        ({}, 2, "--run-dir runs/1", "--run-dir runs/1 is on the disk of each replica and lost with it"),
+        ({}, 2, "--run-dir /gcsx/1", "--run-dir /gcsx/1 is on the disk of each replica"),
+        ({}, 1, "--run-dir /run --checkpoint-dir gs://bucket/run", None),
+        ({}, 2, "--run-dir /run --checkpoint-dir gs://bucket/run", "on the disk of each replica"),
+        ({}, 1, "--run-dir /run --checkpoint-dir file:///copies", "on the disk of each replica"),
+    ],
+)
+def test_a_specification_that_cannot_run_is_refused_in_one_line(
+    changes: dict, nodes: int, flags: str, line: str | None
+):
+    told = list(complaints(parse(flags.split()), Job(nodes, 8, ()), replace(PLAIN, **changes)))
+    assert all("\n" not in each for each in told)
+    if line is None:
+        assert told == []
+    else:
+        assert any(line in each for each in told), told
+
+
+COMMAND = f"vertex --nodes 2 --region us-central1 --project my-project --image {IMAGE} --machine a3-megagpu-8g"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (f"{COMMAND} --strategy CHEAP -- {ON_GCS}", "CHEAP"),
+        (f"{COMMAND} --timeout soon -- {ON_GCS}", "--timeout soon must be a whole number of seconds"),
+        (f"{COMMAND} --label team -- {ON_GCS}", "--label team must be NAME=VALUE"),
+        (f"{COMMAND} --spot -- {ON_GCS}", "--spot is no option of this program"),
+        (f"{COMMAND} -- {ON_GCS} --config run.yaml", "--config run.yaml is on this machine: name a --staging-bucket"),
+        (f"{COMMAND} --machine a2-highgpu-2g -- {ON_GCS} --tp 4", "--tp 4 is wider than a node of 2 GPUs"),
+        ("vertex --nodes 2 --machine a3-megagpu-8g", "required: --region, --image"),
+    ],
+)
+def test_a_mistake_ends_here_and_not_in_the_queue(
+    argv: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    assert main(argv.split()) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+
+
+def test_a_dry_run_prints_all_that_would_be_sent(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
+    """A file of --config is uploaded, and read there; RUN_DIR is in the base output directory."""
+    monkeypatch.chdir(ROOT)
+    config = tmp_path / "run.yaml"
+    config.write_text("parallel: {tensor_model_parallel_size: 4}\n")
+    places = "--base-output-dir gs://bucket/out --staging-bucket gs://stage/jobs/ --name first --profile gcp-tcpxo"
+    assert main([*COMMAND.split(), *places.split(), "--dry-run", "--", "--config", str(config)]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert sent["parent"] == "projects/my-project/locations/us-central1"
+    assert sent["uploads"] == {str(config): "gs://stage/jobs/first/run.yaml"}
+    first, others = sent["customJob"]["jobSpec"]["workerPoolSpecs"]
+    assert (first["replicaCount"], others["replicaCount"]) == ("1", "1")
+    assert first["containerSpec"] == others["containerSpec"]
+    flags = first["containerSpec"]["args"]
+    assert flags[flags.index("--") + 1 :] == [
+        "--config",
+        "/gcs/stage/jobs/first/run.yaml",
+        "--run-dir",
+        "/gcs/bucket/out/run",
+    ]
+    assert {"name": "NCCL_FASTRAK_CTRL_DEV", "value": "eth0"} in first["containerSpec"]["env"]
+
+
+def test_without_the_sdk_the_commands_of_gcloud_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "google.cloud", None)
+    job, options = JOBS["all-options"]
+    described = custom_job(job, options)
+    assert vertex._submit(described, options, {"run.yaml": "gs://bucket/run.yaml"}) == 0
+    copy, create = capsys.readouterr().out.splitlines()
+    assert copy == "gcloud storage cp run.yaml gs://bucket/run.yaml"
+    assert create == (
+        "gcloud ai custom-jobs create --region=europe-west4 '--display-name=llava, stage 2' "
+        "--config=llava--stage-2.vertex.json --project=my-project --labels=team=vision"
+    )
+    assert json.loads((tmp_path / "llava--stage-2.vertex.json").read_text()) == described["jobSpec"]

@@ -1,0 +1,76 @@
+"""What is said of a run's time: the cause, and an option that helps."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from megavlm.programs.history import history_of
+from megavlm.programs.why import findings
+
+BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+def event(second: float, kind: str, **more: Any) -> dict[str, Any]:
+    return {"time": (BEGIN + timedelta(seconds=second)).isoformat(), "kind": kind, **more}
+
+
+def steps(number: int, seconds: float = 1.0, begin: float = 0.0, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "iteration": i + 1,
+            "time": (BEGIN + timedelta(seconds=begin + (i + 1) * seconds)).isoformat(),
+            "step_time_s": seconds,
+            "data_time_s": 0.0,
+            "updated": True,
+            **more,
+        }
+        for i in range(number)
+    ]
+
+
+SLOW = {"slowest_rank": 5, "slow": "x", "slowest_rank_excess": 2.0, "slowest_rank_s": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words", "option"),
+    [
+        ({"data_time_s": 0.6}, "wait for data", "--num-workers"),
+        ({"phase_seconds": {"pipeline wait": 0.5}}, "pipeline stages wait", "--vpp"),
+        ({"phase_seconds": {"communication": 0.5}}, "wait for gradients", "--overlap-grad-reduce"),
+        ({"updated": False}, "skipped", "--lr"),
+        ({**SLOW, "slowest_rank_phase": "compute"}, "rank 5 is slower than the others in compute", "megavlm doctor"),
+    ],
+)
+def test_the_first_finding_names_the_cause_and_an_option(changed, words: str, option: str):
+    first = findings(steps(10, **changed), None, [])[0]
+    assert words in first.what
+    assert option in first.remedy
+
+
+def test_what_lies_between_steps_is_found_in_the_history():
+    happened = [
+        event(0, "start", iteration=0),
+        event(12, "rewind", iteration=10, back_to=6),
+        event(70, "hang", iteration=10, reason="rank 1"),
+        event(110, "start", iteration=10, seconds=30.0, load_seconds=10.0),
+        event(200, "finish", iteration=20),
+    ]
+    records = [*steps(10), *steps(10, begin=178)]
+    records[10] |= {"iteration": 11, "save_stall_s": 50.0}
+    for place in range(11, 20):
+        records[place]["iteration"] = place + 1
+    found = findings(records, history_of(happened, records), happened)
+    shares = {each.remedy: round(each.share, 2) for each in found}
+    assert shares == {
+        "raise --save-interval": (50 + 12) / 200,  # the stall, and the last save
+        "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout": 0.29,
+        "see RUN_DIR/events.jsonl for the reasons": (10 + (20 + 10 + 18) / 2) / 200,
+        "use --on-spike skip, raise --spike-factor, or lower --save-interval": 0.03,
+    }
+
+
+def test_a_run_without_trouble_has_no_finding():
+    assert findings(steps(10), None, []) == []

@@ -1,0 +1,124 @@
+"""What the nodes of a run told, as data; what differs or is slow is named, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from megavlm.planner.hardware import PROFILES
+from megavlm.programs.doctor.doctor import as_text
+from megavlm.programs.doctor.world import adapters, counted, rounds, slowest
+from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Bandwidth, Survey, rows, world_problems
+
+FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}
+NAMES = ("a", "b", "c", "d")
+GB = 1e9
+
+
+def links(pairs: float = 38 * GB, **slow: float) -> tuple[Bandwidth, ...]:
+    """Measurements of four nodes with two ranks each; `slow` has those of a node (`b`) or a pair (`bd`)."""
+
+    def of(*nodes: int) -> float:
+        names = "".join(NAMES[node] for node in nodes)
+        return min((value for name, value in slow.items() if set(name) <= set(names)), default=pairs)
+
+    inner = [Bandwidth(WITHIN, (node,), 350 * GB, 2 * node) for node in range(4)]
+    between = [Bandwidth(EXCHANGE, pair, of(*pair), 2 * pair[0]) for pair in combinations(range(4), 2)]
+    return (*inner, Bandwidth(WORLD, (0, 1, 2, 3), min(of(0, 1, 2, 3) * 2, 75 * GB), 0), *between)
+
+
+SOUND = Survey(
+    names=NAMES,
+    ranks=((0, 1), (2, 3), (4, 5), (6, 7)),
+    facts=(FACTS,) * 4,
+    on_gpu=True,
+    clocks=(0.0, 0.01, 0.01, 0.01),
+    rates={rank: {"matrix product": 700.0 + rank} for rank in range(8)},
+    bandwidths=links(),
+)
+
+
+def test_nodes_that_are_alike_have_no_problem():
+    assert world_problems(SOUND, PROFILES["h100"]) == []
+    text = as_text(rows(SOUND, PROFILES["h100"]), [])
+    assert "nothing is missing, and nothing is slow" in text
+    assert "exchange between two nodes" in text
+
+
+def with_fact(node: int, **changes: str) -> Survey:
+    return replace(SOUND, facts=tuple({**FACTS, **(changes if place == node else {})} for place in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("survey", "level", "words"),
+    [
+        (with_fact(2, torch="2.10.0"), "error", ["node c: torch is 2.10.0, elsewhere 2.11.0"]),
+        (with_fact(0, code="abd"), "error", ["node a: code is abd, elsewhere abc"]),
+        (with_fact(1, GPUs="7 × NVIDIA H100"), "error", ["node b: GPUs is 7 × NVIDIA H100", "elsewhere 8 ×"]),
+        (with_fact(3, adapters="7 × InfiniBand"), "warning", ["node d: adapters is 7 ×"]),
+        (with_fact(3, **{"$NCCL_IB_HCA": "mlx5"}), "warning", ["node d: $NCCL_IB_HCA is mlx5, elsewhere not set"]),
+        (replace(SOUND, ranks=((0, 1), (2,), (4, 5), (6, 7))), "error", ["node b has 1 processes, others 2"]),
+        (
+            replace(SOUND, clocks=(0.0, -30.0, 0.5, 0.5)),
+            "warning",
+            ["node b: clock is 30.0 s behind that of a"],
+        ),
+        (
+            replace(SOUND, rates={rank: {"product": 300.0 if rank == 5 else 700.0} for rank in range(8)}),
+            "warning",
+            ["rank 5 on node c: product at 43% of the others' rate"],
+        ),
+        (replace(SOUND, bandwidths=links(b=8 * GB)), "warning", ["node b: exchanges with other nodes at 8 GB/s"]),
+        (replace(SOUND, bandwidths=links(bd=8 * GB)), "warning", ["link b – d: 8 GB/s, others' 38 GB/s"]),
+    ],
+)
+def test_what_differs_is_named_in_one_line(survey: Survey, level: str, words: list[str]):
+    (problem,) = world_problems(survey, None)
+    assert problem.level == level
+    assert all(word in problem.what for word in words), problem.what
+    assert problem.remedy
+    assert "\n" not in problem.what + problem.remedy
+
+
+def test_a_profile_tells_what_all_are_slow_at():
+    """TCP instead of RDMA on all nodes: no node differs from the others."""
+    found = world_problems(replace(SOUND, bandwidths=links(3 * GB)), PROFILES["h100"])
+    assert [problem.what.partition(" (")[0] for problem in found] == [
+        "all-reduce of all ranks: 6 GB/s",
+        "exchange between two nodes: 3 GB/s",
+    ]
+    assert "the profile h100 has 40 GB/s" in found[1].what
+    assert world_problems(replace(SOUND, bandwidths=links(3 * GB)), None) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_all_meet_once_and_nobody_meets_two_at_a_time(count: int):
+    played = list(rounds(count))
+    assert sorted(pair for one in played for pair in one) == list(combinations(range(count), 2))
+    for one in played:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+
+
+def test_the_slowest_rank_counts():
+    own = [(0, EXCHANGE, (0, 1), 3.0), (1, EXCHANGE, (0, 1), 2.0)]
+    assert slowest(own) == (Bandwidth(EXCHANGE, (0, 1), 2.0, 1),)
+
+
+def test_adapters_are_read_from_sys(tmp_path: Path):
+    def written(folder: str, **files: str) -> None:
+        (tmp_path / "class" / folder).mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / "class" / folder / name).write_text(text + "\n")
+
+    for number in range(2):
+        port = {"link_layer": "InfiniBand", "state": f"{4 - 3 * number}: {'DOWN' if number else 'ACTIVE'}"}
+        written(f"infiniband/mlx5_{number}/ports/1", rate="400 Gb/sec (4X NDR)", **port)
+    written("net/eth0", speed="100000", operstate="up", mtu="9000", device="")
+    written("net/lo", speed="10", operstate="up", mtu="65536")
+    assert counted(adapters(tmp_path)) == (
+        "1 × Ethernet 100 Gb/s up, MTU 9000, 1 × InfiniBand 400 Gb/sec (4X NDR) ACTIVE, "
+        "1 × InfiniBand 400 Gb/sec (4X NDR) DOWN"
+    )
