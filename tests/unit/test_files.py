@@ -35,7 +35,7 @@ OWN = {
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
     ("resilience/output.py", "open"): "/dev/null",
     ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
-    ("programs/launch/exit_file.py", "open"): "creates, or fails; the file that torchrun names",
+    ("programs/launch/job.py", "open"): "creates, or fails; the file that torchrun names",
 }
 _WRITES = {"write_text", "write_bytes", "rename", "renames", "touch", "save_file", "savez", "copyfile", "copy2"}
 _MAY_WRITE = re.compile(rf"\b({'|'.join(_WRITES)})\(|\.replace\(|\bopen\(")
