@@ -41,7 +41,7 @@ from megavlm.data.types import VideoRef
 from megavlm.data.visuals import Visuals, stored
 from megavlm.families import processor_from
 from megavlm.inputs.layout import Film, Layout
-from megavlm.inputs.sampling import Budget
+from megavlm.inputs.video import Budget
 
 CLIPS = ((360, 640, 20), (720, 1280, 10), (1080, 1920, 5))  # height, width, seconds
 RATE, FPS = 30, 2.0

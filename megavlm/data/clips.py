@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megavlm.data.decode import content_of
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.sampling import Clip, rate_of
+from megavlm.inputs.video import Clip, rate_of
 from megavlm.paths import FileRange
 from megavlm.storage.transfer import StoredFile
 

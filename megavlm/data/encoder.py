@@ -30,7 +30,7 @@ from megavlm.data.visuals import Visuals, stored
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.processor import Processor
-from megavlm.inputs.sampling import Budget
+from megavlm.inputs.video import Budget
 from megavlm.rules.defaults import resolve
 
 _ROLES = {"query": QUERY, "positive": POSITIVE, "negative": NEGATIVE}

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from megavlm.config.schema import Config, DataConfig, ModelConfig
+from megavlm.data.tokenizers import TextTokenizer
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megavlm.data.tokenizers.text import TextTokenizer
-from megavlm.data.tokenizers.training import IMAGE
+from megavlm.data.tokenizers.sentence_piece import IMAGE, SentencePieceTokenizer
 from megavlm.errors import UserError
 from megavlm.families import kind_of, processor_from
 from megavlm.families.shared.qwen_vl import NativeResolution

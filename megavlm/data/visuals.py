@@ -18,8 +18,7 @@ from megavlm.inputs.layout import Layout
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sampling import Budget, Clip
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
 
 

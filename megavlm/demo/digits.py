@@ -15,7 +15,7 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, HeldOutPrompt, generator
 from megavlm.data.synthetic import joined
-from megavlm.data.tokenizers.training import Tokenizer, ensure_tokenizer
+from megavlm.data.tokenizers.sentence_piece import Tokenizer, ensure_tokenizer
 from megavlm.data.types import POSITIVE, QUERY, HeldOut, Sample, identity_of
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError

@@ -31,13 +31,11 @@ from megavlm.families.shared.qwen_vl import (
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields
-from megavlm.inputs import sizes
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
-from megavlm.inputs.sampling import Budget, Clip, shown_at
-from megavlm.inputs.sizes import Size
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.resize import Size, at_least, smart_resize
+from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
 VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"
@@ -217,9 +215,7 @@ class GlmResolution(NativeResolution):
     def _resized(self, size: Size) -> Size:
         factor = self.patch_size * self.projector.pixel_shuffle
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return sizes.smart_resize(
-            sizes.at_least(size, factor), factor=factor, frames=self.frames, span=self.frames, **bounds
-        )
+        return smart_resize(at_least(size, factor), factor=factor, frames=self.frames, span=self.frames, **bounds)
 
 
 def processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

@@ -20,14 +20,11 @@ from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.videos import Frames, frame_fields
 from megavlm.families.shared.vision import intern, intern_table
-from megavlm.inputs import sizes
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor, cut
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides
-from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sampling import Budget, Clip, in_the_middle
-from megavlm.inputs.sizes import Size
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.resize import Pixels, Size, tile_grid
+from megavlm.inputs.video import Budget, Clip, VideoProcessor, in_the_middle
 
 IMAGE = "<IMG_CONTEXT>"
 
@@ -87,7 +84,7 @@ class DynamicTiles(Processor):
         return [*cut(picture, (rows, columns)), self._resize(pixels, *self.tile)]
 
     def _arrangement(self, size: Size) -> Size:
-        return sizes.tile_grid(size, self.tile, fewest=self.fewest, most=self.most)
+        return tile_grid(size, self.tile, fewest=self.fewest, most=self.most)
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

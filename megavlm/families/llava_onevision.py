@@ -21,15 +21,12 @@ from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
 from megavlm.families.shared.videos import Frames, frame_fields
 from megavlm.families.shared.vision import siglip, siglip_table
-from megavlm.inputs import sizes
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt, Tile
 from megavlm.inputs.processor import Processor, cut, pad_evenly, pad_to_square, squared
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides, square
-from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sampling import Budget, Clip
-from megavlm.inputs.sizes import Size, best_resolution
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.resize import Pixels, Size, best_resolution, fit_inside
+from megavlm.inputs.video import Budget, Clip, VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,14 +151,14 @@ class Anyres(Processor):
             return [self._whole(pad_to_square(pixels, self.mean))]
         arrangement = self._arrangement(pixels.shape[:2])
         frame = arrangement[0] * self.tile, arrangement[1] * self.tile
-        picture = self._resize(pixels, *sizes.fit_inside(pixels.shape[:2], frame))
+        picture = self._resize(pixels, *fit_inside(pixels.shape[:2], frame))
         return [self._whole(pixels), *cut(pad_evenly(picture, frame), arrangement)]
 
     def _whole(self, pixels: Pixels) -> Pixels:
         return self._resize(pixels, self.tile, self.tile)
 
     def _arrangement(self, size: Size) -> Size:
-        height, width = sizes.best_resolution(size, self.resolutions)
+        height, width = best_resolution(size, self.resolutions)
         return height // self.tile, width // self.tile
 
 

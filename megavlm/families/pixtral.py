@@ -19,8 +19,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
-from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sizes import Size
+from megavlm.inputs.resize import Pixels, Size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,8 +37,7 @@ from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields, with_videos
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
-from megavlm.inputs.sampling import Budget
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.video import Budget, VideoProcessor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,15 +25,11 @@ from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.videos import Frames
 from megavlm.families.shared.vision import idefics3, siglip_table
-from megavlm.inputs import sizes
-from megavlm.inputs.expected import VIDEO_SAMPLING
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor, cut
-from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader, VideoReader, has_only
-from megavlm.inputs.resize import Pixels, resize_as_torchvision
-from megavlm.inputs.sampling import Budget, Clip, shown_at
-from megavlm.inputs.sizes import LARGEST_SIDE, Size
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.reader import HALF_PIXELS, VIDEO_SAMPLING, Json, ProcessorReader, VideoReader, has_only
+from megavlm.inputs.resize import LARGEST_SIDE, Pixels, Size, longest_edge, resize_as_torchvision, whole_tiles
+from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 from megavlm.json_files import check
 
 if TYPE_CHECKING:
@@ -88,7 +84,7 @@ class SplitTiles(Processor):
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(self.tile, self.tile)
         features = tokens_per_grid(tile.grid, self.projector)
-        rows, columns = self._arrangement(sizes.longest_edge((height, width), self.edge))
+        rows, columns = self._arrangement(longest_edge((height, width), self.edge))
         texts = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
@@ -99,7 +95,7 @@ class SplitTiles(Processor):
         return Layout((height, width), (tile,) * len(texts), (rows, columns), prompt)
 
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
-        picture = self._resize(pixels, *sizes.longest_edge(pixels.shape[:2], self.edge))
+        picture = self._resize(pixels, *longest_edge(pixels.shape[:2], self.edge))
         rows, columns = self._arrangement(picture.shape[:2])
         if not rows:
             return [self._resize(picture, self.tile, self.tile)]
@@ -108,7 +104,7 @@ class SplitTiles(Processor):
 
     def _arrangement(self, size: Size) -> Size:
         """(rows, columns) of tiles for an enlarged picture; (0, 0) where one tile holds it."""
-        grid = sizes.whole_tiles(size, self.tile) if self.split else (1, 1)
+        grid = whole_tiles(size, self.tile) if self.split else (1, 1)
         return (0, 0) if grid == (1, 1) else grid
 
 
@@ -137,7 +133,7 @@ class TimedFrames(Frames):
         return shown_at(clip, np.linspace(first, last, frames, dtype=int).tolist())
 
     def resized(self, pixels: Pixels, grid: tuple[int, int]) -> Pixels:
-        inside = sizes.longest_edge(pixels.shape[:2], min(self.edge, LARGEST_SIDE))
+        inside = longest_edge(pixels.shape[:2], min(self.edge, LARGEST_SIDE))
         return super().resized(resize_as_torchvision(pixels, *inside, self.resample), grid)
 
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:

@@ -16,12 +16,10 @@ from PIL.Image import Resampling
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
-from megavlm.inputs import sizes
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt, Tile
 from megavlm.inputs.patches import patchify
-from megavlm.inputs.resize import Pixels, resize
-from megavlm.inputs.sizes import Size
+from megavlm.inputs.resize import Pixels, Size, resize, shortest_edge
 from megavlm.inputs.video import VideoProcessor
 from megavlm.inputs.vision_inputs import RGB, VisionInput
 
@@ -108,7 +106,7 @@ class Whole(Processor):
     def _resized(self, size: Size) -> Size:
         if self.edge is None:
             return self.size or size
-        return holdable(size, sizes.shortest_edge(size, self.edge))
+        return holdable(size, shortest_edge(size, self.edge))
 
 
 def cut(picture: Pixels, arrangement: Size) -> list[Pixels]:

@@ -1,11 +1,16 @@
 """`VideoProcessor`: prepare the frames of a clip for a model. `layout` computes sizes, `patches` pixels.
 
 A family's own is a subclass: it says which frames it takes, how large they are, and what its text says of them.
+As many frames are taken as `--video-fps` says, evenly over the clip, at the places at which the video processor of the
+model's family in Transformers takes them.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,12 +22,114 @@ from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ProjectorConfig
 from megavlm.inputs.layout import Film, Layout, Prompt, Tile
 from megavlm.inputs.patches import cells_of, normalised
-from megavlm.inputs.resize import Pixels, resize_as_torchvision
-from megavlm.inputs.sampling import Budget, Clip
-from megavlm.inputs.sizes import Size
+from megavlm.inputs.resize import Pixels, Size, resize_as_torchvision
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Places = Callable[[int, int], Sequence[int]]  # (frames of a clip, how many are taken) → their numbers, rising
+_NEAR = 0.02  # by how much the rate that a file states may differ from that of its frames
+_IMAGES = 2.0  # frames per second of images whose rate nobody says
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What is known of a clip before its frames are decoded."""
+
+    height: int  # of the upright picture
+    width: int
+    times: tuple[float, ...]  # seconds from the first frame at which each frame is shown, rising
+    rate: float  # frames per second
+
+    def seconds(self, number: int) -> float:
+        """Return when a frame is shown: as its number and the rate say, unless its own time contradicts them.
+
+        Containers round times (Matroska to milliseconds); Transformers counts frames.
+        """
+        counted = number / self.rate
+        return counted if abs(counted - self.times[number]) < 0.5 / self.rate else self.times[number]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many frames of a clip are taken at most, at which rate, and how many tokens they may become."""
+
+    fps: float = 2.0  # infinite: as many frames as are allowed, however long the clip is
+    max_frames: int = 768
+    max_tokens: int | None = None  # None: as many as the frames have at the model's own size
+    min_frames: int = 4
+
+    @property
+    def rate_of_images(self) -> float:
+        """Return the frames per second of a video that comes as images, if the data does not say it."""
+        return self.fps if math.isfinite(self.fps) else _IMAGES
+
+
+def rate_of(times: Sequence[float], stated: float | None) -> float:
+    """Return the frames per second of a clip whose frames are shown at `times` (seconds, rising).
+
+    It is the rate that the file states, unless the times contradict it: containers state a nominal rate for clips
+    whose frames come at irregular times. A single frame lasts as long as at 24 frames per second.
+    """
+    span = times[-1] - times[0] if times else 0.0
+    if span <= 0:
+        return stated or 24.0
+    own = (len(times) - 1) / span
+    # A file's rate counts the last frame's duration, which nothing but the file states: allow for one frame.
+    if stated and abs(stated / own - 1) <= _NEAR + 1 / len(times):
+        return stated
+    return own
+
+
+def taken(clip: Clip, budget: Budget, places: Places, *, multiple: int = 1) -> tuple[int, ...]:
+    """Return the numbers of the frames that are taken, rising; at least one.
+
+    A clip of n frames at `rate` per second lasts n / rate seconds, and gives fps frames for each of them: at least
+    `min_frames`, at most `max_frames` and n, rounded down to a multiple of `multiple`. Where they lie, `places` says.
+    """
+    count = len(clip.times)
+    most = min(budget.max_frames, count) // multiple * multiple
+    wanted = min(max(count / clip.rate * budget.fps, budget.min_frames), most)
+    return shown_at(clip, places(count, max(math.floor(wanted / multiple) * multiple, 1)))
+
+
+def shown_at(clip: Clip, places: Iterable[int]) -> tuple[int, ...]:
+    """Return, for each place, the number of the frame that is shown nearest to so many frames after the first.
+
+    Where frames come at equal intervals, it is the frame at the place itself; else, frames are spaced in time.
+    """
+    times = clip.times
+    return tuple(dict.fromkeys(_nearest(times, times[0] + place / clip.rate) for place in places))
+
+
+def from_the_first(count: int, frames: int) -> list[int]:
+    """Return the places of `frames` of `count` frames: the first of each of `frames` equal parts."""
+    return _spaced(0.0, count, frames)
+
+
+def in_the_middle(count: int, frames: int) -> list[int]:
+    """Return the middle frame of each of `frames` equal parts of a clip."""
+    return _spaced(count / frames / 2, count, frames)
+
+
+def from_first_to_last(count: int, frames: int) -> list[int]:
+    """Return places of which one is the first frame and one the last; one frame is the first."""
+    return [int(place) for place in np.linspace(0, count - 1, frames).round()]
+
+
+def _spaced(first: float, count: int, frames: int) -> list[int]:
+    """Return every place `count / frames` from `first` on, rounded as the reference rounds them: in fp32."""
+    import torch  # not at the top: families, which the planner reads, import this file
+
+    return [int(place) for place in torch.arange(first, count, count / frames).int().tolist()]
+
+
+def _nearest(times: Sequence[float], moment: float) -> int:
+    """Return the number of the frame that is shown nearest to a moment."""
+    after = bisect_left(times, moment)
+    if after == 0 or after == len(times):
+        return min(after, len(times) - 1)
+    return after if times[after] - moment <= moment - times[after - 1] else after - 1
 
 
 @dataclass(frozen=True, kw_only=True)

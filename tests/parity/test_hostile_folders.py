@@ -20,7 +20,7 @@ from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, VIDEO_READERS, family_of, processor_from
 from megavlm.families.shared.settings import Settings
 from megavlm.inputs.reader import VideoReader
-from megavlm.inputs.sampling import Clip
+from megavlm.inputs.video import Clip
 from megavlm.json_files import read_json
 from megavlm.programs.inference.assistant import check_generation
 from tests.support import tokenizers

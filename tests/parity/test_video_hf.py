@@ -21,8 +21,7 @@ from megavlm.data.files import FilesSource
 from megavlm.data.types import Sample, Segment
 from megavlm.families.shared.inputs import unpatchify
 from megavlm.inputs.batch import MicroBatch
-from megavlm.inputs.sampling import Clip
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.video import Clip, VideoProcessor
 from tests.support import hf
 from tests.support.clips import clip
 from tests.support.gates import hold

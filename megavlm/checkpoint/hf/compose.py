@@ -14,7 +14,7 @@ from megavlm.arch.layers import part_of
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.hf.sidecar import FILES, NAME, Kept, copy_kept, write_sidecar, write_tensors
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.data.chat.probe import image_style, source_of
+from megavlm.data.chat.spans import image_style, source_of
 from megavlm.data.chat.template import ChatTemplate, TemplateError
 from megavlm.data.preprocessors import image_settings, model_type, processor_for, tokenizer_path
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer

@@ -1,4 +1,7 @@
-"""Tokenize rendered text with image placeholders: tokens, loss mask, and the turns that the tokens belong to."""
+"""Tokenize rendered conversations with image placeholders into turns, and split what is longer than a sequence.
+
+Conversations are split between exchanges only, and never away from their images.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,54 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
-from megavlm.data.tokenizers.text import TextTokenizer
+from megavlm.data.tokenizers import TextTokenizer
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedTurn:
+    """L tokens that stay in one sequence unless `divisible`: a question with its answer, or a piece of plain text."""
+
+    tokens: NDArray[np.int64]  # [L], each image expanded to one image token per feature
+    trained: NDArray[np.bool_]  # [L]; the tokens that the model must learn to predict
+    images: int  # number of images in these tokens
+    divisible: bool = False  # plain text, which may be split between any two tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, start: int, end: int) -> EncodedTurn:
+        """Return tokens `start` to `end` of divisible text."""
+        assert self.divisible, "only plain text is split inside a turn"
+        return EncodedTurn(self.tokens[start:end], self.trained[start:end], 0, divisible=True)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedConversation:
+    """A conversation. Each piece of it begins with `opening` (begin-of-text token, system turn); `turns` follow."""
+
+    opening: EncodedTurn
+    turns: tuple[EncodedTurn, ...]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return np.concatenate([turn.tokens for turn in self._all])
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        return np.concatenate([turn.trained for turn in self._all])
+
+    @property
+    def images(self) -> int:
+        return sum(turn.images for turn in self._all)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all))
+
+    @property
+    def _all(self) -> Iterable[EncodedTurn]:
+        return (self.opening, *self.turns)
 
 
 @dataclass(frozen=True)
@@ -116,3 +163,77 @@ def expand(
 
     opening, *others = (turn(*span) for span in pairwise([0, *bounds, len(ids)]))
     return EncodedConversation(opening, tuple(turn for turn in others if len(turn)))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """L tokens for one sequence, and the numbers of the conversation's images in it."""
+
+    tokens: NDArray[np.int64]  # [L]
+    trained: NDArray[np.bool_]  # [L]
+    images: range
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The pieces of a conversation (at least one) and the number of its turns that are in none of them."""
+
+    pieces: tuple[Piece, ...]
+    dropped: int
+
+
+def split(encoded: EncodedConversation, seq_length: int) -> Split:
+    """Return pieces of at most `seq_length` tokens, each with the conversation's opening.
+
+    The first piece is the longest beginning that fits. The rest makes further pieces if no image comes before it;
+    else it is dropped, because it may be about an image that it would not see. An exchange that is longer than a piece
+    is dropped, too. Divisible text is split where a piece is full. A piece does not end with turns without a loss.
+
+    Raises BadSample if no trained token is left.
+    """
+    opening = encoded.opening
+    dropped = 0
+    seen = opening.images  # number of images so far
+    groups: list[tuple[int, list[EncodedTurn]]] = [(0, [])]  # (number of images before it, its turns)
+    waiting = list(reversed(encoded.turns))
+    while waiting:
+        turn = waiting.pop()
+        group = groups[-1][1]
+        room = seq_length - len(opening) - sum(map(len, group))
+        if len(turn) <= room:
+            group.append(turn)
+            seen += turn.images
+        elif turn.divisible and room > 0:
+            group.append(turn.part(0, room))
+            waiting.append(turn.part(room, len(turn)))
+        elif seen or (turn.images and not group):  # the rest may be about an image that it would not see
+            dropped += 1 + len(waiting)
+            break
+        elif group:
+            groups.append((seen, []))
+            waiting.append(turn)
+        else:
+            dropped += 1
+    pieces = [_piece(opening, group, before) for before, group in groups]
+    kept = tuple(piece for piece in pieces if piece.trained[1:].any())
+    if not kept:
+        if dropped:
+            raise BadSample(
+                Reason.TOO_LONG, f"it has {len(encoded)} tokens, and no trained turn fits --seq-length {seq_length}"
+            )
+        raise BadSample(Reason.EMPTY, "none of its tokens is trained")
+    return Split(kept, dropped)
+
+
+def _piece(opening: EncodedTurn, group: list[EncodedTurn], before: int) -> Piece:
+    while group and not group[-1].trained.any():
+        group = group[:-1]
+    turns = [opening, *group]
+    return Piece(
+        np.concatenate([turn.tokens for turn in turns]),
+        np.concatenate([turn.trained for turn in turns]),
+        range(before, before + sum(turn.images for turn in turns)),
+    )

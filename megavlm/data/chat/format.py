@@ -9,12 +9,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.chat.encoded import EncodedConversation, EncodedTurn
-from megavlm.data.chat.expand import expand
-from megavlm.data.chat.probe import image_style, openings_of, source_of
-from megavlm.data.chat.spans import Kind, Skeleton, TurnSpans, by_prefixes, skeleton
+from megavlm.data.chat.expand import EncodedConversation, EncodedTurn, expand
+from megavlm.data.chat.spans import (
+    Kind,
+    Skeleton,
+    TurnSpans,
+    by_prefixes,
+    image_style,
+    openings_of,
+    skeleton,
+    source_of,
+)
 from megavlm.data.chat.template import ChatTemplate, Message, TemplateError
-from megavlm.data.tokenizers.text import TextTokenizer
+from megavlm.data.tokenizers import TextTokenizer
 from megavlm.data.types import Conversation, Turn, VideoRef, Visual
 from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES

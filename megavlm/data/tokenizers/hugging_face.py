@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.tokenizers.text import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
+from megavlm.data.tokenizers import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
 from megavlm.inputs.bad_sample import BadSample, Reason

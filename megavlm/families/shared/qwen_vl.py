@@ -14,12 +14,10 @@ from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
 from megavlm.families.shared.vision import ACTIVATIONS
-from megavlm.inputs import sizes
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
-from megavlm.inputs.resize import Pixels
-from megavlm.inputs.sizes import Size
+from megavlm.inputs.resize import Pixels, Size, smart_resize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +154,7 @@ class NativeResolution(Processor):
 
     def _resized(self, size: Size) -> Size:
         factor = self.patch_size * self.projector.pixel_shuffle
-        return sizes.smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        return smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

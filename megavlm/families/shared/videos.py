@@ -14,13 +14,10 @@ import numpy as np
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.settings import Settings
-from megavlm.inputs import sizes
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value, sides
-from megavlm.inputs.resize import Pixels, resize_as_torchvision
-from megavlm.inputs.sampling import Budget, Clip, from_first_to_last, from_the_first, taken
-from megavlm.inputs.sizes import Size
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.resize import Pixels, Size, at_least, resize_as_torchvision, smart_resize
+from megavlm.inputs.video import Budget, Clip, VideoProcessor, from_first_to_last, from_the_first, taken
 
 TEXT = "<|video_pad|>"
 _ABOVE_LEAST = 1.05  # a budget shrinks frames to this multiple of their least area, and no further
@@ -55,9 +52,7 @@ class QwenVideo(VideoProcessor):
 
     def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
         """Return the size of frames of at most `most` pixels each; None: as many as the model's folder allows."""
-        return sizes.smart_resize(
-            size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=most or self.max_pixels
-        )
+        return smart_resize(size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=most or self.max_pixels)
 
     def most_groups(self, tokens: int) -> int:
         return tokens * self.factor**2 // self._least
@@ -88,8 +83,8 @@ class TimedPairs(QwenVideo):
         return taken(clip, budget, from_first_to_last)
 
     def size_of(self, size: Size, frames: int, *, most: int | None) -> Size:
-        return sizes.smart_resize(
-            sizes.at_least(size, self.factor),
+        return smart_resize(
+            at_least(size, self.factor),
             factor=self.factor,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels if most is None else most * frames,

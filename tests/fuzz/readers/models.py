@@ -19,8 +19,7 @@ from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelCon
 from megavlm.data.chat import ChatFormat
 from megavlm.data.preprocessors import processor_for
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megavlm.data.tokenizers.training import train_tokenizer
+from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_tokenizer
 from megavlm.data.types import Conversation, Turn
 from megavlm.families import PUBLISHED, family_of, processor_from
 from megavlm.families.shared.settings import Settings

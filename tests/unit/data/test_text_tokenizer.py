@@ -11,10 +11,9 @@ import sentencepiece
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, LanguageConfig, ModelConfig
 from megavlm.data.chat import ChatFormat
 from megavlm.data.preprocessors import tokenizer_for
+from megavlm.data.tokenizers import MOST_GROWTH
 from megavlm.data.tokenizers.hugging_face import _growth
-from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer, _fields
-from megavlm.data.tokenizers.text import MOST_GROWTH
-from megavlm.data.tokenizers.training import train_tokenizer
+from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer, _fields, train_tokenizer
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.data.tokenizers.training import IMAGE, Tokenizer, ensure_tokenizer, train_tokenizer
+from megavlm.data.tokenizers.sentence_piece import IMAGE, Tokenizer, ensure_tokenizer, train_tokenizer
 from megavlm.errors import UserError
 
 TEXTS = ["How many digits? two", "Which is the largest? seven", "three seven one two", "Which digits? nine two"] * 50

@@ -19,7 +19,7 @@ from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
-from megavlm.inputs.sampling import Budget
+from megavlm.inputs.video import Budget
 from tests.support.clips import HEIGHT, WIDTH, clip, pixels
 
 MODEL = ModelConfig(

@@ -9,8 +9,7 @@ import pytest
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families import processor_from
 from megavlm.families.smolvlm import in_words
-from megavlm.inputs.sampling import Clip
-from megavlm.inputs.video import VideoProcessor
+from megavlm.inputs.video import Clip, VideoProcessor
 
 MODEL = ModelConfig(
     vision=VisionConfig(patch_size=14, temporal_patch_size=2),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.inputs.sampling import (
+from megavlm.inputs.video import (
     Budget,
     Clip,
     Places,

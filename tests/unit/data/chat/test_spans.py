@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.data.chat.probe import openings_of
-from megavlm.data.chat.spans import skeleton
+from megavlm.data.chat.spans import openings_of, skeleton
 from megavlm.data.chat.template import ChatTemplate, TemplateError
 from megavlm.families import CHAT_TEMPLATES
 
