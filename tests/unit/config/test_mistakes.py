@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from megavlm import rules
-from megavlm.command_line import parsing
 from megavlm.command_line.parsing import parse
 from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
@@ -30,6 +29,8 @@ from megavlm.rules.fields import Option, options, value_at, with_values
 from megavlm.rules.layout_rules import WORLD_RULES
 from megavlm.rules.load import from_dict
 from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
+
+pytestmark = pytest.mark.usefixtures("one_parser")
 
 
 class Mistake(NamedTuple):
@@ -74,14 +75,6 @@ def complaint(argv: list[str], *, world: int) -> str:
     assert message.isprintable()
     assert len(message.splitlines()) == 1
     return message
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_parser() -> Iterator[None]:
-    """Build the parser of all options once: the tests here ask it a thousand times."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parsing, "_parser", functools.cache(parsing._parser))
-        yield
 
 
 def accept(argv: list[str], *, world: int) -> None:
