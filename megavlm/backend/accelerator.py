@@ -10,7 +10,7 @@ import resource
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,36 +56,29 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name)
 
 
-class SideStream(Protocol):
-    """Fork, run, join. The computing stream waits for nothing that runs between a fork and its join."""
+def side_stream(device: torch.device) -> SideStream:
+    """Return the side stream of a device: on a CPU, one that runs everything at once."""
+    return CudaStream(device) if device.type == "cuda" else SideStream()
+
+
+class SideStream:
+    """Fork, run, join. The computing stream waits for nothing that runs between a fork and its join.
+
+    A CPU has no streams: work runs where it is queued.
+    """
 
     def fork(self) -> None:
         """Order the work after everything that the computing stream has queued so far, and after nothing later."""
 
     def run(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
         """Return a context that queues its operations on this stream; the caller may free `inputs` afterwards."""
+        return nullcontext()
 
     def join(self, outputs: Iterable[Tensor]) -> None:
         """Let the computing stream wait for the work, and use its `outputs`."""
 
 
-def side_stream(device: torch.device) -> SideStream:
-    """Return the side stream of a device: on a CPU, one that runs everything at once."""
-    return CudaStream(device) if device.type == "cuda" else InlineStream()
-
-
-class InlineStream:
-    """A CPU has no streams: work runs where it is queued."""
-
-    def fork(self) -> None: ...
-
-    def run(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def join(self, outputs: Iterable[Tensor]) -> None: ...
-
-
-class CudaStream:
+class CudaStream(SideStream):
     """A CUDA stream. One thread queues work on it and on the computing stream, so global state (FP8's switch, random
     generators) is never used by two threads.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,43 +29,34 @@ def unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class HostCopies(Protocol):
-    """Copies of contiguous tensors. Computation queued after `wait(ticket)` runs after the ticket's copies."""
+def host_copies_of(device: torch.device) -> HostCopies:
+    """Return the implementation for a device."""
+    return StreamCopies(device) if device.type == "cuda" else HostCopies()
 
-    kind: str  # of the device: "cuda" or "cpu"
+
+class HostCopies:
+    """Copies of contiguous tensors. Computation queued after `wait(ticket)` runs after the ticket's copies.
+
+    On a CPU they are synchronous, within host memory.
+    """
+
+    kind = "cpu"  # of the device
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Start copies to the host, after the computation queued so far; the caller leaves `sources` unchanged until it
         has waited for the ticket. Returns the host tensors and the ticket.
         """
-
-    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
-
-    def wait(self, ticket: Any) -> None: ...
-
-
-def host_copies_of(device: torch.device) -> HostCopies:
-    """Return the implementation for a device."""
-    return StreamCopies(device) if device.type == "cuda" else DirectCopies()
-
-
-class DirectCopies:
-    """On a CPU: synchronous copies within host memory."""
-
-    kind = "cpu"
-
-    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         return [empty_on_host(source).copy_(source) for source in sources], None
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
         return [host.clone() for host in hosts], None
 
     def wait(self, ticket: Any) -> None:
-        pass
+        """Let computation that is queued from now on wait for copies."""
 
 
-class StreamCopies:
+class StreamCopies(HostCopies):
     """On a GPU: one stream per direction, since each direction has its own copy engine. Tickets are CUDA events."""
 
     kind = "cuda"

@@ -110,8 +110,8 @@ class Projector(ConnectorModule):
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         first = self.projector.norm_before_merge
-        merged = self.merge(self.norm(patches) if first else patches, grids, self.projector.pixel_shuffle)
-        merged = self.convolution(merged)
+        merged, factor = self.norm(patches) if first else patches, self.projector.pixel_shuffle
+        merged = self.convolution(merged if factor == 1 else self.merge(merged, grids, factor))
         out = self._projected((merged if first else self.norm(merged))[:, None])
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:

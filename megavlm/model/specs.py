@@ -29,11 +29,10 @@ from megavlm.arch.tensor_split import HeadSplit, language_split, mlp_share, shar
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
 from megavlm.config.lora import clipped_parts
 from megavlm.config.schema import Config
-from megavlm.model.activation import ActivationModule
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
-from megavlm.model.layer_modules import LayerModules, accumulation_fields, fp8_fields, modules_of
+from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, LayerScale, PostNorm
 from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups

@@ -20,8 +20,14 @@ from torch import Tensor
 
 from megavlm.config.derived import layer_precision
 from megavlm.config.schema import Config
-from megavlm.model.activation import ACTIVATIONS, Activation, keeping_input
-from megavlm.model.layer_modules import Execution, LayerModules, with_bias_inside
+from megavlm.model.layer_modules import (
+    ACTIVATIONS,
+    Activation,
+    Execution,
+    LayerModules,
+    keeping_input,
+    with_bias_inside,
+)
 from megavlm.model.packing import Packing, attend_in_all, in_rows, in_sequence, is_faster_at_once
 from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups

@@ -61,15 +61,11 @@ def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tens
 
     Blocks are in row-major order, and inside a block (row, column, channel).
     """
-    if factor == 1:
-        return patches
     return torch.cat([blocks.transpose(1, 2).flatten(2).flatten(0, 1) for blocks in _blocks(patches, grids, factor)])
 
 
 def channels_first_blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
     """Return what `pixel_shuffle` does, but inside a block (channel, row, column), as a convolution's weight has it."""
-    if factor == 1:
-        return patches
     return torch.cat(
         [blocks.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1) for blocks in _blocks(patches, grids, factor)]
     )
@@ -77,8 +73,6 @@ def channels_first_blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int)
 
 def average_pool(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
     """Return the mean of each factor × factor block of neighbouring patches: [P, H] → [P/factor², H], row-major."""
-    if factor == 1:
-        return patches
     return torch.cat([blocks.mean(dim=(1, 3)).flatten(0, 1) for blocks in _blocks(patches, grids, factor)])
 
 

@@ -21,7 +21,7 @@ from megavlm.optim.elementwise import AVERAGE, ElementwiseOptimizer
 from megavlm.optim.fully_sharded import ShardedOptimizer
 from megavlm.optim.master_weights import entries_of, held_layouts, round_in_one_launch
 from megavlm.optim.matrices import MatrixShard, MatrixUpdates
-from megavlm.optim.qk_clip import ClipOptions, QKClip, clipped_layers
+from megavlm.optim.qk_clip import QKClip, clipped_layers
 from megavlm.optim.rules import ELEMENTWISE, OF_MATRICES
 from megavlm.optim.stores import DiskStore, HostStore, StateStore
 from megavlm.parallel.groups import Groups
@@ -116,7 +116,7 @@ def _qk_clip(parts: Sequence[Any], chunks: Sequence[Any], config: Config) -> tup
         return ()
     entries = entries_of(chunks)
     held = ((part.optimizer, weights, layout) for part in parts for _, weights, layout in held_layouts(part, entries))
-    return (QKClip(held, layers, ClipOptions(config.optimizer.qk_clip_threshold, config.optimizer.qk_clip_alpha)),)
+    return (QKClip(held, layers, config.optimizer),)
 
 
 def loss_scale(optimizer: Any) -> float | None:

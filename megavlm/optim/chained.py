@@ -88,10 +88,6 @@ class MeanGradientOptimizer(ChainedOptimizer):
         if self.ema_decay:
             average(self, self.ema_decay)
 
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Refuse: a step is `squared_norm`, then `update` with what the host has learned."""
-        raise NotImplementedError("call squared_norm and update")
-
     @property
     def _device(self) -> torch.device:
         return self.get_loss_scale().device

@@ -31,19 +31,13 @@ from torch import Tensor
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
 from megavlm.config.lora import clipped_parts
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, OptimizerConfig
 from megavlm.model.attention import LogitAttention
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.parallel.shards import Place, ShardLayout, local_part
 
 _PROJECTION = ".self_attention.linear_qkv."
-
-
-@dataclass(frozen=True)
-class ClipOptions:
-    threshold: float  # τ
-    alpha: float
 
 
 def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
@@ -62,11 +56,12 @@ def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
     }
 
 
-def row_factors(largest: Tensor, split: HeadSplit, options: ClipOptions) -> Tensor:
+def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> Tensor:
     """Return the factor of each row of a fused projection of queries, keys and values, given m_h [heads]."""
-    shrink = torch.where(largest > options.threshold, options.threshold / largest, 1.0)  # γ; 1 where m is NaN
+    threshold = options.qk_clip_threshold
+    shrink = torch.where(largest > threshold, threshold / largest, 1.0)  # γ; 1 where m is NaN
     grouped = shrink.view(split.groups, -1)
-    key = grouped.amax(1, keepdim=True) ** (1 - options.alpha)
+    key = grouped.amax(1, keepdim=True) ** (1 - options.qk_clip_alpha)
     return torch.cat([grouped / key, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
 
 
@@ -77,7 +72,7 @@ class QKClip:
         self,
         held: Iterable[tuple[ElementwiseOptimizer, Tensor, ShardLayout]],
         layers: Mapping[str, HeadSplit],
-        options: ClipOptions,
+        options: OptimizerConfig,
     ) -> None:
         """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
         self._layers, self._options = layers, options

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.backend.accelerator import InlineStream, SideStream, side_stream
+from megavlm.backend.accelerator import SideStream, side_stream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.context_parts import in_parts
@@ -125,7 +125,7 @@ class ColocatedEncoder:
         self._encoded: _Encoded | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: _Ahead | None = None
-        self._side_stream: SideStream = side_stream(encoder.device) if config.placement.encode_ahead else InlineStream()
+        self._side_stream = side_stream(encoder.device) if config.placement.encode_ahead else SideStream()
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode the next step's images during this step, a pass at each call of `advance`.

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.accelerator import CudaStream, InlineStream, clock_of, give_each_stream_a_workspace, side_stream
-from megavlm.backend.host_copies import DirectCopies, StreamCopies, empty_on_host, host_copies_of
+from megavlm.backend.accelerator import CudaStream, SideStream, clock_of, give_each_stream_a_workspace, side_stream
+from megavlm.backend.host_copies import HostCopies, StreamCopies, empty_on_host, host_copies_of
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phases
 from tests.support.host_copies import Streams
 
@@ -53,7 +53,7 @@ def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(s
 
 
 def test_a_cpu_works_at_once() -> None:
-    assert isinstance(side_stream(torch.device("cpu")), InlineStream)
+    assert type(side_stream(torch.device("cpu"))) is SideStream
 
 
 def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_copies_wait_for_what_was_computed_and_are_waited_for(copying: Streams) 
 
 
 def test_each_device_has_its_own_kind_of_copies(copying: Streams) -> None:
-    assert isinstance(host_copies_of(torch.device("cpu")), DirectCopies)
+    assert type(host_copies_of(torch.device("cpu"))) is HostCopies
     found = host_copies_of(torch.device("cuda", 0))
     assert isinstance(found, StreamCopies)
     assert found.kind == "cuda"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megavlm.model.activation import ACTIVATIONS
+from megavlm.model.layer_modules import ACTIVATIONS
 
 FORMULAS = {
     "gelu": F.gelu,
@@ -59,7 +59,7 @@ def test_zeros_give_zeros_and_so_do_their_gradients_in_a_product(name: str) -> N
 
 COMPILED = """
 import torch
-from megavlm.model.activation import ACTIVATIONS, activations
+from megavlm.model.layer_modules import ACTIVATIONS, activations
 from megavlm.model.rotary import Rotary, rotation
 
 def numbers(function, x, *rest):

@@ -10,8 +10,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megavlm.model.activation import ACTIVATIONS, ActivationModule
 from megavlm.model.experts import GroupedExperts, Products, Rows, emulated
+from megavlm.model.layer_modules import ACTIVATIONS, ActivationModule
 from megavlm.model.weights import initialize
 from megavlm.parallel.shards import shard_layout
 from megavlm.precision.emulated import current_operands, rounded

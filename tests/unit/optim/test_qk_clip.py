@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megavlm.arch.tensor_split import head_split
-from megavlm.optim.qk_clip import ClipOptions, row_factors
+from megavlm.config.schema import OptimizerConfig
+from megavlm.optim.qk_clip import row_factors
 
 WIDTH = 3
 
@@ -14,7 +15,9 @@ WIDTH = 3
 def factors(largest: list[float], groups: int, *, alpha: float = 0.5) -> tuple[torch.Tensor, ...]:
     """The factors of queries [groups, heads of each], keys [groups] and values [groups] at a threshold of 10."""
     split = head_split(len(largest), groups, WIDTH, 1)
-    rows = row_factors(torch.tensor(largest, dtype=torch.float64), split, ClipOptions(10.0, alpha))
+    rows = row_factors(
+        torch.tensor(largest, dtype=torch.float64), split, OptimizerConfig(qk_clip_threshold=10.0, qk_clip_alpha=alpha)
+    )
     rows = rows.view(groups, -1, WIDTH)
     assert torch.equal(rows, rows[:, :, :1].expand_as(rows)), "one factor for all channels of a head"
     return rows[:, :-2, 0], rows[:, -2, 0], rows[:, -1, 0]
