@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 293,
     "flags": 147,  # 150
     "code lines of tests": 40_700,  # 33,000
-    "words of documentation": 44_835,  # 45,000
+    "words of documentation": 44_825,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
