@@ -321,6 +321,27 @@ def test_the_tests_keep_their_rules() -> None:
     assert not found, "\n".join(found)
 
 
+# How many modules of the trainer programs import, and how many names of them: they may only fall.
+SURFACE = {"modules": 101, "names": 269}  # 60, 130
+
+
+def test_programs_use_few_names_of_the_trainer() -> None:
+    """What programs import of the trainer is its public surface: who changes it has to look at both."""
+    modules = {module.name for module in SHIPPED}
+    used = {
+        i.target
+        for module in SHIPPED
+        if within(module.name, "megavlm.programs")
+        for i in module.imports
+        if within(i.target, "megavlm") and not within(i.target, "megavlm.programs")
+    }
+    found = {
+        "modules": len({name if name in modules else name.rpartition(".")[0] for name in used}),
+        "names": len(used),
+    }
+    assert all(found[name] <= most for name, most in SURFACE.items()), f"{found} are more than {SURFACE}"
+
+
 def test_every_module_has_a_rank() -> None:
     assert [module.name for module in SHIPPED if rank_of(module.name) is None] == []
 

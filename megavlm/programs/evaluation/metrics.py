@@ -6,11 +6,125 @@ A metric returns a score between 0 and 1 for one question; a task's score is the
 from __future__ import annotations
 
 import math
+import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from megavlm.programs.evaluation.choices import chosen_letter
-from megavlm.programs.evaluation.vqa_text import normalised
+LETTERS = string.ascii_uppercase
+_ASK = "Answer with the option's letter from the given choices directly."
+# Punctuation or the end must follow, because "the answer is a dog" names no letter.
+_STATED = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*[:=]?\s*\(?([a-z])(?=\s*(?:[^\w\s'’]|$))", re.IGNORECASE)
+
+
+def question_with_choices(question: str, choices: Sequence[str]) -> str:
+    """Return a question with its lettered choices, as LLaVA and lmms-eval ask MMBench's and MMMU's; without, as is."""
+    if not choices:
+        return question
+    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    return "\n".join([question, *lines, _ASK])
+
+
+def chosen_letter(answer: str, choices: Sequence[str]) -> str | None:
+    """Return the letter of the choice that an answer names, or None where it names none or more than one.
+
+    The first of these rules that finds a letter decides. They are those of MMMU's and MMBench's evaluations (Yue et al.
+    2023, Liu et al. 2023), but none is drawn at random where an answer names no choice.
+
+    1. The answer is a letter, or begins with one that brackets, a full stop or a colon set apart: "b", "(B)", "B. cat".
+    2. It says which: "The answer is B", "Option: B".
+    3. It is the text of a choice, or contains that of one choice alone.
+    4. One capital letter stands by itself; "A" and "I" count only at the end, elsewhere they are words.
+    """
+    text, letters = answer.strip(), LETTERS[: len(choices)]
+    for found in (_leading(text), _stated(text), _by_text(text, choices), _standing_alone(text, letters)):
+        if found is not None and found in letters:
+            return found
+    return None
+
+
+def _leading(text: str) -> str | None:
+    match = re.match(r"[(\[]?([A-Za-z])(?:[)\].:,]|\s*$)(?![A-Za-z])", text)
+    return match[1].upper() if match else None
+
+
+def _stated(text: str) -> str | None:
+    found = {letter.upper() for letter in _STATED.findall(text)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _by_text(text: str, choices: Sequence[str]) -> str | None:
+    said, plain = _bare_choice(text), [_bare_choice(choice) for choice in choices]
+    if said in plain:
+        return LETTERS[plain.index(said)]
+    within = [
+        place for place, choice in enumerate(plain) if choice and re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", said)
+    ]
+    return LETTERS[within[0]] if len(within) == 1 else None
+
+
+def _standing_alone(text: str, letters: str) -> str | None:
+    words = re.findall(r"(?<![\w'’])([A-Z])(?![\w'’])", text)
+    ends = re.search(r"(?<![\w'’])([A-Z])\W*$", text)
+    found = {word for word in words if word in letters and word not in "AI"} | ({ends[1]} if ends else set())
+    return found.pop() if len(found) == 1 else None
+
+
+def _bare_choice(text: str) -> str:
+    return " ".join(text.lower().split()).strip(".,!?:; ")
+
+
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_COMMA_IN_NUMBER = re.compile(r"\d,\d")
+_FULL_STOP = re.compile(r"\.(?!\d)")
+_ARTICLES = frozenset(("a", "an", "the"))
+_NUMBERS = {
+    "none": "0",
+    **{
+        word: str(number) for number, word in enumerate("zero one two three four five six seven eight nine ten".split())
+    },
+}
+# Contractions that the evaluation knows. It misses some ("we're", "let's", "she's", and all of "I").
+_CONTRACTIONS = (
+    "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd "
+    "he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've "
+    "needn't not've o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd've "
+    "somebody'll somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll "
+    "that's there'd there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've "
+    "we've weren't what'll what're what's what've when's where'd where's where've who'd who'd've who'll who's "
+    "who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've "
+    "you'll you're you've"
+).split()
+
+
+def _without_an_apostrophe(word: str) -> list[str]:
+    """Return the spellings that leave out one of the word's apostrophes."""
+    return [word[:place] + word[place + 1 :] for place, letter in enumerate(word) if letter == "'"]
+
+
+_APOSTROPHES = {
+    **dict(chain.from_iterable(((wrong, word) for wrong in _without_an_apostrophe(word)) for word in _CONTRACTIONS)),
+    "somebody'd": "somebodyd",  # the evaluation has this one the wrong way round
+}
+
+
+def normalised(answer: str) -> str:
+    """Return an answer as VQA's evaluation compares it."""
+    text = _without_punctuation(" ".join(answer.split()))
+    words = [_NUMBERS.get(word, word) for word in text.lower().split()]
+    return " ".join(_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
+
+
+def _without_punctuation(text: str) -> str:
+    """Drop punctuation next to a space (all of it, where a comma is inside a number), else put a space in its place."""
+    has_number = _COMMA_IN_NUMBER.search(text) is not None
+    found = text
+    for mark in _PUNCTUATION:
+        drop = has_number or f"{mark} " in text or f" {mark}" in text
+        found = found.replace(mark, "" if drop else " ")
+    return _FULL_STOP.sub("", found)
+
 
 ANLS_THRESHOLD = 0.5
 RELATIVE_TOLERANCE = 0.05

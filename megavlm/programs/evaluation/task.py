@@ -18,8 +18,7 @@ from megavlm.data.records.turns import from_cell
 from megavlm.data.types import Conversation, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
-from megavlm.programs.evaluation.choices import LETTERS, chosen_letter, question_with_choices
-from megavlm.programs.evaluation.metrics import ANNOTATORS, METRICS
+from megavlm.programs.evaluation.metrics import ANNOTATORS, LETTERS, METRICS, chosen_letter, question_with_choices
 from megavlm.rules.fields import Kind
 
 

@@ -27,8 +27,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import check, listed, number, read_json, whole
-from megavlm.programs.inference.own_model import OwnAnswers, config_of_parts
-from megavlm.programs.inference.streaming import Streamer
+from megavlm.programs.inference.own_model import OwnAnswers, Streamer, config_of_parts
 from megavlm.rules.defaults import resolve
 
 _TOKEN = whole(0, 2**31 - 1)

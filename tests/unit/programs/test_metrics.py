@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.programs.evaluation.choices import chosen_letter, question_with_choices
-from megavlm.programs.evaluation.intervals import bootstrap, wilson
 from megavlm.programs.evaluation.metrics import (
     METRICS,
     anls,
+    chosen_letter,
     edit_distance,
     exact_match,
     multiple_choice,
+    normalised,
+    question_with_choices,
     relaxed_accuracy,
     vqa_accuracy,
 )
-from megavlm.programs.evaluation.vqa_text import normalised
+from megavlm.programs.evaluation.scores import bootstrap, wilson
 
 
 @pytest.mark.parametrize(

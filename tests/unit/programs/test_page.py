@@ -18,10 +18,17 @@ from megavlm.data.types import Skipped
 from megavlm.inputs.bad_sample import Reason
 from megavlm.inputs.patches import patchify
 from megavlm.programs.prepare import main as prepare
-from megavlm.programs.preview.charts import bins_of, histogram
-from megavlm.programs.preview.collect import look, unpatchified
-from megavlm.programs.preview.content import PackedSegment, PreviewContent, Shown, SourceShare, Stretch, stretches_of
-from megavlm.programs.preview.page import page
+from megavlm.programs.preview.collect import (
+    PackedSegment,
+    PreviewContent,
+    Shown,
+    SourceShare,
+    Stretch,
+    look,
+    stretches_of,
+    unpatchified,
+)
+from megavlm.programs.preview.page import bins_of, histogram, page
 from megavlm.programs.preview.preview import main
 from tests.support.data_files import record, sources_of, write_all
 

@@ -13,10 +13,8 @@ from PIL import Image
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.programs.evaluation.answers import Answer, AnswerFolder
-from megavlm.programs.evaluation.asking import progress, refuse_unasked, remaining
-from megavlm.programs.evaluation.page import failures_page
-from megavlm.programs.evaluation.scores import results_json, scored, scores_of
+from megavlm.programs.evaluation.answers import Answer, AnswerFolder, progress, refuse_unasked, remaining
+from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
 
 RECORDS: list[dict[str, Any]] = [
