@@ -16,15 +16,8 @@ def started_as(command: str) -> str:
 
 
 def program(command: str) -> str:
-    """Return what starts a command, in the way that the running one was started: `python tools/plan.py`, say."""
-    if sys.argv[0].startswith("python -m megavlm"):
-        return f"python -m megavlm {command}"
-    if sys.argv[0].endswith(".py"):
-        folder = Path(sys.argv[0]).parent
-        for clone in (folder, folder.parent):
-            if (clone / "pretrain_vlm.py").is_file():
-                return f"python {clone / _script(command)}"
-    return f"megavlm {command}"
+    """Return what starts a command: `megavlm plan`, say; `python -m megavlm plan` where the running one began so."""
+    return f"{'python -m ' if sys.argv[0].startswith('python -m megavlm') else ''}megavlm {command}"
 
 
 def _script(command: str) -> str:

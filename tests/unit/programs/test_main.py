@@ -69,8 +69,8 @@ def test_a_mistake_in_a_command_is_one_line_with_its_name(name: str, capsys: pyt
     [
         ("megavlm plan", "plan", "megavlm plan", "megavlm doctor"),
         ("python -m megavlm plan", "plan", "megavlm plan", "python -m megavlm doctor"),
-        ("tools/plan.py", "plan", "plan.py", "python tools/doctor.py"),
-        (str(ROOT / "pretrain_vlm.py"), "train", "pretrain_vlm.py", f"python {ROOT}/tools/doctor.py"),
+        ("tools/plan.py", "plan", "plan.py", "megavlm doctor"),
+        (str(ROOT / "pretrain_vlm.py"), "train", "pretrain_vlm.py", "megavlm doctor"),
         ("/usr/lib/pytest/__main__.py", "train", "megavlm train", "megavlm doctor"),
     ],
 )
