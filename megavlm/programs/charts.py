@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_MOST_POINTS = 400  # of a line; more are averaged in groups
-_TICKS = 4  # at least two, at most twice as many
-
 Point = tuple[float, float]
 
 
@@ -42,7 +39,7 @@ def short(number: float) -> str:
     return f"{number:.4g}"
 
 
-def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+def thinned(points: Sequence[Point], most: int = 400) -> list[Point]:
     """Return at most `most` points: means of neighbours, each at the place of its last point."""
     size = max(-(-len(points) // most), 1)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
@@ -53,7 +50,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return round numbers from `low` to `high`, 1, 2 or 5 times a power of ten apart."""
     if not high > low:
         return [low]
-    rough = (high - low) / _TICKS
+    rough = (high - low) / 4  # at most twice as many ticks
     power = 10.0 ** math.floor(math.log10(rough))
     step = max(factor * power for factor in (1, 2, 5) if factor * power <= rough)
     first = math.ceil(low / step - 1e-9)
