@@ -18,5 +18,4 @@ def _declared() -> tuple[Connector, ...]:
     return tuple({id(connector): connector for connector in found}.values())
 
 
-if BUILT_IN not in registry():
-    registry().add(BUILT_IN, Extension(connectors=_declared()))
+registry().add(BUILT_IN, Extension(connectors=_declared()))

@@ -54,10 +54,6 @@ def test_defaults_of_options_are_those_of_the_schema() -> None:
     assert all(option.default == value_at(Config(), option.path) for option in options())
 
 
-def test_no_flags_give_the_defaults() -> None:
-    assert parse([]) == Config()
-
-
 def test_flags_of_every_kind() -> None:
     argv = (
         "--set model.vision.num_layers=7 model.language.hidden_size=96 --train-iters 12 --lr 1e-4 --freeze vision "
@@ -142,11 +138,6 @@ def test_of_a_flag_and_a_key_the_last_one_counts() -> None:
     assert parse("--seed 1 --set train.seed=2".split()).train.seed == 2
     assert parse("--set train.seed=2 --seed 1".split()).train.seed == 1
     assert parse("--set train.seed=2 train.seed=3".split()).train.seed == 3
-
-
-def test_a_key_takes_the_place_of_what_a_file_says_in_another_way(yaml_file: str) -> None:
-    train = parse(["--config", yaml_file, "--set", "train.epochs=2"]).train
-    assert (train.epochs, train.train_iters) == (2, None)
 
 
 def test_a_key_that_says_a_default_has_to_have_an_effect_too() -> None:
