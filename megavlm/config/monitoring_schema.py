@@ -132,17 +132,9 @@ class NumericsConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int = option(
         0,
-        "Steps between comparisons, by checksum, of weights and Adam moments that ranks hold alike (data-parallel "
-        "replicas, and tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
+        "Steps between comparisons, by checksum, of weights that ranks hold alike (data-parallel replicas, and "
+        "tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
         "names the rank. 0: no comparison.",
-        flag=KEY_ONLY,
-        valid=AT_LEAST_0,
-    )
-    verify_micro_batch_interval: int = option(
-        0,
-        "Steps between checks in which each rank computes one micro-batch twice, forward and backward, and compares "
-        "the results bit for bit; a difference ends the run with exit status 71 and names the rank and the module. "
-        "0: no check.",
         flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )

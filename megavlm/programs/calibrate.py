@@ -33,8 +33,8 @@ from megavlm.config.schema import (
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
+from megavlm.programs.calibration import TimedLayer, fit, predicted, row_tile
 from megavlm.rules.check import check
-from megavlm.train.calibration import TimedLayer, fit, predicted, row_tile
 from megavlm.world import world_of
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
@@ -118,7 +118,7 @@ def calibrate(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megavlm.model.specs import DTYPES
-    from megavlm.train.calibration import measure_link, timed_layers, timed_products
+    from megavlm.programs.calibration import measure_link, timed_layers, timed_products
 
     rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
     rates: list[float] = []

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.derived import launches_in_order, replica_size
 from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
-from megavlm.errors import RankError, Stopped, UserError
+from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.job import note_cause, note_exit
-from megavlm.resilience.output import survive_lost_output
-from megavlm.resilience.retry import launch_time, refuse_retry
+from megavlm.programs.main import survive_lost_output
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 from megavlm.rules.check import check, usable_world
@@ -183,3 +183,38 @@ def _world_or_alone() -> World:
     except UserError:
         rank = os.environ.get("RANK", "0")
         return World(int(rank) if rank.isdecimal() and len(rank) < 10 else 0)
+
+
+def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
+    """Raise the UserError that ended an earlier attempt of this launch, with as many ranks, if one did.
+
+    `launched` is the time (of `time.time`) when torchrun started: with the same torchrun, the options are the same.
+    """
+    status = read_status(run_dir)
+    if status.get("state") != "failed" or status.get("exit_status") not in (UserError.status, BadNumbers.status):
+        return
+    # status.json has whole seconds; an attempt fails much later than a second after torchrun's start
+    if status.get("world") != world or _time_of(status.get("time")) < launched + 1:
+        return
+    kind = BadNumbers if status["exit_status"] == BadNumbers.status else UserError
+    line = f"{status.get('reason')} (not tried again: attempt {status.get('attempt')} of this torchrun ended so)"
+    error = kind(line)
+    error.wait = 1.0  # nothing is imported or built, so that all ranks get here at once
+    raise error
+
+
+def launch_time() -> float:
+    """Return when the parent of this process, torchrun, started, in seconds of `time.time`; infinity if unknown."""
+    try:
+        ticks = float(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return float("inf")
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _time_of(text: object) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0

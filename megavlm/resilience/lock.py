@@ -24,6 +24,7 @@ from typing import Any
 
 from megavlm.errors import UserError
 from megavlm.files import unwritable
+from megavlm.paths import open_regular
 from megavlm.program import started_as
 from megavlm.resilience.events import record
 
@@ -42,9 +43,7 @@ class RunLock:
         self._on_loss: Callable[[str], object] = _say
 
     def when_lost(self, act: Callable[[str], object]) -> None:
-        """Call `act` with a line once the lock is no longer in the folder, which was removed. One that was renamed gets
-        a link in its old place, and the run goes on.
-        """
+        """Call `act` with a line once the lock is no longer in the folder, which was removed or renamed."""
         self._on_loss = act
 
     def acquire(self) -> None:
@@ -84,36 +83,22 @@ class RunLock:
             self._file = None
 
     def _beat(self, me: dict[str, Any]) -> None:
-        told = False
+        path, told = self._run_dir / FILE, False
         while not self._released.wait(_BEAT):
             if (file := self._file) is None:
                 return
-            is_there = _is_at(file, self._run_dir / FILE)
-            owner = _owner(file) if is_there else _owner_at(self._run_dir / FILE) or me
+            is_there = _is_at(file, path)
+            owner = _owner(file) if is_there else _owner_at(path)
             if owner and owner != me:
                 # This process was suspended for so long that a run on another machine took the folder over, or the
                 # folder was renamed and another run has begun in its place.
                 _say(f"{self._run_dir} now belongs to process {owner.get('pid')} on {owner.get('host')}: this run ends")
                 os._exit(1)
-            if not told and not is_there and not self._follow(file):
+            if not is_there and not told:
                 told = True
-                self._on_loss(f"{self._run_dir / FILE} is gone: the folder was removed or renamed")
+                self._on_loss(f"{path} is gone: the folder was removed or renamed")
             with suppress(OSError):  # a file system that is read-only or away may come back
                 os.utime(file)
-
-    def _follow(self, file: int) -> bool:
-        """Put a link where the run folder was before it was renamed; return False if it was not, or if the place is
-        taken. All that the ranks write then goes where metrics go.
-        """
-        try:
-            now = Path(os.readlink(f"/proc/self/fd/{file}"))
-            if now.name != FILE or not _is_at(file, now):
-                return False
-            os.symlink(now.parent, self._run_dir)
-        except OSError:
-            return False
-        _say(f"{self._run_dir} was renamed to {now.parent}: a link in its old place leads there, and the run goes on")
-        return True
 
 
 def _open_lock(path: Path) -> int:
@@ -211,15 +196,12 @@ def _owner(file: int) -> dict[str, Any]:
 
 
 def _owner_at(path: Path) -> dict[str, Any]:
-    """Return the owner that another file of this name has now; empty if there is none."""
+    """Return the owner that another file in the lock's place names; empty if there is none."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            return _owner(file.fileno())
     except OSError:
         return {}
-    try:
-        return _owner(file)
-    finally:
-        os.close(file)
 
 
 def _write(file: int, owner: dict[str, Any]) -> None:

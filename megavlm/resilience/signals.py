@@ -137,11 +137,6 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def may_be_killed() -> bool:
-    """Return whether what started this process kills it some time after it has asked it to stop."""
-    return under_torchrun() or any(name in os.environ for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"))
-
-
 def _words_of(process: int) -> list[str]:
     try:
         with open(f"/proc/{process}/cmdline", "rb") as file:
@@ -155,14 +150,3 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         return DEFAULT_PATIENCE
-
-
-def patience_complaint(*, step: float, save: float, patience: float) -> str | None:
-    """Return a line if a step and a save take longer than torchrun waits before it kills, else None."""
-    if step + save <= patience:
-        return None
-    return (
-        f"warning: a step takes {step:.0f} s and a save {save:.0f} s, more than the {patience:.0f} s between SIGTERM "
-        f"and SIGKILL: start torchrun with --shutdown-timeout {2 * (step + save):.0f} and let the scheduler wait as "
-        "long, or what was trained since the last save is lost"
-    )

@@ -8,24 +8,27 @@ and every rank ends, from this thread: the training thread may wait in a collect
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import io
 import json
+import linecache
 import os
 import platform
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megavlm.files import replace_file
+from megavlm.files import open_new, replace_file
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
-from megavlm.resilience.stacks import place_of, processor_time, write_stacks
 from megavlm.resilience.status import HUNG, write_status
 
 INTERVAL = 5.0  # seconds between reports
@@ -276,3 +279,52 @@ def _kill_sibling(process: int) -> None:
 
 def _key(rank: int) -> str:
     return f"rank-{rank}"
+
+
+# Files whose functions wait for other ranks, and what a line that waits for a transfer looks like elsewhere.
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_WAITS = (".wait(", ".synchronize(", ".tolist(", ".item(")
+
+
+def place_of(thread: int) -> tuple[str, bool]:
+    """Return where a thread is, as "all_reduce in distributed_c10d.py:2890 called by …", and whether it waits there for
+    other ranks; ("", False) for a thread that has ended.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "", False
+    frames = traceback.extract_stack(frame)
+    inner = frames[-1]
+    collective = next((each.name for each in reversed(frames) if each.filename.endswith(_COLLECTIVES)), None)
+    waits = collective is not None or any(
+        word in linecache.getline(inner.filename, inner.lineno or 0) for word in _WAITS
+    )
+    ours = next((each for each in reversed(frames) if "/megavlm/" in each.filename), None)
+    text = f"{inner.name} ({_short(inner)})"
+    if ours is not None and ours is not inner:
+        text += f" called by {ours.name} ({_short(ours)})"
+    return text, waits
+
+
+def processor_time(thread: int) -> int:
+    """Return the nanoseconds of processor time that a living thread has used: none is added while it waits."""
+    return time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
+
+
+def write_stacks(path: Path, header: str) -> None:
+    """Write the stacks of all threads of this process.
+
+    The file names the training thread's identifier, since `faulthandler` prints identifiers alone.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with io.TextIOWrapper(open_new(path), encoding="utf-8") as file:
+        print(header, file=file)
+        for thread in threading.enumerate():
+            print(f"thread 0x{thread.ident or 0:016x}: {thread.name}", file=file)
+        print(file=file, flush=True)
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _short(frame: traceback.FrameSummary) -> str:
+    parts = Path(frame.filename).parts
+    return f"{'/'.join(parts[-3:])}:{frame.lineno}"

@@ -36,14 +36,13 @@ from megavlm.rules.defaults import resolve, with_device_defaults
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
-from megavlm.train.hooks.callbacks import Callbacks
+from megavlm.train.hooks.hook import Callbacks
 from megavlm.train.hooks.watch import Watch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
 from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
 from megavlm.train.run_data import RunData, prepare
-from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
-from megavlm.train.same_extensions import check_same_extensions
+from megavlm.train.run_dir import check_same_extensions, check_shared, make_run_dir, write_run_files, write_sidecars
 from megavlm.train.source import build_source
 from megavlm.train.uploads import Uploads
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,15 +15,16 @@ from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
 from megavlm.config.lora import beyond_adapters
+from megavlm.config.messages import described, did_you_mean, plain
+from megavlm.config.registry import Entry, registered
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback
-from megavlm.metrics.expert_loads import ExpertLoadsSink
 from megavlm.metrics.progress import ProgressLine
-from megavlm.metrics.samples_sink import SamplesSink
-from megavlm.metrics.sinks import JsonlSink, lost_steps
-from megavlm.metrics.tensorboard import TensorBoardSink
+from megavlm.metrics.samples import SamplesSink
+from megavlm.metrics.sinks import ExpertLoadsSink, JsonlSink, lost_steps
+from megavlm.metrics.tracker_clients import TensorBoardSink
 from megavlm.metrics.trackers import check_installed, trackers_of
-from megavlm.metrics.user_callbacks import load
 from megavlm.planner.auto import offload_memory_error
 from megavlm.precision.device import device_at_hand
 from megavlm.resilience import events
@@ -101,3 +103,41 @@ def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine
     if config.logging.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", purge_step=iteration + 1 if iteration else None))
     return progress, [*sinks, *trackers_of(config, run_dir)]
+
+
+def load(names: Sequence[str]) -> list[Callback]:
+    """Import, make and return callbacks, in the order of their names. Raises UserError, which names the one that fails.
+
+    Modules are found where Python finds them, and then in the working directory.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> Callback:
+    entry = registered("callbacks").get(name)
+    module_name, _, attribute = (entry.code if isinstance(entry, Entry) else name).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"--callback {plain(name)}: Python finds no module {plain(error.name)}: add its folder to PYTHONPATH"
+            ) from error
+        raise UserError(f"--callback {plain(name)} cannot be imported: {described(error)}") from error
+    except Exception as error:
+        raise UserError(f"--callback {plain(name)} cannot be imported: {described(error)}") from error
+    if not hasattr(module, attribute):
+        hint = did_you_mean(attribute, [name for name, each in vars(module).items() if isinstance(each, type)])
+        hint = hint or ": name a class that it has"
+        raise UserError(f"--callback {plain(name)}: {plain(module_name)} has no {plain(attribute)}{hint}")
+    try:
+        made = getattr(module, attribute)()
+    except Exception as error:
+        raise UserError(f"--callback {plain(name)} cannot be made: {described(error)}") from error
+    if not isinstance(made, Callback):
+        raise UserError(
+            f"--callback {plain(name)} makes a {type(made).__name__}: derive it from megavlm.metrics.callback.Callback"
+        )
+    return made

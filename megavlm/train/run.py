@@ -17,7 +17,7 @@ from megavlm.metrics.progress import ProgressLine
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.resilience.lock import RunLock
 from megavlm.train.engine import Engine
-from megavlm.train.hooks.callbacks import Callbacks
+from megavlm.train.hooks.hook import Callbacks
 from megavlm.train.hooks.watch import Watch
 from megavlm.train.uploads import Uploads
 

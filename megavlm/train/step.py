@@ -11,14 +11,12 @@ from megavlm.arch.kinds import step_flops
 from megavlm.arch.workload import Workload
 from megavlm.backend.accelerator import peak_memory, profiler_range
 from megavlm.data.types import StepData
-from megavlm.metrics import throughput
 from megavlm.metrics.callback import Value
-from megavlm.train.counts import Counts, counts_of
-from megavlm.train.expert_load import load_record
+from megavlm.planner.devices import peak_tflops
 from megavlm.train.hooks.hook import Step
 from megavlm.train.hooks.order import Hooks
 from megavlm.train.run import Run
-from megavlm.train.step_result import StepResult
+from megavlm.train.step_result import Counts, StepResult, counts_of, load_record
 
 
 def take_step(run: Run, iteration: int, hooks: Hooks) -> Step:
@@ -63,8 +61,9 @@ def _record(
         trained_tokens=result.trained_tokens,
     )
     flops = step_flops(run.config, work)
-    tflops = throughput.model_tflops_per_device(flops=flops, seconds=seconds, devices=run.plan.dims.world)
-    peak = throughput.peak_of_run(run.backend.name, run.config)
+    tflops = flops / seconds / run.plan.dims.world / 1e12
+    fp8 = run.config.precision.fp8 != "none"
+    peak = peak_tflops(run.backend.name, "fp8" if fp8 else run.config.precision.dtype)
     memory = max(peak_memory(run.backend.device), run.watch.peak_memory)
     record: dict[str, Value] = {
         "iteration": iteration,
@@ -82,10 +81,10 @@ def _record(
         "updated": result.updated,
         "step_time_s": seconds,
         "data_time_s": data_time,
-        "tokens_per_second": throughput.tokens_per_second(int(counts.tokens), seconds),
+        "tokens_per_second": int(counts.tokens) / seconds,
         "images_per_second": counts.images / seconds,
         "model_tflops_per_device": tflops,
-        "mfu": throughput.mfu(tflops, peak),
+        "mfu": None if peak is None else tflops / peak,  # as PaLM: recomputation is not counted
         "peak_memory_gib": memory / 2**30,  # of the fullest rank; the others' reports are seconds old
     }
     if step.epochs is not None:

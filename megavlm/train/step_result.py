@@ -1,16 +1,23 @@
-"""Sum the numbers of a step (loss, tokens, counters) over all ranks before the update."""
+"""Count what a step trains on, sum its numbers over all ranks before the update, and return its results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.train.expert_load import LayerLoad
+from megavlm.arch.workload import image_workload, sliding_squares
+from megavlm.config.derived import has_experts
+from megavlm.config.schema import ModelConfig
+from megavlm.data.loader import stats
+from megavlm.data.types import StepData
+from megavlm.metrics.callback import Value
+from megavlm.model.router import Router
+from megavlm.parallel.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -117,3 +124,115 @@ def sum_over_ranks(
     losses = rest[:sources], rest[sources : 2 * sources]
     norm = None if squared_norm is None else squared**0.5
     return StepSums(norm, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:], beside)
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """The sums of a step for one layer: tokens that took each expert, and the balance losses times trained tokens."""
+
+    tokens: tuple[float, ...]
+    balance: float
+    z: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+    @property
+    def largest(self) -> float:
+        """Return the load of the fullest expert relative to the mean: 1 if all have equally many tokens."""
+        return max(self.tokens) / self.mean if self.mean else 1.0
+
+    @property
+    def entropy(self) -> float:
+        """Return the entropy of the load relative to that of an even load: 1 if even, 0 if one expert has all."""
+        shares = [tokens / sum(self.tokens) for tokens in self.tokens if tokens]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.tokens)) if shares else 1.0
+
+
+def layer_loads(sums: Sequence[float], model: ModelConfig) -> dict[int, LayerLoad]:
+    """Return the loads by layer from what `Schedule.tallies` returns, [layers · (E + 2)], summed over all ranks."""
+    width = model.experts.num_experts + 2
+    rows = [sums[start : start + width] for start in range(0, len(sums), width)]
+    return {
+        layer: LayerLoad(tuple(tokens), balance, z)
+        for layer, (*tokens, balance, z) in enumerate(rows)
+        if has_experts(model, layer)
+    }
+
+
+def update_biases(routers: Sequence[Router], loads: Mapping[int, LayerLoad]) -> None:
+    """Let routers with a bias move it towards an even load."""
+    for router in routers:
+        if router.expert_bias is not None:
+            load = torch.tensor(loads[router.number].tokens, dtype=torch.float32)
+            router.update_bias(load.to(router.expert_bias.device, non_blocking=True))
+
+
+def load_record(loads: Mapping[int, LayerLoad], model: ModelConfig, *, trained_tokens: int) -> dict[str, Value]:
+    """Return what the record of a step says of the experts; empty without experts.
+
+    The losses are means over layers and trained tokens, without their coefficients.
+    """
+    if not loads:
+        return {}
+    record: dict[str, Value] = {}
+    each = loads.values()
+    weight = len(loads) * max(trained_tokens, 1)
+    if model.experts.aux_loss_coeff:
+        record["balance_loss"] = sum(load.balance for load in each) / weight
+    if model.experts.z_loss_coeff:
+        record["router_z_loss"] = sum(load.z for load in each) / weight
+    record["expert_load_max"] = {f"layers.{layer}": load.largest for layer, load in loads.items()}
+    record["expert_load_entropy"] = {f"layers.{layer}": load.entropy for layer, load in loads.items()}
+    return record
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a global batch, which the all-reduce of the training step sums over ranks."""
+
+    tokens: float = 0
+    positions: float = 0
+    image_tokens: float = 0
+    images: float = 0
+    patches: float = 0
+    patch_squares: float = 0
+    window_squares: float = 0
+    features: float = 0
+    token_squares: float = 0
+    sliding_squares: float = 0
+    read: float = 0  # samples read, including skipped ones
+    skipped: float = 0  # samples skipped
+    split: float = 0  # samples of which a part was skipped
+    stop: float = 0  # ranks that were asked to stop
+    failed: float = 0  # replicas whose next data cannot be read
+    late: float = 0  # replicas whose next data are not read yet
+
+    def values(self) -> Sequence[float]:
+        return [float(getattr(self, each.name)) for each in fields(self)]
+
+
+def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
+    """Return this rank's counts of a batch: one rank of each replica counts it."""
+    if not groups.is_reader:
+        return Counts()
+    counted = stats(step.batches)
+    grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
+    images = image_workload(grids, model)
+    lengths = [length for batch in step.batches for length in batch.text.lengths]
+    return Counts(
+        tokens=counted.tokens,
+        positions=counted.positions,
+        image_tokens=counted.image_tokens,
+        images=counted.images,
+        patches=images.patches,
+        patch_squares=images.patch_squares,
+        window_squares=images.window_squares,
+        features=images.features,
+        token_squares=sum(length * length for length in lengths),
+        sliding_squares=sum(sliding_squares(length, model.language.window_size) for length in lengths),
+        read=step.read,
+        skipped=sum(not skip.partly for skip in step.skipped),
+        split=sum(skip.partly for skip in step.skipped),
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megavlm.planner.hardware import Link
 from megavlm.programs.calibrate import SIZES, config_of
-from megavlm.train.calibration import fit, row_tile
+from megavlm.programs.calibration import fit, row_tile
 from tests.support.pool import Pools
 
 
@@ -16,7 +16,7 @@ def measured(run_dir: str) -> Any:
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.train.calibration import measure_link, timed_layers, timed_products
+    from megavlm.programs.calibration import measure_link, timed_layers, timed_products
 
     chosen = backend.activate()
     config = config_of(SIZES[0], "fp32", run_dir, processes=dist.get_world_size())

@@ -12,7 +12,7 @@ import pytest
 from megavlm.resilience.events import events
 from megavlm.resilience.phases import COMPUTE
 from megavlm.resilience.progress import Limits, Report, culprit
-from megavlm.resilience.stacks import place_of, processor_time
+from megavlm.resilience.watchdog import place_of, processor_time
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY, Launched
 from tests.support.training import metrics, train

@@ -56,14 +56,11 @@ def test_phases_are_those_of_the_chunk_they_name(interleaved: Path) -> None:
     assert last == ["forward of chunk 3, micro-batch 0", "backward of chunk 3, micro-batch 0"] * 2
 
 
-def test_the_table_lists_the_ten_costliest(interleaved: Path) -> None:
-    header, *rows = (interleaved / "profile" / "rank-1.txt").read_text().splitlines()
-    assert header.split() == ["ms", "share", "calls", "kernel"]
-    assert len(rows) == 10
-    times = [float(row.split()[0]) for row in rows]
-    assert times == sorted(times, reverse=True)
-    assert any("aten::" in row for row in rows)
-    assert not any("of chunk" in row for row in rows), "our ranges are no operators"
+def test_the_table_lists_operators(interleaved: Path) -> None:
+    table = (interleaved / "profile" / "rank-1.txt").read_text()
+    assert "Self CPU" in table
+    assert "aten::" in table
+    assert "of chunk" not in table, "our ranges are no operators"
 
 
 def test_tracing_changes_no_number_and_names_the_encoder(pools: Pools, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.hooks.samples import Samples
+    from megavlm.train.hooks.held_out import Samples
 
     answer, logits, began = Samples.answer, Schedule.logits, StopRequest.training
     requests: list[Any] = []

@@ -73,7 +73,6 @@ OPTIONS = {
     "colocated": (2, "--placement colocated"),
     "colocated-passes": (2, "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2"),
     "encode-ahead": (2, "--placement colocated --encode-ahead --freeze vision projector"),
-    "verified": (2, "--set numerics.verify_micro_batch_interval=2"),
     "loss-chunks": (2, "--set execution.loss_chunk_tokens=2 model.language.tie_embeddings=true"),
     "late-embedding": (2, "--pipeline-cuts 7 --set model.language.tie_embeddings=true"),
 }

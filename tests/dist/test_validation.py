@@ -160,7 +160,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.hooks.validation import Validation
+    from megavlm.train.hooks.held_out import Validation
 
     after = -1
     measured, losses, requests = Validation.validate, Schedule.losses, []
@@ -214,7 +214,7 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
 
     from megavlm.data.loader import DataLoader
     from megavlm.errors import UserError
-    from megavlm.train.hooks.validation import Validation
+    from megavlm.train.hooks.held_out import Validation
 
     following, batches = Validation._next_batch, 0
     read = DataLoader.next_step

@@ -33,7 +33,7 @@ OWN = {
     ("train/initial_state.py", "rename"): "a folder of a checkpoint",
     ("checkpoint/hf/adapters.py", "rename"): "a folder that is new",
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
-    ("resilience/output.py", "open"): "/dev/null",
+    ("programs/main.py", "open"): "/dev/null",
     ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
     ("programs/launch/job.py", "open"): "creates, or fails; the file that torchrun names",
 }

@@ -1,79 +1,136 @@
-"""Look for devices that compute or store wrongly: copies that differ, and micro-batches that are computed twice."""
+"""Compare copies of weights between ranks, to find a device that computes or stores wrongly.
+
+Data-parallel replicas hold equal weights (with ZeRO-2 and 3 the ranks of all shard groups that hold the same rows),
+expert-data-parallel ranks equal experts, and tensor-parallel ranks equal weights that are not cut (norms, some biases).
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from megavlm.errors import DeviceFault
-from megavlm.metrics.callback import Value
-from megavlm.train.hooks.hook import RankHook, Step
-from megavlm.train.micro_batch_check import computed_twice
-from megavlm.train.replicas import Difference, differing_copies
+from megavlm.model.vlm import bare_chunk
+from megavlm.optim.fully_sharded import FullyShardedChunk
+from megavlm.parallel.shards import local_part
+from megavlm.train.hooks.hook import RankHook
 from megavlm.train.run import Run
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Report = Callable[..., None]  # kind, iteration, reason, details of an event
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A weight whose copies differ, and the ranks to blame: the minority, or all if there is no majority."""
+
+    ranks: tuple[int, ...]
+    weight: str
+
+
 class DeviceChecks(RankHook):
-    """Checks the devices at every so many steps. All ranks come to the same end."""
+    """Compares copies every `numerics.check_weight_hash_across_dp_replicas_interval` steps."""
 
     def __init__(self, run: Run, report: Report) -> None:
-        self._engine = run.engine
-        self._report = report
-        options = run.config.numerics
-        self._copies = options.check_weight_hash_across_dp_replicas_interval
-        self._twice = options.verify_micro_batch_interval
+        self._engine, self._report = run.engine, report
+        self._interval = run.config.numerics.check_weight_hash_across_dp_replicas_interval
         self._iteration = 0
-        self._open = ExitStack()
-        self._difference: Callable[[], Difference | None] = lambda: None
 
     def on_step_begin(self, iteration: int) -> None:
-        """Let the step's first micro-batch be computed twice, if that is due."""
+        """Note the iteration."""
         self._iteration = iteration
-        if _due(iteration, self._twice):
-            self._difference = self._open.enter_context(computed_twice(self._engine.model_chunks))
 
     def judge(self, loss: float, norm: float | None) -> str | None:
-        """Raise DeviceFault on all ranks if a computation done twice, or copies of weights on several ranks, differ."""
-        if (found := self._difference()) is not None:
-            self._end(found, f"computed {found.what} twice with different results")
-        if not _due(self._iteration, self._copies):
+        """Raise DeviceFault on all ranks, which names those to blame and their machines, if copies differ."""
+        if not self._interval or self._iteration % self._interval:
             return None
-        if (found := differing_copies(self._engine.model_chunks, self._engine.optimizer)) is not None:
-            one = len(found.ranks) == 1
-            self._end(found, f"{'differs from the others' if one else 'differ'} in {found.what}")
-        return None
-
-    def measure(self, step: Step) -> Mapping[str, Value]:
-        """End the checks of a step."""
-        self.leave()
-        return {}
-
-    def leave(self) -> None:
-        """Let micro-batches be computed once again."""
-        self._open.close()
-        self._difference = lambda: None
-
-    def _end(self, found: Difference, what: str) -> None:
-        """Report the ranks and their machines, and raise DeviceFault; every rank calls it."""
+        found = differing_copies(self._engine.model_chunks)
+        if found is None:
+            return None
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-        names = [str(rank) for rank in found.ranks]
-        ranks = f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
         machines = sorted({hosts[rank] for rank in found.ranks})
-        line = f"{ranks} {what} (on {', '.join(machines)})"
-        self._report("mismatch", self._iteration, line, culprits=list(found.ranks), module=found.what, hosts=machines)
+        *most, last = map(str, found.ranks)
+        who = f"ranks {', '.join(most)} and {last} differ" if most else f"rank {last} differs from the others"
+        line = f"{who} in {found.weight} (on {', '.join(machines)})"
+        self._report("mismatch", self._iteration, line, culprits=list(found.ranks), module=found.weight, hosts=machines)
         raise DeviceFault(
             f"iteration {self._iteration}: {line}: a device computes or stores wrongly; replace the machine, and go on "
             "from a checkpoint"
         )
 
 
-def _due(iteration: int, interval: int) -> bool:
-    return interval > 0 and iteration % interval == 0
+def differing_copies(chunks: Sequence[Any]) -> Difference | None:
+    """Return the first difference between copies, equal on all ranks; None if there is none. Every rank calls it.
+
+    Each rank reads its weights once; 8 bytes of each tensor travel.
+    """
+    found = [
+        difference
+        for chunk in chunks
+        for group, tensors in _copies(chunk)
+        if group is not None and group.size() > 1 and tensors
+        if (difference := _differing(group, tensors, _device_of(chunk))) is not None
+    ]
+    every: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, found)
+    return next((each for differences in every for each in differences), None)
+
+
+def _copies(chunk: Any) -> Iterator[tuple[dist.ProcessGroup | None, dict[str, Tensor]]]:
+    """Yield the ranks that hold copies of some weights of a chunk, with these weights by name."""
+    bare = bare_chunk(chunk)
+    groups, params = bare.groups, dict(bare.named_parameters())
+    experts = {name for name, param in params.items() if not getattr(param, "allreduce", True)}
+    held = {name: local_part(param) for name, param in params.items()}
+    yield (
+        groups.replicas if isinstance(chunk, FullyShardedChunk) else groups.dp_cp,
+        {name: held[name] for name in params if name not in experts},
+    )
+    yield groups.collection.expt_dp, {name: held[name] for name in params if name in experts}
+    uncut = (name for name, param in params.items() if not getattr(param, "tensor_model_parallel", False))
+    yield groups.tp, {name: held[name] for name in uncut}
+    yield groups.tied, {name: held[name] for name, param in params.items() if hasattr(param, "shared_embedding")}
+
+
+def _device_of(chunk: Any) -> torch.device:
+    """Return where a chunk computes: its weights may be on the host, which does not communicate."""
+    device: torch.device = chunk.device if isinstance(chunk, FullyShardedChunk) else next(chunk.parameters()).device
+    return device
+
+
+def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: torch.device) -> Difference | None:
+    """Return the first tensor whose copies differ; every rank of the group calls it with its own copies."""
+    own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    table = torch.stack(gathered).tolist()
+    for index, name in enumerate(tensors):
+        if odd := minority([row[index] for row in table]):
+            return Difference(tuple(dist.get_global_rank(group, each) for each in odd), name)
+    return None
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return the sum of the bits of each number, as integers modulo 2⁶⁴: any one number that changes, changes it."""
+    if type(values) not in (Tensor, Parameter):
+        values = values.float()  # FP8 weights
+    return values.detach().contiguous().view(_BITS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def minority(values: Sequence[int]) -> list[int]:
+    """Return the places whose value is not that of the majority; all places if there is no majority."""
+    value, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return list(range(len(values)))
+    return [place for place, each in enumerate(values) if each != value]

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megavlm.resilience.signals import StopRequest
-from megavlm.train.hooks.data_ahead import DataAhead
 from megavlm.train.hooks.device_checks import DeviceChecks
+from megavlm.train.hooks.ends import DataAhead, SkippedSamples, Stops, Tally
+from megavlm.train.hooks.held_out import Samples, Validation
 from megavlm.train.hooks.hook import RankHook
-from megavlm.train.hooks.patience import Patience
-from megavlm.train.hooks.samples import Samples
 from megavlm.train.hooks.saves import Saves
-from megavlm.train.hooks.skipped_samples import SkippedSamples, Tally
 from megavlm.train.hooks.step_guard import StepGuard
-from megavlm.train.hooks.stops import Stops
 from megavlm.train.hooks.trace import Trace
-from megavlm.train.hooks.validation import Validation
 from megavlm.train.run import Run
 
 
@@ -43,10 +39,10 @@ class Hooks:
 
 def hooks_of(run: Run, stop: StopRequest) -> Hooks:
     """Return the hooks of a run. Each method is called in this order, `finish` in the reverse."""
-    stops, guard, patience = Stops(run, stop), StepGuard(run), Patience(run)
+    stops, guard = Stops(run, stop), StepGuard(run)
     tally = Tally(run.position.samples_read, run.position.samples_skipped)
-    saves = Saves(run, tally, guard, stops, took=patience.save)
-    ahead = DataAhead(run, stop, saves)
+    saves = Saves(run, tally, guard, stops)
+    ahead = DataAhead(run, stop, bad_save=saves.bad)
     ordered = (
         Trace(run),  # first: neither checks nor validation are in it
         run.watch,
@@ -57,7 +53,6 @@ def hooks_of(run: Run, stop: StopRequest) -> Hooks:
         Samples(run, stops),
         run.callbacks,  # the record is complete; a bad step is shown before what follows from it
         guard,
-        patience,
         saves,
         stops,  # last: an error says more than a request to stop
     )

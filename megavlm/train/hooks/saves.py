@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +16,9 @@ from megavlm.metrics.callback import Saved, Value
 from megavlm.resilience import events
 from megavlm.resilience.phases import SAVE
 from megavlm.resilience.status import write_status
+from megavlm.train.hooks.ends import Stops, Tally, TooManySkipped
 from megavlm.train.hooks.hook import RankHook, Step
-from megavlm.train.hooks.skipped_samples import Tally, TooManySkipped
 from megavlm.train.hooks.step_guard import StepGuard
-from megavlm.train.hooks.stops import Stops
 from megavlm.train.run import Run
 
 _WORTH_KEEPING = 100  # steps
@@ -28,11 +27,8 @@ _WORTH_KEEPING = 100  # steps
 class Saves(RankHook):
     """Begins saves, says on rank 0 how they ended, and measures for how long training stood still."""
 
-    def __init__(
-        self, run: Run, tally: Tally, guard: StepGuard, stops: Stops, *, took: Callable[[float], None]
-    ) -> None:
-        """Prepare for saves; `took` will be called with the seconds of each."""
-        self._run, self._tally, self._guard, self._stops, self._took = run, tally, guard, stops, took
+    def __init__(self, run: Run, tally: Tally, guard: StepGuard, stops: Stops) -> None:
+        self._run, self._tally, self._guard, self._stops = run, tally, guard, stops
         self._saver = run.saver
         if self._saver is not None:
             self._saver.waits = partial(run.engine.schedule.phases.enter, SAVE, "waits for the writer")
@@ -173,7 +169,6 @@ class Saves(RankHook):
         run_dir: Path = self._run.run_dir
         seconds = round(report.seconds, 3)
         self._news["save_time_s"] = report.seconds
-        self._took(report.seconds)
         if report.retried is not None:
             line = f"the save of iteration {report.iteration} failed once ({report.retried}), and was tried again"
             events.record(run_dir, "save_failed", iteration=report.iteration, reason=report.retried)

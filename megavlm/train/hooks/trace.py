@@ -5,14 +5,12 @@ RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megavlm.files import open_new, replace_file
@@ -21,15 +19,6 @@ from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.run import Run
 
 _ROWS = 10
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The total time of all calls of a kernel (or operator), without the operators that it calls."""
-
-    name: str
-    calls: int
-    microseconds: float
 
 
 class Trace(RankHook):
@@ -73,34 +62,9 @@ class Trace(RankHook):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         open_new(Path(f"{self._path}.json.gz")).close()  # torch would follow a link
         profiler.export_chrome_trace(f"{self._path}.json.gz")
-        text = table(costs_of(profiler.key_averages()))
+        sort_by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        averages[:] = [each for each in averages if not each.is_user_annotation]  # our ranges contain the kernels
+        text = averages.table(sort_by=sort_by, row_limit=_ROWS, max_name_column_width=90).rstrip()
         replace_file(self._path.with_suffix(".txt"), text + "\n")
         self._say(f"{text}\ntrace: {self._path}.json.gz")
-
-
-def costs_of(events: Iterable[Any]) -> list[Cost]:
-    """Return the costs of kernels in a trace's `key_averages()`, or of operators if no kernel ran (on a CPU).
-
-    Ranges that this library names are not listed, because they contain the kernels.
-    """
-    measured = [event for event in events if not event.is_user_annotation]
-    kernels = [event for event in measured if event.device_type == DeviceType.CUDA]
-    if kernels:
-        return [Cost(event.key, event.count, event.self_device_time_total) for event in kernels]
-    return [Cost(event.key, event.count, event.self_cpu_time_total) for event in measured]
-
-
-def table(costs: Iterable[Cost]) -> str:
-    """Return a table of the ten most expensive entries with their share of the total."""
-    known = sorted(costs, key=lambda cost: cost.microseconds, reverse=True)
-    total = sum(cost.microseconds for cost in known) or 1.0
-    lines = [f"{'ms':>12}  {'share':>6}  {'calls':>8}  kernel"]
-    for cost in known[:_ROWS]:
-        share = cost.microseconds / total
-        lines.append(f"{cost.microseconds / 1e3:12.3f}  {share:6.1%}  {cost.calls:8d}  {_cut(cost.name)}")
-    return "\n".join(lines)
-
-
-def _cut(name: str, most: int = 90) -> str:
-    """Return a kernel's name, cut to `most` characters because C++ templates make some names very long."""
-    return name if len(name) <= most else name[: most - 1] + "…"

@@ -15,9 +15,8 @@ from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
 from megavlm.resilience.phases import END, START, Phases
-from megavlm.resilience.progress import Limits
+from megavlm.resilience.progress import Limits, SlowEvents, Spread, spread
 from megavlm.resilience.signals import under_torchrun
-from megavlm.resilience.slow import SlowEvents, Spread, spread
 from megavlm.resilience.watchdog import Member, Watchdog
 from megavlm.train.hooks.hook import RankHook, Step
 

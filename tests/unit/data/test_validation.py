@@ -18,8 +18,8 @@ from megavlm.data.survey import validation_line
 from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment, Skipped
 from megavlm.inputs.bad_sample import Reason
 from megavlm.resilience.signals import StopRequest
-from megavlm.train.hooks.stops import Stops
-from megavlm.train.hooks.validation import Validation, fields
+from megavlm.train.hooks.ends import Stops
+from megavlm.train.hooks.held_out import Validation, fields
 from tests.support.encoded import LENGTH, encoded
 
 

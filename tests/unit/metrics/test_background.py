@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from megavlm.metrics.background import Background
 from megavlm.metrics.callback import Callback, StepEnd, Stop
+from megavlm.metrics.trackers import Background
 
 
 class Slow(Callback):

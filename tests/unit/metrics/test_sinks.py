@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Generation, Samples, StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink, kept_lines, lost_steps
-from megavlm.metrics.tensorboard import TensorBoardSink
+from megavlm.metrics.tracker_clients import TensorBoardSink
 from megavlm.resilience import events
 
 END = Stop(0, "finished")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.metrics.user_callbacks import load
+from megavlm.train.outputs import load
 from tests.support.user_callbacks import Broken, Diary
 
 HERE = "tests.support.user_callbacks"

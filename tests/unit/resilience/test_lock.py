@@ -164,12 +164,6 @@ def rename(run_dir: Path) -> None:
     run_dir.rename(run_dir.with_name("moved"))
 
 
-def rename_late(run_dir: Path) -> None:
-    """A save was faster than the watch."""
-    run_dir.rename(run_dir.with_name("moved"))
-    (run_dir / "checkpoints").mkdir(parents=True)
-
-
 def replace(run_dir: Path) -> None:
     """By another run."""
     (run_dir.with_name("new")).mkdir()
@@ -183,8 +177,7 @@ def replace(run_dir: Path) -> None:
     [
         (of_another_machine, 1, None),
         (remove, 0, "lock is gone"),
-        (rename, 0, ""),
-        (rename_late, 0, "lock is gone"),
+        (rename, 0, "lock is gone"),
         (replace, 1, None),
         (Path.iterdir, 0, ""),
     ],
@@ -203,6 +196,3 @@ def test_an_owner_notices_that_it_no_longer_owns_its_folder(
     if said is not None:
         heard_of = told.recv()
         assert said in heard_of if said else not heard_of
-    assert (tmp_path / "run").is_symlink() is (damage is rename)
-    if damage is rename:
-        assert (tmp_path / "run").samefile(tmp_path / "moved")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience import signals
-from megavlm.resilience.signals import SIGNALS, StopRequest, listen, patience_complaint, torchrun_patience
+from megavlm.resilience.signals import SIGNALS, StopRequest, listen, torchrun_patience
 from megavlm.resilience.status import STOPPED
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -154,13 +154,6 @@ def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
         assert torchrun_patience() == seconds
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
     assert torchrun_patience() == 90
-
-
-def test_a_step_that_torchrun_would_not_wait_for_is_told():
-    assert patience_complaint(step=20, save=9, patience=30) is None
-    line = patience_complaint(step=45, save=9, patience=30)
-    assert line is not None
-    assert "--shutdown-timeout 108" in line
 
 
 def test_the_patience_of_a_real_process_is_read_from_its_command_line():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, SAVE
-from megavlm.resilience.progress import Report
-from megavlm.resilience.slow import SlowEvents, Spread, spread
+from megavlm.resilience.progress import Report, SlowEvents, Spread, spread
 
 
 def report(rank: int, steps: int, process: int = 1, **seconds: float) -> Report:

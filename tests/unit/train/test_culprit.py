@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megavlm.train.culprit import Place, StandingOut, standing_out
+from megavlm.train.hooks.step_guard import Place, standing_out
 
 PIXELS, OUTPUT, GRADIENT = range(3)
 LAYERS = 5
@@ -24,17 +24,17 @@ def norms(odd: dict[tuple[int, int], float]) -> list[tuple[Place, float]]:
 
 def test_a_layer_that_multiplies_gradients_is_where_they_begin_to_stand_out() -> None:
     odd = {(GRADIENT, depth): 1e6 for depth in (3, 4)} | {(GRADIENT, 2): 20.0}
-    assert standing_out(norms(odd)) == StandingOut(Place(GRADIENT, 3, 1, 1, 1), 1e6, known=True)
+    assert standing_out(norms(odd)) == (Place(GRADIENT, 3, 1, 1, 1), 1e6)
 
 
 def test_outputs_come_before_gradients() -> None:
     odd = {(OUTPUT, depth): 5e3 for depth in (2, 3, 4)} | {(GRADIENT, depth): 1e7 for depth in range(1, 5)}
-    assert standing_out(norms(odd)) == StandingOut(Place(OUTPUT, 2, 1, 1, 1), 5e3, known=True)
+    assert standing_out(norms(odd)) == (Place(OUTPUT, 2, 1, 1, 1), 5e3)
 
 
 def test_unusual_samples_are_no_layer_s_fault() -> None:
     found = standing_out(norms({(GRADIENT, depth): 40.0 for depth in range(1, LAYERS)}))
-    assert found == StandingOut(Place(GRADIENT, 1, 1, 1, 1), 40.0, known=False)
+    assert found == (Place(GRADIENT, 1, 1, 1, 1), 40.0)
 
 
 @pytest.mark.parametrize("odd", [{}, {(GRADIENT, depth): 2.0 for depth in range(LAYERS)}])

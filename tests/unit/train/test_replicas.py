@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavlm.train.replicas import checksum, minority
+from megavlm.train.hooks.device_checks import checksum, minority
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

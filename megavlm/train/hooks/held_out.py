@@ -1,27 +1,82 @@
-"""Measure the loss on samples that are not trained on, with the training pipeline and without a trace in the run."""
+"""Measure the loss on held-out samples and let the model answer held-out prompts, without a trace in the run."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.data.collate import CollateSpec
 from megavlm.data.loader import DataLoader
+from megavlm.data.members import PADDING, RECORD, SOURCE
 from megavlm.data.survey import DEAR, cheaper
 from megavlm.data.types import StepData
 from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
+from megavlm.objective.cached import Representations
+from megavlm.objective.gather import gathered, gathered_members, longest
+from megavlm.objective.retrieval import SCORES, retrieval_sums
+from megavlm.objective.texts import Texts
+from megavlm.parallel.groups import Groups
 from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.train.evaluate import accuracies
-from megavlm.train.held_out_texts import HeldOutTexts
+from megavlm.train.generate import GivenUp, generate
+from megavlm.train.hooks.ends import Stops
 from megavlm.train.hooks.hook import RankHook, Step
-from megavlm.train.hooks.stops import Stops
 from megavlm.train.run import Run
+
+
+class HeldOutTexts:
+    """The texts of all validation batches of this rank; only ranks of the last stage have any."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._vectors: list[Tensor] = []
+        self._members: list[Tensor] = []
+        self._records = 0
+
+    def add(self, found: Representations) -> None:
+        """Keep the texts of a batch."""
+        members = found.members.clone()
+        members[:, RECORD] += self._records
+        self._records += len(members)
+        self._vectors.append(found.vectors)
+        self._members.append(members)
+
+    def scores(self, names: Sequence[str], device: torch.device) -> dict[str, Value]:
+        """Return the mean of each score over all queries of all ranks, and of each data set if there are several.
+
+        A query is compared with the documents of its own data set. Every rank calls it, and gets the same.
+        """
+        scores = SCORES
+        sums = torch.zeros(len(names), len(scores) + 1, dtype=torch.float64, device=device)
+        at, groups = self._groups.coords, self._groups
+        if self._vectors:
+            length = longest(self._records, groups.dp, device)
+            vectors = gathered(torch.cat(self._vectors), length, groups.dp)
+            members = gathered_members(torch.cat(self._members), length, groups.dp)
+            each_rank = max(len(members) // groups.dp.size(), 1)
+            for number in range(len(names) if groups.is_first_tp and at.cp == 0 else 0):  # others have the same
+                here = members.masked_fill((members[:, SOURCE] != number)[:, None], PADDING)
+                own = torch.nonzero(Texts(here).queries // each_rank == groups.dp.rank()).flatten()
+                found = retrieval_sums(vectors, here, own)
+                sums[number] = torch.tensor([found[name] for name in (*scores, "queries")], device=device)
+        dist.all_reduce(sums)
+        told = _means("validation", scores, sums.sum(0))
+        for name, own_sums in zip(names, sums, strict=True):
+            told |= _means(f"validation/{name}", scores, own_sums) if len(names) > 1 else {}
+        return told
+
+
+def _means(name: str, scores: Sequence[str], sums: Tensor) -> dict[str, Value]:
+    *totals, queries = sums.tolist()
+    return {f"{name}/{score}": total / max(queries, 1.0) for score, total in zip(scores, totals, strict=True)}
+
 
 _TOLD = 16  # most numbers of a line, which has only those of all data sets together if there are more
 
@@ -153,3 +208,85 @@ def _loss(name: str, loss: float, tokens: float) -> dict[str, Value]:
         return {}
     mean = loss / tokens
     return {f"{name}/loss": mean, f"{name}/perplexity": math.exp(min(mean, 700.0))}
+
+
+class Samples(RankHook):
+    """Asks a run's prompts before its first step, every `--sample-interval` steps and at its end; all ranks call it
+    alike.
+    """
+
+    def __init__(self, run: Run, stops: Stops) -> None:
+        self._run, self._stops = run, stops
+        self._last = run.config.train.train_iters
+
+    def begin(self) -> None:
+        """Let the model of a new run answer."""
+        if self._run.position.iteration == 0 and self._is_due(0):
+            self.answer(0)
+
+    def measure(self, step: Step) -> Mapping[str, Value]:
+        """Let the model answer, if that is due."""
+        due = self._is_due(step.iteration) and not self._stops.asked(step)
+        return self.answer(step.iteration) if due else {}
+
+    def _is_due(self, iteration: int) -> bool:
+        """Return whether the prompts are asked after an iteration; 0: before the first."""
+        if not self._run.prompts:
+            return False
+        return iteration == self._last or iteration % self._run.config.evaluation.sample_interval == 0
+
+    def answer(self, iteration: int) -> dict[str, Value]:
+        """Let the model answer, tell the callbacks, and return a field of the iteration's record: the seconds it took.
+
+        There is none if it was given up. Then training goes on to its end.
+        """
+        run, began = self._run, time.perf_counter()
+        run.engine.schedule.phases.enter(VALIDATION, "samples")
+        try:
+            with run.engine.evaluation():
+                answers = self._answers()
+        except GivenUp:
+            self._stops.hear()
+            return {}
+        finally:
+            run.engine.schedule.phases.enter(OTHER)
+        asked = zip(run.prompts, answers, strict=True)
+        run.callbacks.on_samples(
+            callback.Samples(
+                iteration,
+                [
+                    callback.Generation(
+                        prompt=prompt.question,
+                        answer=run.source.decode_answer(tokens),
+                        reference=prompt.reference,
+                        images=prompt.pictures,
+                        label=prompt.label,
+                    )
+                    for prompt, tokens in asked
+                ],
+            )
+        )
+        seconds = time.perf_counter() - began
+        run.say(f"answered {len(answers)} held-out prompts ({seconds:.1f} s): {run.run_dir}/samples/index.html")
+        return {"sample_time_s": seconds}
+
+    def _answers(self) -> list[list[int]]:
+        """Return the tokens of all answers. The cache of keys and values holds as many prompts as one round of the
+        pipeline, so that it stays smaller than what a training step saves. Raises GivenUp.
+        """
+        run, dims = self._run, self._run.plan.dims
+        prompts = [prompt.sample for prompt in run.prompts]
+        rows = min(run.config.train.micro_batch_size, -(-len(prompts) // (dims.dp * dims.pp)))
+        together = rows * dims.dp * dims.pp
+        found: list[list[int]] = []
+        for first in range(0, len(prompts), together):
+            found += generate(
+                run.engine,
+                CollateSpec.of(run.config, run.source),
+                prompts[first : first + together],
+                micro_batch_size=rows,
+                max_new_tokens=run.config.evaluation.sample_max_new_tokens,
+                stop=run.source.answer_ends,
+                give_up=lambda: self._stops.requested,
+            )
+        return found

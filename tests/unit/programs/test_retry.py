@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megavlm.errors import BadNumbers, UserError
-from megavlm.resilience.retry import refuse_retry
+from megavlm.programs.train import refuse_retry
 from megavlm.resilience.status import note_failure, write_status
 
 EARLIER, LATER = -60.0, +60.0  # start of torchrun, in seconds from the failure
@@ -46,6 +46,6 @@ def test_another_torchrun_another_world_and_another_error_are_tried(tmp_path: Pa
 
 
 def test_the_launch_is_the_start_of_the_parent():
-    program = "from megavlm.resilience.retry import launch_time; print(launch_time())"
+    program = "from megavlm.programs.train import launch_time; print(launch_time())"
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(asked.stdout) == pytest.approx(psutil.Process().create_time(), abs=2)

@@ -1,23 +1,24 @@
-"""Show how a model's answers to the same prompts change while it trains, as HTML without a script or another file."""
+"""Write what a model says to the same prompts while it trains: RUN_DIR/samples/answers.jsonl, and a page of it."""
 
 from __future__ import annotations
 
-import re
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
-from functools import lru_cache
 from html import escape
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from megavlm.files import replace_file
 from megavlm.html import document, facts, picture
+from megavlm.metrics.callback import Callback, Samples, Start, Stop
+from megavlm.metrics.sinks import JsonlSink
+from megavlm.paths import open_regular
 
 _SIDE = 320  # pixels of the longer side of a picture
 _OPEN = 6  # newest different answers that are shown without a click
 _HEADLINE = 160  # characters of a prompt that are a headline; a longer one is text
-_MOST_WORDS = 400  # of an answer whose words are compared
-# A letter of a script without spaces between words is a word.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
 class Question(NamedTuple):
@@ -63,8 +64,8 @@ def samples_page(
     head = (
         f'<header><h1>{escape(title)}</h1>{facts(about)}<p class="quiet">Held-out prompts, the same at each time. The '
         "newest answer comes first; the number beside an answer is the iteration after which the model gave it (0: "
-        "before training). <mark>Marked</mark> words are in the reference, too, in the same order; ✓ is an answer "
-        "equal to it.</p></header>"
+        "before training). ✓ marks an answer equal to "
+        "the reference.</p></header>"
     )
     return document(title, [head, *(_card(question, pictures[question], moments) for question in pictures)])
 
@@ -99,7 +100,7 @@ def _card(question: Question, images: Sequence[Any], moments: Sequence[tuple[int
 def _row(said: Said, reference: str) -> str:
     times = f"{said.first:,}" + (f"–<wbr>{said.last:,}" if said.last > said.first else "")
     sign = ' <span title="equal to the reference">✓</span>' if _same(said.text, reference) else ""
-    text = compared(said.text, reference) or '<span class="quiet">(nothing)</span>'
+    text = escape(said.text) or '<span class="quiet">(nothing)</span>'
     return f"<li><b>{times}{sign}</b><div>{text}</div></li>"
 
 
@@ -107,23 +108,85 @@ def _same(answer: str, reference: str) -> bool:
     return answer.strip() == reference.strip()
 
 
-@lru_cache(maxsize=4096)  # a page is written again at each time, with the same answers
-def compared(answer: str, reference: str) -> str:
-    """Return an answer as HTML; words that the reference has, too, in the same order, are marked."""
-    parts, at = [], 0
-    for start, end in _common(answer, reference):
-        parts += [escape(answer[at:start]), f"<mark>{escape(answer[start:end])}</mark>"]
-        at = end
-    return "".join(parts) + escape(answer[at:])
+MOST_MOMENTS = 40  # iterations whose answers are on the page, and in memory
+
+Answers = dict[Question, str]
 
 
-def _common(answer: str, reference: str) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [start, end) of words of an answer that the reference has too, in the same order."""
-    places = [match.span() for match in _WORD.finditer(answer)]
-    ours = [answer[start:end].casefold() for start, end in places]
-    theirs = [word.casefold() for word in _WORD.findall(reference)]
-    if max(len(ours), len(theirs)) > _MOST_WORDS:
+class SamplesSink(Callback):
+    """Appends the answers of an iteration to `answers.jsonl`, as one line, and writes `index.html` anew."""
+
+    def __init__(self, folder: Path, *, resume_iteration: int = 0) -> None:
+        """Write to `folder`, and keep its answers up to `resume_iteration` (0: begin anew).
+
+        Raises UserError if the lines cannot be read and written.
+        """
+        self._folder = folder
+        self._lines = JsonlSink(folder / "answers.jsonl", resume_iteration=resume_iteration)
+        self._moments = list(answers_of(folder / "answers.jsonl"))
+        self._name, self._last = folder.parent.name, 0
+        self._writable = True
+
+    def on_start(self, start: Start) -> None:
+        self._name, self._last = start.run_dir.resolve().name, start.train_iters
+
+    def on_samples(self, samples: Samples) -> None:
+        self._lines.write(
+            {
+                "iteration": samples.iteration,
+                "answers": [
+                    {"label": s.label, "prompt": s.prompt, "answer": s.answer, "reference": s.reference}
+                    for s in samples.generations
+                ],
+            }
+        )
+        self._moments.append((samples.iteration, {_question(s): s.answer for s in samples.generations}))
+        pictures = {_question(s): s.images for s in samples.generations}
+        page = samples_page(
+            self._name, pictures, _shown(self._moments), answered=len(self._moments), train_iters=self._last
+        )
+        try:
+            replace_file(self._folder / "index.html", page)
+            self._writable = True
+        except OSError as error:
+            if self._writable:
+                self._writable = False
+                print(
+                    f"warning: {self._folder}/index.html cannot be written ({error.strerror}): answers.jsonl beside it "
+                    "has the answers",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def on_stop(self, stop: Stop) -> None:
+        self._lines.on_stop(stop)
+
+
+def answers_of(path: Path) -> Iterator[tuple[int, Answers]]:
+    """Yield the iterations and the answers of the lines of a file that are complete."""
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except OSError:  # JsonlSink has said so
         return
-    for first, _, length in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
-        if length:
-            yield places[first][0], places[first + length - 1][1]
+    for line in content.splitlines():
+        try:
+            record: Any = json.loads(line)
+            answers = {
+                Question(str(each["label"]), str(each["prompt"]), str(each["reference"])): str(each["answer"])
+                for each in record["answers"]
+            }
+            yield int(record["iteration"]), answers
+        except (ValueError, TypeError, KeyError, RecursionError):  # of another version, or edited
+            continue
+
+
+def _shown(moments: Sequence[tuple[int, Answers]]) -> list[tuple[int, Answers]]:
+    """Return at most `MOST_MOMENTS` of the times, evenly spaced from the first, and the last."""
+    stride = -(-len(moments) // (MOST_MOMENTS - 1))
+    shown = list(moments[::stride])
+    return shown if shown[-1] is moments[-1] else [*shown, moments[-1]]
+
+
+def _question(said: Any) -> Question:
+    return Question(said.label, said.prompt, said.reference)

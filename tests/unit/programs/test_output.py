@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from megavlm.resilience.output import survive_lost_output
+from megavlm.programs.main import survive_lost_output
 survive_lost_output()
 print("first", flush=True)
 sys.stdin.read()

@@ -1,0 +1,236 @@
+"""Write metrics and samples to Weights & Biases, MLflow and TensorBoard, whose libraries are imported on use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import netrc
+import os
+import re
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megavlm.errors import UserError
+from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
+from megavlm.metrics.tags import tagged
+from megavlm.metrics.trackers import known_id, remember_id, settings_of
+
+_PUBLIC = "https://api.wandb.ai"
+
+
+class WandbTracker(Callback):
+    """Writes to RUN_DIR/wandb, and to the server if a key is known. W&B's own variables are respected."""
+
+    def __init__(self, *, project: str, name: str) -> None:
+        self._project, self._name = project, name
+        self._run: Any = None
+        self._first = 0  # the server has the steps before
+
+    def on_start(self, start: Start) -> None:
+        import wandb
+
+        logging.getLogger().addFilter(_is_no_remark_on_sizes)
+        identity = known_id(start.run_dir, "wandb") or uuid.uuid4().hex[:16]
+        remember_id(start.run_dir, "wandb", identity)
+        mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
+        self._run = wandb.init(
+            project=self._project,
+            name=self._name,
+            id=identity,
+            resume="allow",
+            dir=str(start.run_dir),
+            config={**settings_of(start.config), "world": start.world, "device": start.device},
+            mode=mode,
+            # What W&B collects by itself may hold secrets: the command line, output, installed packages, the source.
+            settings=wandb.Settings(
+                console="off",
+                disable_git=True,
+                save_code=False,
+                silent=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
+            ),
+        )
+        self._first = int(self._run.step)
+        where = f"{self._run.dir}; `wandb sync` uploads it" if self._run.offline else self._run.url
+        print(f"--tracker wandb: {where}", file=sys.stderr, flush=True)
+
+    def on_step_end(self, step: StepEnd) -> None:
+        if step.iteration >= self._first:
+            self._run.log(tagged(step.record), step=step.iteration)
+
+    def on_samples(self, samples: Samples) -> None:
+        import wandb
+
+        if samples.iteration < self._first:
+            return
+        most = max((len(each.images) for each in samples.generations), default=0)
+        numbers = [f"image {number + 1}" if number else "image" for number in range(most)]
+        table = wandb.Table(columns=["sample", *numbers, "prompt", "answer", "reference"])
+        pictures = []
+        for each in samples.generations:
+            seen = [wandb.Image(image, caption=f"{each.prompt} {each.answer}") for image in each.images]
+            table.add_data(each.label, *seen, *[None] * (most - len(seen)), each.prompt, each.answer, each.reference)
+            pictures += seen
+        shown = {"samples/images": pictures} if pictures else {}
+        self._run.log({"samples/answers": table, **shown}, step=samples.iteration)
+
+    def on_stop(self, stop: Stop) -> None:
+        self._run.finish(exit_code=1 if stop.state == "failed" else 0)
+
+
+def _is_no_remark_on_sizes(record: logging.LogRecord) -> bool:
+    """Return False for what W&B says at every sampling of pictures that differ in size."""
+    return "Images sizes do not match" not in record.getMessage()
+
+
+def _has_key() -> bool:
+    """Return whether W&B will find a key without a question: in its variables or in ~/.netrc."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", _PUBLIC)).hostname or ""
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+_MOST_PARAMS, _LONGEST_PARAM = 100, 500  # of a request; characters of a value
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker(Callback):
+    """Writes to the server of `MLFLOW_TRACKING_URI`; without one, to files in RUN_DIR/mlruns."""
+
+    def __init__(self, *, project: str, name: str) -> None:
+        self._project, self._name = project, name
+        self._client: Any = None
+        self._run = ""
+        self._monitor: Any = None
+        self._pictures_sent = False
+
+    def on_start(self, start: Start) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or _local_store(start.run_dir)
+        import mlflow
+        from mlflow.entities import Param
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # that it starts, stops, and finds no GPU
+        mlflow.set_tracking_uri(uri)  # the monitor of system metrics knows no other
+        self._client = client = mlflow.MlflowClient(uri)
+        known = known_id(start.run_dir, "mlflow")
+        if known is not None:
+            client.update_run(known, status="RUNNING")
+            self._run = known
+        else:
+            experiment = client.get_experiment_by_name(self._project)
+            number = client.create_experiment(self._project) if experiment is None else experiment.experiment_id
+            self._run = client.create_run(number, run_name=self._name).info.run_id
+            remember_id(start.run_dir, "mlflow", self._run)
+            settings = {**settings_of(start.config), "world": start.world, "device": start.device}
+            params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
+            for first in range(0, len(params), _MOST_PARAMS):
+                client.log_batch(self._run, params=params[first : first + _MOST_PARAMS])
+        self._monitor = SystemMetricsMonitor(self._run, resume_logging=known is not None)
+        self._monitor.start()
+        print(f"--tracker mlflow: run {self._run}", file=sys.stderr, flush=True)
+
+    def on_step_end(self, step: StepEnd) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(_named(tag), value, now, step.iteration) for tag, value in tagged(step.record).items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def on_samples(self, samples: Samples) -> None:
+        told = [
+            {"label": s.label, "prompt": s.prompt, "answer": s.answer, "reference": s.reference}
+            for s in samples.generations
+        ]
+        text = json.dumps(told, indent=2, ensure_ascii=False)
+        self._client.log_text(self._run, text, f"samples/iter_{samples.iteration:07d}.json")
+        for number, each in enumerate(() if self._pictures_sent else samples.generations):
+            for place, image in enumerate(each.images):
+                self._client.log_image(self._run, image, key=f"sample-{number}-{place}", step=samples.iteration)
+        self._pictures_sent = True  # they are always the same
+
+    def on_stop(self, stop: Stop) -> None:
+        self._monitor.finish()
+        self._client.set_terminated(self._run, status=_STATUS[stop.state])
+
+
+def _local_store(run_dir: Path) -> str:
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask whether files are meant
+    return (run_dir.resolve() / "mlruns").as_uri()
+
+
+def _named(tag: str) -> str:
+    """Return a tag in the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", tag)
+
+
+class TensorBoardSink(Callback):
+    """Writes TensorBoard event files: one chart per number, under its tag, and samples with their pictures."""
+
+    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
+        """Write to `directory`; TensorBoard ignores points of earlier event files from iteration `purge_step` on.
+
+        A run that resumes at iteration k passes k + 1. Raises UserError if the directory cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
+
+        self._pictures_written = False
+        try:
+            self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=30)
+        except OSError as error:
+            what = f"{directory} cannot be written ({error.strerror})"
+            raise UserError(f"{what}: move it away, or go on with --no-tensorboard") from error
+
+    def on_step_end(self, step: StepEnd) -> None:
+        def add(writer: Any) -> None:
+            for tag, number in tagged(step.record).items():
+                writer.add_scalar(tag, number, step.iteration)
+
+        self._write(add)
+
+    def on_samples(self, samples: Samples) -> None:
+        def add(writer: Any) -> None:
+            for number, each in enumerate(samples.generations):
+                writer.add_text(f"samples/{number}", _told(each), samples.iteration)
+                for place, image in enumerate(() if self._pictures_written else each.images):
+                    writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
+
+        self._write(add)
+        self._pictures_written = True  # they are always the same
+
+    def on_stop(self, stop: Stop) -> None:
+        self._write(lambda writer: writer.close())
+
+    def _write(self, call: Callable[[Any], object]) -> None:
+        """Call the writer; after an error of its thread, go on without."""
+        if self._writer is None:
+            return
+        try:
+            call(self._writer)
+        except OSError as error:
+            self._writer = None
+            print(
+                f"warning: TensorBoard's files cannot be written ({error.strerror or error}): "
+                "the run goes on without charts; metrics.jsonl has the same figures",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _told(said: Generation) -> str:
+    """Return a sample as Markdown in which nothing that it says is taken for Markdown."""
+    parts = {said.label or "prompt": said.prompt, "answer": said.answer, "reference": said.reference}
+    blocks = {name: textwrap.indent(text or " ", "    ", lambda line: True) for name, text in parts.items()}
+    return "\n\n".join(f"{name}:\n\n{block}" for name, block in blocks.items())

@@ -1,0 +1,181 @@
+"""End a run on all ranks after the same step: a request to stop, too many skipped samples, data that cannot be read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megavlm.data.skips import SkipSummary
+from megavlm.data.types import Skipped
+from megavlm.errors import BadNumbers, Stopped, UserError
+from megavlm.metrics.callback import Value
+from megavlm.resilience.phases import COMMUNICATION, DATA, OTHER
+from megavlm.resilience.signals import StopRequest
+from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.run import Run
+from megavlm.train.step_result import Counts
+
+
+class Stops(RankHook):
+    """Knows whether any rank was asked to stop. Ranks hear of it by the sums of a step; what takes long looks anew."""
+
+    def __init__(self, run: Run, stop: StopRequest) -> None:
+        self._run, self._stop = run, stop
+        self._heard = False  # since the sums of the last step, on all ranks
+
+    @property
+    def requested(self) -> bool:
+        """Return whether this rank was asked."""
+        return self._stop.requested
+
+    def asked(self, step: Step) -> bool:
+        """Return whether all ranks know, after a step, that one of them was asked."""
+        return self._heard or step.counts.stop > 0
+
+    def hear(self) -> None:
+        """Note that one of the ranks was asked, as all of them know."""
+        self._heard = True
+
+    def look(self, step: Step) -> None:
+        """Ask all ranks again, unless they know already; every rank calls it."""
+        if not self.asked(step):
+            found = torch.tensor(int(self.requested), device=self._run.backend.device)
+            dist.all_reduce(found)
+            self._heard = bool(found.item())
+
+    def ends(self, step: Step) -> BaseException | None:
+        """Return Stopped after a request, unless the run ends by itself."""
+        if step.iteration == self._run.config.train.train_iters or not self.asked(step):
+            return None
+        return Stopped(self._stop.reason or self._run.callbacks.stop or "another rank was asked to stop")
+
+
+# A run with at most this many skipped samples goes on, whatever their share.
+_LEAST_SKIPPED = 20
+
+
+class TooManySkipped(UserError):
+    """More samples were skipped than `--max-bad-sample-rate` allows."""
+
+
+@dataclass
+class Tally:
+    """The numbers of samples that the whole run has read and skipped, and those since its last start.
+
+    These alone may end it: the data may have been mended before.
+    """
+
+    read: int
+    skipped: int
+    read_now: int = 0
+    skipped_now: int = 0
+    reasons: SkipSummary = field(default_factory=SkipSummary)  # of the samples that this rank has read
+
+    def add(self, counts: Counts, skipped: Sequence[Skipped]) -> None:
+        """Add the counts of a step over all ranks, and the skipped samples of this one."""
+        self.read += int(counts.read)
+        self.skipped += int(counts.skipped)
+        self.read_now += int(counts.read)
+        self.skipped_now += int(counts.skipped)
+        self.reasons.add(skipped)
+
+
+class SkippedSamples(RankHook):
+    """Tallies what each step has read and skipped, and writes this rank's skipped samples to RUN_DIR/skipped."""
+
+    def __init__(self, run: Run, tally: Tally, *, keeps: Callable[[int], bool]) -> None:
+        """`keeps` returns whether there will be a checkpoint to go on from if the run ends after an iteration."""
+        self._run, self._tally, self._keeps = run, tally, keeps
+
+    def measure(self, step: Step) -> Mapping[str, Value]:
+        """Tally a step, and write down what it has skipped."""
+        self._tally.add(step.counts, step.data.skipped if self._run.engine.groups.is_reader else ())
+        self._run.skipped.write(step.iteration, step.data.skipped)
+        return {}
+
+    def ends(self, step: Step) -> BaseException | None:
+        """Return an error if a larger share of the samples was skipped than the user allows."""
+        tally, most = self._tally, self._run.config.data.max_bad_sample_rate
+        if tally.skipped_now < _LEAST_SKIPPED or tally.skipped_now <= most * tally.read_now:
+            return None
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, tally.reasons)
+        keeps = self._keeps(step.iteration)
+        after = "continues, with --accept-changed-data if it changes the data" if keeps else "begins anew"
+        return TooManySkipped(
+            f"{tally.skipped_now} of {tally.read_now} samples were skipped, more than --max-bad-sample-rate {most}: "
+            f"{SkipSummary().merged(found).message()}. {self._run.run_dir / 'skipped'} lists all; the mended "
+            f"command {after}"
+        )
+
+
+class DataAhead(RankHook):
+    """What a rank reports at the end of a step: its counts, a request to stop, a failure of its next data or a save."""
+
+    def __init__(self, run: Run, stop: StopRequest, *, bad_save: Callable[[], BadNumbers | None]) -> None:
+        """`bad_save` returns, on a rank that knows, that a save has found state that is not finite."""
+        self._run, self._stop, self._bad_save = run, stop, bad_save
+        self._needed = False  # whether there is a next step
+        self._failure: BaseException | None = None
+        self.waited = 0.0  # seconds for the next step's data
+
+    def on_step_begin(self, iteration: int) -> None:
+        """Begin to look at the data of the next step."""
+        self._needed = iteration < self._run.config.train.train_iters
+        self._failure, self.waited = None, 0.0
+
+    def counters(self, counts: Counts) -> Sequence[float]:
+        """Return the counters of a step with these counts, without a wait."""
+        late = self._needed and not self._run.data_loader.is_ahead()
+        if self._needed and not late:
+            self._failure = self._data_failure()
+        self._failure = self._bad_save() or self._run.callbacks.failure or self._failure
+        stop = self._stop.requested or self._run.callbacks.stop is not None
+        return replace(counts, stop=stop, failed=self._failure is not None, late=late).values()
+
+    def settled(self, counts: Counts) -> Counts:
+        """Return the sums over ranks once the next data of all are there or spoilt; every rank calls it.
+
+        `counts` are the sums of the step. No rank waits for data of a run that is to end.
+        """
+        if not counts.late or counts.stop or counts.failed:
+            return counts
+        phases, before = self._run.engine.schedule.phases, time.perf_counter()
+        phases.enter(DATA, "next step")
+        self._failure = self._data_failure()
+        self.waited = time.perf_counter() - before
+        phases.enter(COMMUNICATION, "failures of the next data")
+        sums = torch.tensor([self._failure is not None, self._stop.requested], dtype=torch.int32)
+        sums = sums.to(self._run.backend.device)
+        dist.all_reduce(sums)
+        failed, stop = sums.tolist()
+        phases.enter(OTHER)
+        return replace(counts, failed=failed, stop=stop)
+
+    def error(self, counts: Counts) -> BaseException | None:
+        """Return what must end the run, on all ranks; `counts` are the settled sums over them.
+
+        It is BadNumbers on all ranks if it is so on any.
+        """
+        if not counts.failed:
+            return None
+        bad = isinstance(self._failure, BadNumbers)
+        told: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if self._failure is None else (bad, str(self._failure)))
+        errors = [each for each in told if each is not None]
+        for is_bad, text in errors:
+            if is_bad:
+                return BadNumbers(text)
+        return self._failure or UserError(errors[0][1])
+
+    def ends(self, step: Step) -> BaseException | None:
+        """Return the error of a step, unless no data are needed any more."""
+        return step.error if self._needed else None
+
+    def _data_failure(self) -> BaseException | None:
+        return self._run.data_loader.failure_ahead(unless=lambda: self._stop.requested)
