@@ -25,7 +25,7 @@ from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import COLOURS, document, section, table
 from megavlm.json_files import read_json
-from megavlm.metrics.expert_loads import FILE
+from megavlm.metrics.sinks import FILE
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
 from megavlm.programs.account import devices_of, records_of

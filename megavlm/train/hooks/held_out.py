@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megavlm.data.collate import CollateSpec
 from megavlm.data.loader import DataLoader
-from megavlm.data.members import PADDING, RECORD, SOURCE
 from megavlm.data.survey import DEAR, cheaper
-from megavlm.data.types import StepData
+from megavlm.data.types import PADDING, RECORD, SOURCE, StepData
 from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value

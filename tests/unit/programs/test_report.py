@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from megavlm.metrics.expert_loads import FILE, ExpertLoadsSink
+from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 
 from megavlm.command_line.parsing import parse
 from megavlm.metrics.callback import StepEnd, Stop
