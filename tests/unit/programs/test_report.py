@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 
 from megavlm.command_line.parsing import parse
 from megavlm.metrics.callback import StepEnd, Stop
+from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 from megavlm.programs import report
 from megavlm.programs.charts import Line, chart, short, thinned, ticks
 from megavlm.programs.report import RunRecord, differing, mean_loads, page, read_run
