@@ -21,13 +21,14 @@ from megavlm.arch.kinds import model_parameters, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import times, typical_workload
 from megavlm.config.schema import Config
+from megavlm.families import with_published
 from megavlm.planner.auto import predict
 from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, for_precision, profile
 from megavlm.planner.search import search
 from megavlm.planner.step import StepEstimate
 from megavlm.rules.defaults import resolve
-from megavlm.rules.load import from_yaml_file
+from megavlm.rules.load import values_in_file
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DOCUMENT = FOLDER.parent / "docs" / "recipes.md"
@@ -88,7 +89,7 @@ def recipes(names: Sequence[str] = ()) -> list[Recipe]:
 
 def read(path: Path) -> Recipe:
     """Return the recipe that a YAML file describes."""
-    config = resolve(from_yaml_file(path))
+    config = resolve(with_published(Config(), values_in_file(path)))
     assert config.run.world_size is not None, path
     hardware = for_precision(profile(config.placement.hardware), config.precision.dtype)
     return Recipe(path, config, config.run.world_size, hardware)
