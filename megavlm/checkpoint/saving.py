@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -132,7 +131,7 @@ class _Collector:
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         parts = [part for part in _split_by_size_and_type(THREADS, plan.items) if part]
         for number, part in enumerate(parts):
-            items = [(item.index, planner.resolve_data(item)) for item in part]
+            items = [(item.index, cast(torch.Tensor, planner.resolve_data(item))) for item in part]
             self.files[f"__{dist.get_rank()}_{number}{DEFAULT_SUFFIX}"] = items
 
 
@@ -150,17 +149,13 @@ def _is_copy(value: Any) -> bool:
     return value.replica_id[0] != 0
 
 
-@dataclass(frozen=True)
-class SaveReport:
+@dataclass(frozen=True, kw_only=True)
+class SaveReport(Outcome):
     """How a save ended on this rank; on rank 0, how the whole checkpoint's save ended."""
 
     iteration: int
     folder: Path
-    error: str | None
-    retried: str | None  # what the first attempt said, if there was another
-    not_finite: str | None  # a tensor that has a NaN or an infinity
     seconds: float  # from its beginning until the checkpoint counted
-    bytes: int  # of this rank
 
 
 class Saver:
@@ -175,7 +170,6 @@ class Saver:
         self._began = 0.0
         self._again = False  # whether another writer may do the job
         self._reports: list[SaveReport] = []
-        self._new = True  # whether the writer knows nothing of the memory, nor of what tensors there are
         self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
         self._start()
 
@@ -186,7 +180,6 @@ class Saver:
         """
         assert self._job is None
         self._began = time.perf_counter()
-        before = self._staging.bytes
         places: Places = {}
         failure = None
         try:
@@ -196,7 +189,6 @@ class Saver:
         whole = dict(share.whole)
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()
-        self._new = self._new or self._staging.bytes != before
         self._metadata = share.metadata or self._metadata
         self._job = Job(
             root=self._root,
@@ -206,9 +198,9 @@ class Saver:
             world=dist.get_world_size(),
             places=places,
             whole=whole,
-            metadata=self._metadata if self._new else share.metadata,
+            metadata=share.metadata,
             keep=self._keep,
-            memory=(self._staging.bytes or None) if self._new else None,
+            memory=self._staging.bytes,
             failure=failure,
         )
         self._again = True
@@ -242,8 +234,8 @@ class Saver:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._pulse = Pulse()
-        self._new = True
-        self._process = context.Process(target=_serve, args=(theirs, self._connection, self._pulse), daemon=True)
+        shared = (theirs, self._connection, self._pulse, self._staging.file)
+        self._process = context.Process(target=_serve, args=shared, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -251,9 +243,6 @@ class Saver:
         self._pulse.beat()
         try:
             self._connection.send(job)
-            if job.memory is not None:
-                send_handle(self._connection, self._staging.file, self._process.pid)
-            self._new = False
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
 
@@ -282,23 +271,17 @@ class Saver:
             self._end(Outcome(None if is_committed(self._job) else reason))
             return
         self._again = False
-        memory = self._staging.bytes or None
-        self._job = replace(self._job, memory=memory, metadata=self._metadata)
+        self._job = replace(self._job, metadata=self._metadata)
         self._send(self._job)
 
     def _end(self, outcome: Outcome) -> None:
         assert self._job is not None
-        iteration = self._job.iteration
         seconds = time.perf_counter() - self._began
-        folder = folders.folder_for(self._root, iteration)
-        self._reports.append(
-            SaveReport(
-                iteration, folder, outcome.error, outcome.retried, outcome.not_finite, seconds, bytes=outcome.bytes
-            )
-        )
+        folder = folders.folder_for(self._root, self._job.iteration)
+        self._reports.append(SaveReport(**vars(outcome), iteration=self._job.iteration, folder=folder, seconds=seconds))
         self._job = None
 
 
-def _serve(connection: Connection, of_the_rank: Connection, pulse: Pulse) -> None:
+def _serve(connection: Connection, of_the_rank: Connection, pulse: Pulse, file: int) -> None:
     of_the_rank.close()  # else this process would hold open the socket whose end ends it
-    serve(connection, pulse)
+    serve(connection, pulse, file)

@@ -6,7 +6,6 @@ applies. It is kept for the next save. For a GPU it is pinned, so that copies ru
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import os
@@ -36,18 +35,18 @@ _FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single w
 
 _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
 
-Item = tuple[MetadataIndex, torch.Tensor | io.BytesIO]
+Item = tuple[MetadataIndex, torch.Tensor]
 Spot = tuple[str, Sequence[int], str, int, int]  # of an item: tensor, offsets, file, first byte, length
 
 
 @dataclass(frozen=True)
 class Place:
-    """The offset and size, in bytes, of an item in the shared memory. `dtype` is None if the item is no tensor."""
+    """The offset and size, in bytes, of an item in the shared memory."""
 
     index: MetadataIndex
     offset: int
     bytes: int
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
@@ -58,10 +57,11 @@ class Staging:
     """The shared memory of a rank."""
 
     def __init__(self) -> None:
+        """Make the memory, which is empty. Processes that are forked from now on share it, however large it becomes."""
+        self.file = os.memfd_create("megavlm-checkpoint", os.MFD_CLOEXEC)
+        self.bytes = 0
         self._memory: mmap.mmap | None = None
         self._pinned = 0  # address of the memory if it is pinned
-        self.file = -1
-        self.bytes = 0
 
     def copy(self, files: Mapping[str, Sequence[Item]]) -> Places:
         """Copy items into the memory, wait until the copies are done, and return where each item is."""
@@ -73,40 +73,32 @@ class Staging:
                 place = _place(index, data, end)
                 places[name].append(place)
                 end = math.ceil((place.offset + place.bytes) / _ALIGNMENT) * _ALIGNMENT
-        tensors = [data for items in files.values() for _, data in items if isinstance(data, torch.Tensor)]
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        on_gpu = any(tensor.is_cuda for items in files.values() for _, tensor in items)
         self._reserve(end, pin=on_gpu)
         for name, items in files.items():
             for (_, data), place in zip(items, places[name], strict=True):
-                if isinstance(data, torch.Tensor):
-                    if data.numel():
-                        view(self._memory, place).copy_(data.detach(), non_blocking=True)
-                elif self._memory is not None:
-                    self._memory[place.offset : place.offset + place.bytes] = data.getvalue()
+                if data.numel():
+                    view(self._memory, place).copy_(data.detach(), non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
         return places
 
     def close(self) -> None:
         """Free the memory; what is mapped by others stays until they free it."""
+        self._unmap()
+        os.close(self.file)
+
+    def _unmap(self) -> None:
         if self._pinned:
             unpin(self._pinned)
-        if self.file >= 0:
-            os.close(self.file)
-        self._memory, self._pinned, self.file, self.bytes = None, 0, -1, 0
+        self._memory, self._pinned, self.bytes = None, 0, 0
 
     def _reserve(self, size: int, *, pin: bool) -> None:
         if size <= self.bytes:
             return
-        self.close()
-        file = os.memfd_create("megavlm-checkpoint", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(file, size)
-            self._memory = mmap.mmap(file, size)
-        except OSError:
-            os.close(file)
-            raise
-        self.file, self.bytes = file, size
+        self._unmap()
+        os.ftruncate(self.file, size)
+        self._memory, self.bytes = mmap.mmap(self.file, size), size
         if pin:
             address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
             if pin_memory(address, size):
@@ -115,7 +107,6 @@ class Staging:
 
 def view(memory: mmap.mmap | None, place: Place) -> torch.Tensor:
     """Return a tensor at its place in the memory."""
-    assert place.dtype is not None
     if not place.bytes or memory is None:
         return torch.empty(place.shape, dtype=place.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=place.bytes, offset=place.offset)
@@ -123,25 +114,12 @@ def view(memory: mmap.mmap | None, place: Place) -> torch.Tensor:
 
 
 def items_at(memory: mmap.mmap | None, places: Places) -> dict[str, list[Item]]:
-    """Return the items of files as they are in the memory; tensors are not copied."""
-    return {
-        name: [
-            (
-                each.index,
-                view(memory, each)
-                if each.dtype is not None
-                else io.BytesIO(b"" if memory is None else memory[each.offset : each.offset + each.bytes]),
-            )
-            for each in of_file
-        ]
-        for name, of_file in places.items()
-    }
+    """Return the items of files as they are in the memory; they are not copied."""
+    return {name: [(each.index, view(memory, each)) for each in of_file] for name, of_file in places.items()}
 
 
-def _place(index: MetadataIndex, data: torch.Tensor | io.BytesIO, offset: int) -> Place:
-    if isinstance(data, torch.Tensor):
-        return Place(index, offset, data.numel() * data.itemsize, data.dtype, tuple(data.shape))
-    return Place(index, offset, data.getbuffer().nbytes, None, ())
+def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> Place:
+    return Place(index, offset, data.numel() * data.itemsize, data.dtype, tuple(data.shape))
 
 
 @dataclass(frozen=True)
@@ -211,10 +189,7 @@ def write_file(
                     if _is_bad(data):
                         raise NotFinite(index.fqn)
                     start = stream.tell()
-                    if isinstance(data, io.BytesIO):
-                        stream.write(data.getbuffer())
-                    else:
-                        torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
+                    torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
                     stream.end_item()
                     length = stream.tell() - start
                     places.append((index.fqn, list(index.offset or ()), path.name, start, length))
@@ -267,9 +242,9 @@ def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written])
         raise SaveError(f"{ITEMS} cannot be written: {in_words(error)}") from error
 
 
-def _is_bad(data: torch.Tensor | io.BytesIO) -> bool:
+def _is_bad(data: torch.Tensor) -> bool:
     """Return whether a tensor has a NaN or an infinity; types of one byte are not looked at."""
-    if not isinstance(data, torch.Tensor) or not data.is_floating_point() or data.itemsize == 1 or not data.numel():
+    if not data.is_floating_point() or data.itemsize == 1 or not data.numel():
         return False
     return not bool(torch.stack(torch.aminmax(data)).isfinite().all())
 

@@ -93,14 +93,8 @@ def save(
     state["loss_scale"] = loss_scale_state(trained.optimizer)
     state["fp8"] = _sharded_histories(trained) if history_of(config) else {}
     consumed = position.loader.get("consumed_samples")
-    summary = describe(
-        config,
-        plan,
-        iteration=position.iteration,
-        consumed_samples=consumed,
-        data=data or {},
-        metrics=metrics or {},
-    )
+    whose = {"data": data or {}, "metrics": metrics or {}}
+    summary = describe(config, plan, iteration=position.iteration, consumed_samples=consumed, **whose)
     summary["random"] = _sizes(state["random"])
     with _quiet():
         share = saver.division.share(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))

@@ -27,7 +27,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,7 +67,7 @@ class Job:
     whole: dict[str, bytes]
     metadata: Metadata | None  # on rank 0; None: as before
     keep: Keep
-    memory: int | None  # size of new shared memory, whose descriptor follows; None: as before
+    memory: int  # size of the shared memory
     failure: str | None = None  # why there is nothing to write
 
 
@@ -156,8 +155,8 @@ class Reports:
             time.sleep(_LOOK)
 
 
-def serve(connection: Connection, pulse: Pulse) -> NoReturn:
-    """Do the jobs of a rank until it closes the connection."""
+def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
+    """Do the jobs of a rank, whose state is in the memory `file`, until it closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
@@ -168,10 +167,8 @@ def serve(connection: Connection, pulse: Pulse) -> NoReturn:
             job: Job = connection.recv()
             pulse.beat()
             metadata = job.metadata or metadata
-            if job.memory is not None:
-                file = recv_handle(connection)
+            if job.memory > (0 if memory is None else len(memory)):
                 memory = mmap.mmap(file, job.memory)
-                os.close(file)
             connection.send(do(replace(job, metadata=metadata), memory, partial(_check, connection, pulse)))
     except (EOFError, OSError, Abandoned, KeyboardInterrupt):
         os._exit(0)

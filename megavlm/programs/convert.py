@@ -33,9 +33,11 @@ from megavlm.storage.cache import local_path
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
     options, rest = _parser().parse_known_args(without_extensions(argv))
+    if rest and options.run is not import_:
+        raise UserError(f"unknown option {rest[0]}: --help lists them")
     if "out" in options:
         check_folder("OUT_DIR", options.out)
-    status: int = options.run(options, rest)
+    status: int = options.run(options, rest) if options.run is import_ else options.run(options)
     return status
 
 
@@ -98,21 +100,16 @@ def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
     start = time.perf_counter()
     plan = make_plan(single, ONE)
     folder = import_checkpoint(pretrained, shapes, config, plan, root=options.out / "checkpoints")
-    replace_file(options.out / "config.yaml", to_yaml(_loading(given, options.out)))
+    loading = replace(given, checkpoint=replace(given.checkpoint, init_from=None, load=str(options.out)))
+    replace_file(options.out / "config.yaml", to_yaml(loading))
     parameters = sum(map(math.prod, shapes.values()))
     print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
     print(f"start from it: {program('train')} --config {options.out / 'config.yaml'} --run-dir RUN")
     return 0
 
 
-def _loading(config: Config, out: Path) -> Config:
-    return replace(config, checkpoint=replace(config.checkpoint, init_from=None, load=str(out)))
-
-
-def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def export(options: argparse.Namespace) -> int:
     """Export a checkpoint of a run that started from Hugging Face folders; `merge-lora` merges its adapters."""
-    _nothing_left(rest)
-
     from megavlm import backend
 
     backend.activate()
@@ -124,10 +121,8 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def export_lora(options: argparse.Namespace) -> int:
     """Export the adapters of a run in PEFT's format."""
-    _nothing_left(rest)
-
     from megavlm import backend
 
     backend.activate()
@@ -160,9 +155,8 @@ def export_lora(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def verify(options: argparse.Namespace) -> int:
     """Compare both models' logits in fp32 on the same random images and text."""
-    _nothing_left(rest)
     if options.checkpoint and (options.checkpoint / "config.json").exists() > (options.folder / "config.json").exists():
         raise UserError(f"HF_DIR comes first: write {options.checkpoint} {options.folder}")
     options.folder = local_path(str(options.folder), "HF_DIR")
@@ -200,8 +194,3 @@ def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
     tiles = sum(group.tiles for group in groups) or 1
     features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
     return 64 * -(-(features + 32) // 64)
-
-
-def _nothing_left(rest: Sequence[str]) -> None:
-    if rest:
-        raise UserError(f"unknown option {rest[0]}: --help lists them")

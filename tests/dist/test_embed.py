@@ -154,8 +154,6 @@ def test_an_export_of_composed_parts_embeds_as_training_does(
     (head,) = (name for name in given if name.endswith("lm_head.weight"))
     assert given[head].equal(kept[head])
 
-    if model == IN_PARTS:
-        assert "--set model.vision.feature_layer=-3 --objective contrastive" in (out / "README.md").read_text()
     picture = sorted((folder / "images").iterdir())[0].name
     file = tmp_path / "records.jsonl"
     file.write_text(f'{{"text": "a cat"}}\n{{"text": "see the red mat", "image": "{picture}"}}\n')

@@ -49,21 +49,6 @@ puts it. The vector is the {pooling}, normalised to length 1. {scores}{widths}Th
 layer (`lm_head`) is that of the model that training began with, and has no meaning for embeddings.
 """
 
-_README_OF_PARTS = """# Embeddings
-
-These three folders hold a vision tower, a connector and a language model that turn texts and images into vectors
-(objective: {kind}). No class of Transformers consists of them. They were exported by megavlm, which writes the
-vectors of a file of records, and trains on from them:
-
-```bash
-megavlm embed FOLDER records.jsonl --out vectors
-megavlm train --vision-from FOLDER/vision --projector-from FOLDER/projector --language-from FOLDER/language \\
-    {beside} --objective {kind} --pooling {pooling} --datasets pairs.jsonl
-```
-
-Instructions are {query!r} for queries and {document!r} for documents.
-"""
-
 _SENTENCES = """With sentence-transformers, whose files are here as well:
 
 ```python
@@ -85,7 +70,7 @@ def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str,
     `tokenizer.json` gets the end token, which the vector may be the state of, as what it adds to each text.
     """
     options, width = model.objective, model.language.hidden_size
-    _write(folder, _told(options, scores))
+    write_embedding_file(folder, options, scores)
     ends = end_texts(folder)
     if ends:
         write_sentence_transformers_files(folder, options, width=width)
@@ -106,28 +91,10 @@ def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str,
     replace_file(folder / "README.md", readme)
 
 
-def write_embedding_file_of_parts(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
-    """Write the same of an export in parts."""
-    options = model.objective
-    _write(folder, _told(options, scores))
-    beside = {"--set model.vision.feature_layer=": model.vision.feature_layer, "--image-token ": model.image_token}
-    readme = _README_OF_PARTS.format(
-        kind=options.kind,
-        pooling=options.pooling,
-        beside=" ".join(f"{option}{value}" for option, value in beside.items() if value is not None),
-        query=options.query_prefix,
-        document=options.document_prefix,
-    )
-    replace_file(folder / "README.md", readme)
-
-
 def write_file_of_parts(folder: Path, model: ModelConfig) -> None:
     """Write what the folders of an export in parts do not say of the model."""
-    replace_file(folder / PARTS_FILE, json.dumps(_beside(model), indent=2) + "\n")
-
-
-def _beside(model: ModelConfig) -> dict[str, Any]:
-    return {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
+    beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
+    replace_file(folder / PARTS_FILE, json.dumps(beside, indent=2) + "\n")
 
 
 def _said_of(scores: Mapping[str, float]) -> str:
@@ -137,13 +104,11 @@ def _said_of(scores: Mapping[str, float]) -> str:
     return f"The loss has read cosines divided by {scores['temperature']:g}{bias}. "
 
 
-def _told(options: ObjectiveConfig, scores: Mapping[str, float]) -> dict[str, Any]:
+def write_embedding_file(folder: Path, options: ObjectiveConfig, scores: Mapping[str, float]) -> None:
+    """Write the file by which megavlm knows how an export embeds."""
     named = {name: getattr(options, name) for name in _TOLD}
-    return {"objective": options.kind, "normalized": True, **named, **scores}
-
-
-def _write(folder: Path, told: Mapping[str, Any]) -> None:
-    replace_file(folder / FILE, json.dumps(told, indent=2) + "\n")
+    content = {"objective": options.kind, "normalized": True, **named, **scores}
+    replace_file(folder / FILE, json.dumps(content, indent=2) + "\n")
 
 
 def is_in_parts(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import Adapters, folded, is_model_adapter, read_adapters
 from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
 from megavlm.checkpoint.hf.embedding_files import (
-    write_embedding_file_of_parts,
+    write_embedding_file,
     write_embedding_files,
     write_file_of_parts,
 )
@@ -288,7 +288,7 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     write_file_of_parts(temporary, saved.model)
     if objective_of(saved.model).embeds:
         records = TrainedReader(checkpoint, averaged=averaged)
-        write_embedding_file_of_parts(temporary, saved.model, _scores(records, saved.model))
+        write_embedding_file(temporary, saved.model.objective, _scores(records, saved.model))
     rename_flushed(temporary, out)
 
 
