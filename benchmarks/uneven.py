@@ -29,7 +29,7 @@ from megavlm.arch.scenario import Recompute, scenario_of
 from megavlm.arch.schedules import Durations, PipelineShape, simulate
 from megavlm.arch.workload import as_workload
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, PrecisionConfig, TrainConfig
-from megavlm.data.look import STEPS, data_window
+from megavlm.data.survey import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.families import published_model
 from megavlm.planner.hardware import PROFILES, for_precision

@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ObjectiveEntry(Entry):
-    """A loss of embeddings: the code is a function as `megavlm.objective.contrastive.info_nce`.
+    """A loss of embeddings: the code is a function as `megavlm.objective.losses.info_nce`.
 
     Args:
         learned: parameters of the loss that model.objective.learn_temperature trains: ("log_scale",), or none.

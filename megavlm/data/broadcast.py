@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.costs import ImageAssignment
-from megavlm.data.types import Imbalance, LoaderState, Skipped, StepData
+from megavlm.data.types import Imbalance, LoaderState, StepData
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import Skipped
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
 _ALIGNMENT = 8  # bytes: the alignment of a tensor of any type

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.reads import Reads
 from megavlm.data.sampler import Window, window_of
-from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment, Segments, Skipped
+from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment, Segments
 from megavlm.data.workers import TellingSource, WorkerPool
-from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
 
 if TYPE_CHECKING:

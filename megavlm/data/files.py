@@ -18,12 +18,11 @@ from megavlm.data.prompts import choose_prompts
 from megavlm.data.reads import Reads
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
-from megavlm.data.skips import SkipSummary
 from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
-from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, Skipped, StreamSample
+from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, StreamSample
 from megavlm.data.workers import Told, WorkerPool
 from megavlm.errors import UserError, one_line
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
 from megavlm.resilience.events import events, record
 
 MEASURED = 8192  # records that are encoded at most to count sequences, and a window more: about ten seconds

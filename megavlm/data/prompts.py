@@ -20,12 +20,11 @@ from PIL import Image
 
 from megavlm.config.schema import Config
 from megavlm.data.order import in_turn
-from megavlm.data.skips import SkipSummary
 from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, Turn, Visual
 from megavlm.data.visuals import first_frame
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason, SkipSummary
 
 if TYPE_CHECKING:
     from megavlm.data.files import FilesSource

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megavlm.arch.packing import pack
-from megavlm.data.skips import SkipSummary
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Segment, Segments, Skipped
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Segment, Segments
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import Skipped, SkipSummary
 
 # Consecutive windows without a usable sample after which a run ends, if they do not hold every record before.
 _EMPTY_WINDOWS = 4

@@ -22,9 +22,9 @@ from megavlm.data.collator import Collator, ComputedCollator, OwnImages
 from megavlm.data.order import in_turn, spread
 from megavlm.data.reads import Reads
 from megavlm.data.sampler import BatchSampler, SequentialBatchSampler, Windows
-from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment, Skipped
+from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool
-from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.bad_sample import BadSample, Skipped
 
 _WORD = (1 << 64) - 1
 

@@ -15,9 +15,9 @@ from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_stream, prepare_stream
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Window, Windows
 from megavlm.data.source import FirstSequences
-from megavlm.data.types import Conversation, EncodedRecord, GlobalBatch, LoaderState, SampleId, Skipped, StreamSample
+from megavlm.data.types import Conversation, EncodedRecord, GlobalBatch, LoaderState, SampleId, StreamSample
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.bad_sample import BadSample, Skipped
 
 if TYPE_CHECKING:
     from megavlm.data.records.energon import EnergonStream

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megavlm.arch.image_tokens import TileGroup
-from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.bad_sample import Skipped
 from megavlm.paths import FileRange
 from megavlm.storage.transfer import StoredFile
 
@@ -26,20 +26,6 @@ if TYPE_CHECKING:
 
     from megavlm.inputs.batch import MicroBatch
     from megavlm.inputs.layout import Film
-
-# --- Samples that cannot be used
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A skipped sample; with `partly`, the sample is trained on except for some of its turns."""
-
-    label: str  # as in `train.jsonl:18`
-    source: str
-    reason: Reason
-    detail: str
-    partly: bool = False
-
 
 # --- Records
 

@@ -1,10 +1,14 @@
-"""`BadSample`: the error of a sample that cannot be used, and its reasons."""
+"""Samples that cannot be used: the error, its reasons and remedies, and the summary of what was skipped."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megavlm.errors import one_line
+from megavlm.program import program
 
 
 class Reason(StrEnum):
@@ -43,3 +47,63 @@ class BadSample(ValueError):
     def __reduce__(self) -> tuple[type[BadSample], tuple[Reason, str]]:
         """Pickle the reason and the detail, since worker processes send this exception to the main process."""
         return type(self), (self.reason, self.detail)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A skipped sample; with `partly`, the sample is trained on except for some of its turns."""
+
+    label: str  # as in `train.jsonl:18`
+    source: str
+    reason: Reason
+    detail: str
+    partly: bool = False
+
+
+_LOOK = "see which with {preview} and the same flags; docs/data.md has what a record needs"
+_COPY = "copy the files again, or leave the records out"
+_ROOT = "name the folder that its images and videos are in, as PATH,image_root=DIR"
+REMEDIES: dict[Reason, str] = {
+    Reason.MISSING: _ROOT,
+    Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
+    Reason.TOO_LONG: "raise --seq-length; with Qwen's models, --max-pixels makes images shorter",
+    Reason.TOO_SLOW: "leave the records out; if storage is only slow, raise --data-worker-timeout",
+    Reason.TOO_LARGE: "raise --max-image-pixels; with Qwen's models, --max-pixels then shrinks large images",
+    Reason.NOT_AN_IMAGE: f"write images of other formats (SVG, PDF, HEIC) as PNG or JPEG, and {_COPY}",
+    Reason.TRUNCATED: _COPY,
+    Reason.CORRUPT: _COPY,
+    Reason.NOT_A_VIDEO: _COPY,
+    Reason.NO_FRAMES: _COPY,
+    Reason.ENDLESS: "cut the clip into shorter ones",
+}
+
+
+@dataclass
+class SkipSummary:
+    """Counts skipped samples by reason and keeps an example of each."""
+
+    counts: Counter[Reason] = field(default_factory=Counter)
+    examples: dict[Reason, str] = field(default_factory=dict)
+
+    def add(self, skipped: Iterable[Skipped]) -> SkipSummary:
+        """Add samples that are skipped as a whole; return self."""
+        for skip in skipped:
+            if not skip.partly:
+                self.counts[skip.reason] += 1
+                self.examples.setdefault(skip.reason, one_line(f"{skip.label}: {skip.detail}"))
+        return self
+
+    def merged(self, others: Iterable[SkipSummary]) -> SkipSummary:
+        """Return the summary of this and the other ranks' samples."""
+        found = SkipSummary(Counter(self.counts), dict(self.examples))
+        for other in others:
+            found.counts += other.counts
+            found.examples = {**other.examples, **found.examples}
+        return found
+
+    def message(self, remedies: Mapping[Reason, str] = REMEDIES) -> str:
+        """Return the commonest reason with its number, an example, and the remedy."""
+        most = max(self.counts.values())
+        reason = min(reason for reason, count in self.counts.items() if count == most)
+        remedy = remedies.get(reason, _LOOK.format(preview=program("preview")))
+        return f"{most} × {reason}, as {self.examples[reason]}. To mend it, {remedy}"

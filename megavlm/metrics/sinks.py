@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.types import Skipped
 from megavlm.errors import UserError
 from megavlm.files import open_to_append
+from megavlm.inputs.bad_sample import Skipped
 from megavlm.metrics.callback import Callback, StepEnd, Stop
 from megavlm.paths import read_bytes
 

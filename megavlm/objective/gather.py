@@ -1,16 +1,143 @@
-"""The texts of all data-parallel ranks on each of them, and the sum of the gradients that they have for each text.
+"""What losses over a global batch work with: its embedded texts, gathered from all ranks, and what a rank returns.
 
-Legend: R texts of this rank, L of the rank with the most, N ranks, H width.
+Legend: R texts of this rank, L of the rank with the most, N ranks, H width, Q queries, D documents, P positives, I
+positives of a query at most, T terms of the loss that this rank counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.data.types import PADDING
-from megavlm.objective.texts import renumbered
+from megavlm.config.schema import ObjectiveConfig
+from megavlm.data.types import ID, NEGATIVE, PADDING, POSITIVE, QUERY, RECORD, ROLE
+
+BLOCK = 2**21  # scores that a rank has in memory at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Representations:
+    """This rank's part of the embedded texts of a global batch, with the scalars that the loss learns."""
+
+    vectors: Tensor  # [R, H] fp32, not normalised
+    members: Tensor  # [R, 4] int64, columns of `data/types.py`; records are numbered within this rank
+    scalars: Tensor  # fp32, in the order of `Objective.learned`; none if they are fixed
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """This rank's share of a loss over the global batch, and the gradient of the whole with respect to its vectors.
+
+    Losses are a sum, not a mean: over all ranks they add up to that of the batch, and so do the scalars' gradients.
+    """
+
+    losses: Tensor  # [T] float64
+    sources: Tensor  # [T] int64: the data set of each term
+    vectors: Tensor  # [R, H]: the gradient
+    scalars: Tensor  # this rank's share of the gradient
+
+    def totals(self, num_sources: int) -> Tensor:
+        """Return what `Schedule.train` returns: [2 + 2·num_sources] float64."""
+        sums = self.losses.new_zeros(2, num_sources)
+        if num_sources:
+            sums[0].index_add_(0, self.sources, self.losses)
+            sums[1].index_add_(0, self.sources, torch.ones_like(self.losses))
+        whole = torch.stack([self.losses.sum(), torch.full_like(self.losses.sum(), len(self.losses))])
+        return torch.cat([whole, sums.flatten()])
+
+
+WholeBatchLoss = Callable[[Representations, ObjectiveConfig, dist.ProcessGroup], Loss]
+
+
+def widths_of(options: ObjectiveConfig, width: int) -> tuple[int, ...]:
+    """Return the widths that a loss is applied to: all channels, and beginnings of them (Kusupati et al. 2022)."""
+    return tuple(sorted({*options.matryoshka_widths, width}))
+
+
+def normalized(vectors: Tensor, width: int) -> Tensor:
+    """Return the first channels [R, width] of vectors, with length 1."""
+    return F.normalize(vectors[:, :width], dim=-1)
+
+
+def blocks(count: int, across: int) -> Iterator[slice]:
+    """Yield consecutive ranges of `count` rows whose scores with `across` others fit into memory together."""
+    size = max(1, BLOCK // max(across, 1))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """What is known of the texts of a batch: [R, 4] int64, the columns of `data/types.py`.
+
+    A record's number is its own in the whole batch. A row whose role is none of the three is padding.
+    """
+
+    members: Tensor
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """Return [Q], the rows that are queries."""
+        return torch.nonzero(self.members[:, ROLE] == QUERY).flatten()
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """Return [D], the rows that are documents: positives and negatives of all queries."""
+        role = self.members[:, ROLE]
+        return torch.nonzero((role == POSITIVE) | (role == NEGATIVE)).flatten()
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return for each positive the index of its query among the queries, and its own among the documents: [P] each.
+
+        Positives are in the order of their rows.
+        """
+        own = torch.nonzero(self.members[self.documents, ROLE] == POSITIVE).flatten()
+        records, order = self.members[self.queries, RECORD].sort()
+        return order[torch.searchsorted(records, self.members[self.documents[own], RECORD].contiguous())], own
+
+    @cached_property
+    def identities(self) -> Tensor:
+        """Return [D], what each document is."""
+        return self.members[self.documents, ID]
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """Return [Q, I], what the positives of each query are; −1 where a query has fewer than others."""
+        query, document = self.pairs
+        by_query = query.argsort(stable=True)
+        counts = torch.bincount(query, minlength=len(self.queries))
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(by_query), device=query.device) - first[query[by_query]]
+        table = query.new_full((len(self.queries), int(counts.max()) if len(query) else 0), -1)
+        table[query[by_query], place] = self.identities[document[by_query]]
+        return table
+
+    def answers(self, queries: Tensor | slice = slice(None), documents: Tensor | slice = slice(None)) -> Tensor:
+        """Return [q, d] bool: whether each of these documents answers each of these queries, as one of its positives or
+        as a document that is the same as one.
+        """
+        return same(self.wanted[queries], self.identities[documents])
+
+
+def same(wanted: Tensor, identities: Tensor) -> Tensor:
+    """Return [q, d] bool: whether a document is what one of the positives [q, I] of a query is."""
+    found = torch.zeros(len(wanted), len(identities), dtype=torch.bool, device=identities.device)
+    for column in wanted.unbind(1):
+        found |= column[:, None] == identities
+    return found
+
+
+def renumbered(members: Tensor, rank: int) -> Tensor:
+    """Return a data-parallel rank's members with records that no other rank has, given its own numbers."""
+    members = members.clone()
+    members[:, RECORD] += rank << 32
+    return members
 
 
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megavlm.objective.cached import blocks, normalized
-from megavlm.objective.texts import Texts
+from megavlm.objective.gather import Texts, blocks, normalized
 
 DEPTHS = (1, 5, 10)
 SCORES = (*(f"recall_at_{k}" for k in DEPTHS), f"ndcg_at_{DEPTHS[-1]}", "mrr")

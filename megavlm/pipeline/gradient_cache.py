@@ -24,8 +24,8 @@ from megavlm.arch.objectives import learned_scalars
 from megavlm.config.schema import ModelConfig
 from megavlm.data.types import RECORD
 from megavlm.inputs.batch import MicroBatch
-from megavlm.objective.cached import Loss, Representations
-from megavlm.objective.table import whole_batch
+from megavlm.objective.gather import Loss, Representations
+from megavlm.objective.losses import whole_batch
 from megavlm.parallel.groups import Groups, random_states, set_random_states
 from megavlm.pipeline.walker import ForwardStep
 

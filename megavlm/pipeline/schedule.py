@@ -24,8 +24,8 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
-from megavlm.objective.cached import Representations
-from megavlm.objective.next_token import sum_loss
+from megavlm.objective.gather import Representations
+from megavlm.objective.losses import next_token
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.callbacks import BatchShapedP2P, NoSync, StepTimers
 from megavlm.pipeline.colocated import ColocatedEncoder
@@ -275,7 +275,7 @@ class Schedule:
 
 def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
     batch = next(batches)
-    return chunk(batch), partial(sum_loss, batch, num_sources)
+    return chunk(batch), partial(next_token, batch, num_sources)
 
 
 def _forward_output(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:

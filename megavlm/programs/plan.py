@@ -191,8 +191,8 @@ def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
     if objective_of(config.model).embeds:
         print("all micro-batches count as the average one: of data for embeddings no samples are looked at")
         return None
-    from megavlm.data.look import data_window
     from megavlm.data.streaming import files_source
+    from megavlm.data.survey import data_window
 
     try:
         source = files_source(config)

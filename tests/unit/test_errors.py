@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from megavlm.data.skips import SkipSummary
-from megavlm.data.types import Skipped
 from megavlm.errors import StoreLost, UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
 
 NAME = "a\x1b]0;title\x07\x9b2J\u202eb\udcff\nfinished\u2028×.json"
 SHOWN = r"a\x1b]0;title\x07\x9b2J\u202eb\udcff finished ×.json"

@@ -11,9 +11,17 @@ import torch.distributed as dist
 
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.data.types import SOURCE
-from megavlm.objective.cached import Loss, Representations, normalized, widths_of
-from megavlm.objective.gather import gathered, gathered_members, longest, own_sum
-from megavlm.objective.texts import Texts
+from megavlm.objective.gather import (
+    Loss,
+    Representations,
+    Texts,
+    gathered,
+    gathered_members,
+    longest,
+    normalized,
+    own_sum,
+    widths_of,
+)
 
 
 def margin(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:

@@ -53,7 +53,7 @@ from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, 
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
-from megavlm.objective.contrastive import scale_of
+from megavlm.objective.losses import scale_of
 from megavlm.program import program
 
 FILE_BYTES = 5 * 10**9

@@ -26,11 +26,10 @@ from megavlm.data.records import tars
 from megavlm.data.records.containers import Records
 from megavlm.data.records.tar_sample import ARRAYS
 from megavlm.data.records.turns import TAG, VIDEO_TAG
-from megavlm.data.skips import SkipSummary
-from megavlm.data.types import Conversation, ImageRef, Skipped, Turn, VideoRef
+from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.errors import UserError
 from megavlm.files import open_new, open_to_append, replace_file
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
 from megavlm.json_files import read_json
 from megavlm.paths import FileRange, open_regular
 from megavlm.storage.transfer import StoredFile

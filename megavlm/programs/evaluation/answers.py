@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.skips import REMEDIES, SkipSummary
 from megavlm.data.survey import rounded
-from megavlm.data.types import Sample, Skipped
+from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import REMEDIES, BadSample, Reason, Skipped, SkipSummary
 from megavlm.json_files import read_json
 from megavlm.paths import open_regular
 from megavlm.programs.charts import duration

@@ -14,9 +14,9 @@ from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.files import FilesSource
 from megavlm.data.streaming import files_source
-from megavlm.data.types import EncodedRecord, Picture, Sample, Segment, Skipped
+from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.inputs.processor import Processor
 from megavlm.rules.defaults import resolve
 

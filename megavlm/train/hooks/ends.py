@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megavlm.data.skips import SkipSummary
-from megavlm.data.types import Skipped
 from megavlm.errors import BadNumbers, Stopped, UserError
+from megavlm.inputs.bad_sample import Skipped, SkipSummary
 from megavlm.metrics.callback import Value
 from megavlm.resilience.phases import COMMUNICATION, DATA, OTHER
 from megavlm.resilience.signals import StopRequest

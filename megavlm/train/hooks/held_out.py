@@ -17,10 +17,8 @@ from megavlm.data.types import PADDING, RECORD, SOURCE, StepData
 from megavlm.errors import UserError
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
-from megavlm.objective.cached import Representations
-from megavlm.objective.gather import gathered, gathered_members, longest
+from megavlm.objective.gather import Representations, Texts, gathered, gathered_members, longest
 from megavlm.objective.retrieval import SCORES, retrieval_sums
-from megavlm.objective.texts import Texts
 from megavlm.parallel.groups import Groups
 from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.train.evaluate import accuracies

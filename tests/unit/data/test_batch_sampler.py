@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.sampler import PackedBatchSampler, Window, Windows, window_of
-from megavlm.data.types import EncodedRecord, LoaderState, Skipped
+from megavlm.data.types import EncodedRecord, LoaderState
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.bad_sample import Reason, Skipped
 from tests.support.encoded import LENGTH, encoded
 
 WINDOW = 20

@@ -8,7 +8,8 @@ import torch
 
 from megavlm.arch.image_tokens import TileGroup
 from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
-from megavlm.data.types import Imbalance, Skipped, StepData
+from megavlm.data.types import Imbalance, StepData
+from megavlm.inputs.bad_sample import Skipped
 from megavlm.inputs.batch import ImageSizes, MicroBatch
 from tests.support.micro_batch import micro_batch
 

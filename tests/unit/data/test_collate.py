@@ -19,7 +19,7 @@ from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.patches import Image, patchify
-from megavlm.objective.texts import Texts
+from megavlm.objective.gather import Texts
 from tests.support.flags import resolved
 
 IMAGE, PAD, PATCH = 99, 0, 4

@@ -13,7 +13,7 @@ from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.files import FilesSource
 from megavlm.data.loader import RankLoader
-from megavlm.data.look import STEPS, data_window
+from megavlm.data.survey import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch

@@ -16,12 +16,11 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import FileCollator
 from megavlm.data.files import FilesSource
 from megavlm.data.loader import RankLoader
-from megavlm.data.look import data_window
 from megavlm.data.prompts import choose_prompts
 from megavlm.data.reads import Reads
 from megavlm.data.sampler import Windows
 from megavlm.data.streaming import StreamBatchSampler, StreamReader
-from megavlm.data.survey import data_table, with_counted_length
+from megavlm.data.survey import data_table, data_window, with_counted_length
 from megavlm.data.types import HeldOut
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from megavlm.data.skips import REMEDIES, SkipSummary
-from megavlm.data.types import Skipped
-from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.bad_sample import REMEDIES, Reason, Skipped, SkipSummary
 
 
 def skipped(reason: Reason, number: int, *, partly: bool = False) -> Skipped:

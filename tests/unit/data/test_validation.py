@@ -15,8 +15,8 @@ from megavlm.command_line.parsing import parse
 from megavlm.data.order import spread
 from megavlm.data.sampler import ValidationBatchSampler, Window, window_of
 from megavlm.data.survey import validation_line
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment, Skipped
-from megavlm.inputs.bad_sample import Reason
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment
+from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.ends import Stops
 from megavlm.train.hooks.held_out import Validation, fields

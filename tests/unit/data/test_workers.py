@@ -18,10 +18,10 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.data import workers
 from megavlm.data.files import FilesSource
-from megavlm.data.types import EncodedRecord, Sample, Segment, Skipped
+from megavlm.data.types import EncodedRecord, Sample, Segment
 from megavlm.data.workers import ENCODE, LOAD, TellingSource, Told, WorkerPool, _work, _WorkerLost
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.inputs.bad_sample import BadSample, Reason, Skipped
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
 

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import ObjectiveConfig
-from megavlm.objective import cached
-from megavlm.objective.cached import Representations
-from megavlm.objective.contrastive import info_nce
-from megavlm.objective.sigmoid import sigmoid_loss
-from megavlm.objective.texts import Texts
+from megavlm.objective import gather
+from megavlm.objective.gather import Representations, Texts
+from megavlm.objective.losses import info_nce, sigmoid_loss
 from tests.support import plain_losses
 from tests.support.plain_losses import Text, answers, pairs_of
 
@@ -111,7 +109,7 @@ def test_scores_of_a_block_at_a_time_give_the_same(loss, monkeypatch: pytest.Mon
     texts = [Text(record, role, 10 * record + k) for record in range(9) for k, role in enumerate(ROLES)]
     options = ObjectiveConfig(kind="contrastive", temperature=0.3)
     whole = loss(representations(texts), options, ALONE)
-    monkeypatch.setattr(cached, "BLOCK", 40)  # two pairs
+    monkeypatch.setattr(gather, "BLOCK", 40)  # two pairs
     parts = loss(representations(texts), options, ALONE)
     torch.testing.assert_close(parts.losses, whole.losses)
     torch.testing.assert_close(parts.vectors, whole.vectors)

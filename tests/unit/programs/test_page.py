@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from megavlm.command_line.parsing import parse
-from megavlm.data.types import Skipped
-from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.patches import patchify
 from megavlm.programs.prepare import main as prepare
 from megavlm.programs.preview.collect import (

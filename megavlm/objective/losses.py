@@ -1,0 +1,247 @@
+"""Losses: of the next token, and over the embedded texts of a global batch (InfoNCE, sigmoid).
+
+**InfoNCE** (van den Oord et al. 2018; CLIP, DPR), a share of the work on each rank. Of a query q and a positive p of
+it, with cosines s and temperature τ:
+
+    ℓ(q→p) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_d e^{s(q,d)/τ} )
+
+over all documents d of the batch that do not answer q: positives and hard negatives of all queries, but for those that
+are the same as a positive of q. In the other direction, over all queries i that p does not answer,
+
+    ℓ(p→q) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_i e^{s(i,p)/τ} )
+
+A pair's loss is ℓ(q→p), or with `model.objective.symmetric` the mean of both. The batch's is their sum, which is
+divided by the number of pairs where the sums over tokens are, at the update.
+
+Each rank has the vectors of all ranks, of length 1, and computes the losses of the pairs whose positive is its own. The
+gradients of these with respect to all vectors are summed over ranks, and a rank goes on with those of its own. So each
+term is in one rank's loss, and the sum is that of one process.
+
+**Sigmoid** (Zhai et al. 2023, SigLIP), documents passed around a ring of ranks. With cosines s of all queries
+q and documents d, a learned scale t and bias b, and y = 1 for a positive of q, else −1:
+
+    L = Σ_q Σ_d −log σ( y·(t·s(q,d) + b) )
+
+without documents that are the same as a positive of q; L is divided by the number of queries. Terms need no other
+terms, so a rank needs one block of documents at a time: its own first, then those of the rank before it, and so on. The
+gradient of a block travels with it and arrives at home complete. A rank has at most two blocks, the one that it
+computes with and the one that arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megavlm.arch.objectives import OBJECTIVES
+from megavlm.config.registry import Entry, registered
+from megavlm.config.schema import ObjectiveConfig
+from megavlm.data.types import ID, PADDING, POSITIVE, RECORD, ROLE, SOURCE
+from megavlm.inputs.batch import MicroBatch
+from megavlm.objective.gather import (
+    Loss,
+    Representations,
+    Texts,
+    WholeBatchLoss,
+    blocks,
+    gathered,
+    gathered_members,
+    longest,
+    normalized,
+    own_sum,
+    same,
+    widths_of,
+)
+
+_LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
+
+
+def next_token(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed cross entropy of trained tokens, their number, and the sums [2 + 2·num_sources] that
+    `Schedule.train` returns.
+
+    `losses` are the cross entropies [B, S].
+    """
+    mask = batch.text.loss_mask
+    masked = losses * mask
+    total, tokens = masked.sum(), mask.sum()
+    parts = [torch.stack([total.detach().double(), tokens.double()])]
+    if batch.text.sources is not None:
+        for values in (masked.detach(), mask):
+            sums = torch.zeros(num_sources, dtype=torch.float64, device=mask.device)
+            parts.append(sums.index_add_(0, batch.text.sources.flatten(), values.flatten().double()))
+    return total, tokens.int(), torch.cat(parts)
+
+
+def info_nce(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
+    """Return this rank's share of the loss over the texts of all ranks of a group."""
+    length = longest(len(own.members), group, own.members.device)
+    members = gathered_members(own.members, length, group)
+    texts = Texts(members)
+    rows = texts.documents[texts.pairs[1]]
+    mine = torch.nonzero(rows // max(length, 1) == group.rank()).flatten()
+    vectors = own.vectors.detach().requires_grad_(True)
+    scalars = own.scalars.detach().clone().requires_grad_(True)
+    losses = torch.zeros(len(mine), dtype=torch.float64, device=vectors.device)
+    for width in widths_of(options, vectors.shape[1]):
+        unit = normalized(vectors, width)
+        everyone = gathered(unit.detach(), length, group)
+        gradient = _add_pairs(texts, everyone, scalars, options, pairs=mine, losses=losses)
+        unit.backward(own_sum(gradient, len(unit), group))
+    return Loss(
+        losses=losses,
+        sources=members[rows[mine], SOURCE],
+        vectors=gradient_of(vectors),
+        scalars=gradient_of(scalars),
+    )
+
+
+def _add_pairs(
+    texts: Texts, unit: Tensor, scalars: Tensor, options: ObjectiveConfig, *, pairs: Tensor, losses: Tensor
+) -> Tensor:
+    """Add the losses of some of `texts.pairs` to `losses` [N], and the gradient of their sum to that of `scalars`;
+    return it with respect to the vectors of length 1, [T, w].
+
+    Scores are computed a block of pairs at a time, so that their memory does not grow with the square of the batch.
+    """
+    query, document = (each[pairs] for each in texts.pairs)
+    asked, found = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
+    gradient = torch.zeros_like(unit)
+    for part in blocks(len(pairs), max(len(asked), len(found))):
+        block = _block(texts, asked, found, query[part], document[part], scale_of(scalars, options), options)
+        block.sum().backward()
+        losses[part] += block.detach()
+    gradient[texts.queries] = gradient_of(asked)
+    gradient[texts.documents] = gradient_of(found)
+    return gradient
+
+
+def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
+    """Return 1/τ, learned or fixed."""
+    if not len(scalars):
+        return torch.tensor(1 / options.temperature, dtype=torch.float64, device=scalars.device)
+    return scalars[0].clamp(max=_LARGEST).exp()
+
+
+def _block(
+    texts: Texts,
+    asked: Tensor,
+    found: Tensor,
+    query: Tensor,
+    document: Tensor,
+    scale: Tensor,
+    options: ObjectiveConfig,
+) -> Tensor:
+    """Return the losses [n] of n pairs among all queries [Q, w] and documents [D, w], all of length 1."""
+    forth = _ranked(scale * asked[query] @ found.t(), texts.answers(queries=query), document)
+    if not options.symmetric:
+        return forth
+    back = _ranked(scale * found[document] @ asked.t(), texts.answers(documents=document).t(), query)
+    return (forth + back) / 2
+
+
+def _ranked(scores: Tensor, answers: Tensor, right: Tensor) -> Tensor:
+    """Return the cross entropies [n] of scores [n, m] with the right one, in which other answers are left out."""
+    others = answers.scatter(1, right[:, None], False)
+    return F.cross_entropy(scores.masked_fill(others, -math.inf), right, reduction="none")
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf; zeros if nothing depended on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The documents of one rank: vectors [D, H], members [D, 4], and the sum of gradients [D, H] so far."""
+
+    vectors: Tensor
+    members: Tensor
+    gradient: Tensor
+
+
+def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
+    """Return this rank's share of the loss over the texts of all ranks of a group."""
+    texts = Texts(own.members)
+    asked = own.vectors[texts.queries].detach().clone().requires_grad_(True)
+    scalars = own.scalars.detach().clone().requires_grad_(True)
+    block = _padded(own.vectors[texts.documents], own.members[texts.documents], group)
+    losses = torch.zeros(len(asked), dtype=torch.float64, device=asked.device)
+    for turn in range(group.size()):
+        losses += _add_terms(texts, asked, block, scalars, options, home=turn == 0)
+        block = _passed_on(block, group)
+    gradient = torch.zeros_like(own.vectors)
+    gradient[texts.queries] = gradient_of(asked)
+    gradient[texts.documents] = block.gradient[: len(texts.documents)]
+    sources = own.members[texts.queries, SOURCE]
+    return Loss(losses=losses, sources=sources, vectors=gradient, scalars=gradient_of(scalars))
+
+
+def _add_terms(
+    texts: Texts, asked: Tensor, block: Block, scalars: Tensor, options: ObjectiveConfig, *, home: bool
+) -> Tensor:
+    """Return the sums [Q] of the terms of this rank's queries with a block, and add their gradients to all that they
+    depend on. Records of the `home` block are numbered as the queries' are.
+    """
+    losses = torch.zeros(len(asked), dtype=torch.float64, device=asked.device)
+    records = texts.members[texts.queries, RECORD]
+    for width in widths_of(options, asked.shape[1]):
+        for part in blocks(len(asked), len(block.vectors)):
+            found = block.vectors.detach().requires_grad_(True)
+            scores = normalized(asked[part], width) @ normalized(found, width).t()
+            bias = scalars[1] if len(scalars) else options.sigmoid_bias
+            logits = scores * scale_of(scalars, options) + bias
+            answers = same(texts.wanted[part], block.members[:, ID])
+            positive = home & (block.members[:, ROLE] == POSITIVE)
+            right = positive & (records[part, None] == block.members[:, RECORD])
+            left_out = (answers & ~right) | (block.members[:, ROLE] == PADDING)
+            terms = -F.logsigmoid(torch.where(right, logits, -logits)).masked_fill(left_out, 0.0)
+            terms.sum().backward()
+            block.gradient.add_(gradient_of(found))
+            losses[part] += terms.detach().sum(1)
+    return losses
+
+
+def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> Block:
+    """Return a rank's documents as a block that is as long as the longest of all ranks."""
+    missing = longest(len(vectors), group, vectors.device) - len(vectors)
+    vectors = F.pad(vectors.detach(), (0, 0, 0, missing))
+    return Block(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
+
+
+def _passed_on(block: Block, group: dist.ProcessGroup) -> Block:
+    """Send a block to the next rank of the ring, and return that of the rank before."""
+    ranks, rank = group.size(), group.rank()
+    if ranks == 1:
+        return block
+    after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, ranks - 1))
+    sent = (torch.cat([block.vectors, block.gradient], dim=1), block.members)
+    received = tuple(map(torch.empty_like, sent))
+    operations = [dist.P2POp(dist.isend, each, after, group) for each in sent]
+    operations += [dist.P2POp(dist.irecv, each, before, group) for each in received]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    vectors, gradient = received[0].chunk(2, dim=1)
+    return Block(vectors.contiguous(), received[1], gradient.contiguous())
+
+
+WHOLE_BATCH: Mapping[str, WholeBatchLoss] = {"contrastive": info_nce, "sigmoid": sigmoid_loss}
+
+if WHOLE_BATCH.keys() != {name for name, objective in OBJECTIVES.items() if objective.embeds}:
+    raise TypeError("each objective of embeddings needs a loss over the whole batch")
+
+
+def whole_batch(kind: str) -> WholeBatchLoss:
+    """Return the loss of an objective of embeddings: the package's own, or an extension's."""
+    if kind in WHOLE_BATCH:
+        return WHOLE_BATCH[kind]
+    entry = registered("objectives")[kind]
+    assert isinstance(entry, Entry), kind
+    found: WholeBatchLoss = entry.load()
+    return found
