@@ -159,7 +159,7 @@ def table(answers: dict[str, Answer]) -> str:
 
 
 def rows(answers: dict[str, Answer]) -> str:
-    """Return all answers as CSV; GPUs are 0 where no number up to MOST is enough."""
+    """Return all answers as CSV. The column GPUs is 0 where the model does not fit on MOST GPUs."""
     lines = ["model,tokens,frames of a clip,pictures,side,trained,GPU,GPUs,tokens/s of each,layout"]
     for case in cases(list(MODELS)):
         found = answers[case.key]

@@ -1,8 +1,7 @@
 """The kinds of transformer layers: vision, language, and language with a mixture of experts for an MLP.
 
-In a mixture a router sends each token to `top-k` of E experts, beside a shared one. EP · ETP neighbouring ranks share
-the experts: EP divides their number, ETP the width of each. Before them a rank has t = T / TP tokens of its own, which
-it sends to the ranks of their experts and receives back (all-to-all), so that no rank computes a token twice.
+In a mixture a router sends each token to `top-k` of E experts. EP · ETP neighbouring ranks share them: EP divides their
+number, ETP the width of each. A rank sends its t = T / TP tokens to their experts' ranks and back (all-to-all).
 """
 
 from __future__ import annotations

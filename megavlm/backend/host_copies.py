@@ -43,8 +43,9 @@ class HostCopies:
     kind = "cpu"  # of the device
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start copies to the host, after the computation queued so far; the caller leaves `sources` unchanged until it
-        has waited for the ticket. Returns the host tensors and the ticket.
+        """Start copies to the host and return the host tensors and a ticket to wait for.
+
+        The copies begin after the computation that is queued so far. `sources` must not change until the wait ends.
         """
         return [empty_on_host(source).copy_(source) for source in sources], None
 

@@ -146,7 +146,7 @@ class Registry:
 
 @cache
 def registry() -> Registry:
-    """Return the process's table."""
+    """Return the registry of this process, which is created on the first call."""
     return Registry()
 
 

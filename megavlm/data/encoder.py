@@ -66,7 +66,9 @@ class Encoder:
         self._costs = CostModel.of(config.model)
 
     def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:
-        """Return the samples of a record, and which parts of it are too long and left out; "" if none is.
+        """Return the samples of a record, and a description of the parts that were dropped because they are too long.
+
+        The description is "" where nothing was dropped.
 
         Raises BadSample for a record of which no part can be used.
         """
@@ -135,7 +137,7 @@ class Encoder:
         return self._loaded(tokens, conversation.images, layouts)
 
     def embedded(self, text: Turn) -> Sample:
-        """Return a query or a document, as its role says, as the sample that a model embeds. Raises BadSample."""
+        """Encode a query or a document (its role says which) as a sample to embed. Raises BadSample."""
         layouts = self.visuals.layouts(text.images)
         tokens = self._text_tokens(text, layouts)
         sample = self._loaded(tokens, text.images, layouts)

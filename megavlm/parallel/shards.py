@@ -179,7 +179,7 @@ def _moved(place: int, origin: int, target: int) -> int:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself, without gradient."""
+    """Return the local tensor of a DTensor, or a plain tensor as it is; neither has a gradient."""
     with torch.no_grad():
         part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return part

@@ -85,7 +85,7 @@ def senders(encoder: Rows, *, width: int) -> Rows:
 
 
 def feature_exchange_of(owner: Sequence[int] | Rows, shards: Rows, reads: Sequence[int] | Rows) -> FeatureExchange:
-    """Return the exchange of rows that `owner` [R] encodes.
+    """Return which feature rows each rank sends and receives; rank `owner[r]` encodes row r of R.
 
     Args:
         shards: [R] which shard of the sequences each row lies in.

@@ -81,12 +81,12 @@ _ONWARD = {FORWARD: 1, BACKWARD: -1}  # hidden states go to the next chunk, grad
 
 
 def receiver(made_by: Pass, shape: PipelineShape) -> Pass | None:
-    """Return the pass of another chunk that needs what this one makes, if any does."""
+    """Return the pass of another chunk that takes this pass's output as input; None if no pass does."""
     return _neighbour(made_by, _ONWARD.get(made_by.kind, 0), shape)
 
 
 def maker(needed_by: Pass, shape: PipelineShape) -> Pass | None:
-    """Return the pass of another chunk that makes what this one needs, if any does."""
+    """Return the pass of another chunk whose output this pass takes as input; None if no pass does."""
     return _neighbour(needed_by, -_ONWARD.get(needed_by.kind, 0), shape)
 
 

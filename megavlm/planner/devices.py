@@ -22,7 +22,7 @@ class Peaks:
     fp8: float | None = None  # None: the device has no FP8 units
 
     def of(self, precision: str) -> float | None:
-        """None for a precision that the device has not, or that has no single peak (fp32)."""
+        """Return the peak of a precision; None if the device lacks it, or if it has no single peak (fp32)."""
         return {"tf32": self.tf32, "bf16": self.half, "fp16": self.half, "fp8": self.fp8}.get(precision)
 
 
@@ -63,7 +63,7 @@ MACHINES = {name: Machine(name, **row) for name, row in _FACTS["machines"].items
 
 
 def peaks_of(device_name: str) -> Peaks | None:
-    """Return the row of a device (`torch.cuda.get_device_name()`); None for CPUs, slices of a GPU (MIG) and others."""
+    """Return the peaks of a GPU by `torch.cuda.get_device_name()`; None for CPUs, MIG slices and unknown devices."""
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     return None if "MIG" in words else next((row for row in PEAKS if words.issuperset(row.words.split())), None)
 

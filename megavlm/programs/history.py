@@ -275,9 +275,9 @@ def _number(value: Any) -> float:
 
 
 class Ledger:
-    """Gives the time from `begin` to `end` to causes: a cursor moves on, and what it passes goes to the cause named.
+    """Divides the time from `begin` to `end` among causes: each span that the cursor passes is added to a cause.
 
-    All causes add up to end − begin once the cursor is at the end, whatever it was told on the way.
+    The causes add up to end − begin once the cursor is at the end.
     """
 
     def __init__(self, begin: int, end: int, *, bins: int = BINS) -> None:

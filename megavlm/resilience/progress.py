@@ -173,7 +173,7 @@ class Spread:
 
 
 class SlowEvents:
-    """Decides which reports of a slow rank become events: one event per report would fill events.jsonl."""
+    """Selects the reports of a slow rank that are written as events; one event per report would fill events.jsonl."""
 
     def __init__(self) -> None:
         self._named: tuple[int, str] | None = None  # by the last report

@@ -214,7 +214,7 @@ class Counts:
 
 
 def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
-    """Return this rank's counts of a batch: one rank of each replica counts it."""
+    """Return the tokens, images and FLOPs of a step on the reader of a replica, and zeros on its other ranks."""
     if not groups.is_reader:
         return Counts()
     counted = stats(step.batches)

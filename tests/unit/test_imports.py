@@ -85,7 +85,7 @@ OPTIONAL = (
 )
 OF_A_MODULE = re.compile(r"megavlm(\.\w+)+(:\w+)?")  # "package.module:name" names what is in it
 TORCH_BY_NAME = ("megavlm.arch.connectors",)  # declarations of extensions say so where their torch half is
-REACHED = 280  # modules that train/loop.py reaches; the goal is 220
+REACHED = 239  # modules that train/loop.py reaches; the goal is 220
 IMPORTERS = ("import_module", "importlib.import_module", "__import__")
 RUNS_CODE = ("pickle", "cloudpickle", "dill", "shelve", "marshal")  # reading these formats runs what they say
 

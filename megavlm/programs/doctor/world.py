@@ -142,7 +142,7 @@ def survey_world(
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks, on every rank; they travel as tensors on the CPU."""
+    """Gather a value from every rank and return the list on every rank. The values are sent as tensors on the CPU."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

@@ -27,7 +27,7 @@ def question_with_choices(question: str, choices: Sequence[str]) -> str:
 
 
 def chosen_letter(answer: str, choices: Sequence[str]) -> str | None:
-    """Return the letter of the choice that an answer names, or None where it names none or more than one.
+    """Return the letter of the choice that an answer names, or None if it names no choice or several.
 
     The first of these rules that finds a letter decides. They are those of MMMU's and MMBench's evaluations (Yue et al.
     2023, Liu et al. 2023), but none is drawn at random where an answer names no choice.

@@ -71,7 +71,7 @@ class Embedder:
         return cls(pooled, FilesSource(config), config)
 
     def sample(self, text: Turn) -> Sample:
-        """Return a query or a document, as its role says, with its images. Raises BadSample."""
+        """Encode a query or a document (its role says which) and its images. Raises BadSample."""
         return self.source.embedded(text)
 
     @torch.inference_mode()

@@ -113,7 +113,7 @@ class History:
 
 @dataclass(frozen=True)
 class JobFile:
-    """The file of one job on a run folder, and its copy in the store of the run's checkpoints (None: there is none)."""
+    """The attempts of one job on a run folder: a file there, and a copy in the checkpoints' object store, if any."""
 
     run_dir: Path
     job: str

@@ -158,7 +158,7 @@ class Row:
 
     @property
     def states(self) -> str:
-        """Return `finished`, or how many are in which state."""
+        """Return the state that all runs are in, or the number of runs in each state."""
         found = [outcome.state for outcome in self.outcomes]
         if len(set(found)) == 1:
             return found[0]

@@ -202,7 +202,7 @@ def swapped(data: bytearray) -> None:
 
 
 def one_bit_of_every_line(data: bytearray) -> None:
-    """As a broken cell of memory does it."""
+    """Set one bit in every 64 bytes, as a memory cell that is stuck at 1 does."""
     for at in range(13, len(data), 64):
         data[at] |= 0x80
 

@@ -145,7 +145,7 @@ def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(
     assert [each.num_features for each in dealt] == [
         sum(part.image_sizes.image_tokens(MODEL.projector)) for part in parts
     ]
-    # What ranks have encoded, as numbers of features: those of their images, in order.
+    # The indices of the features that each rank encodes: those of its images, in order.
     patch_of_feature = torch.arange(sizes.num_patches).view(-1, 4)[:, 0]
     made = [patch_of_feature[torch.isin(patch_of_feature, each.patch_rows)] // 4 for each in dealt]
     sent = [mine[each.sent].split(each.sent_sizes) for mine, each in zip(made, dealt, strict=True)]
