@@ -6,9 +6,9 @@ seldom with three. A cover of pairs costs about the product of the two largest s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import combinations, product
 from typing import TypeVar
 
 Case = TypeVar("Case")
@@ -36,10 +36,9 @@ def covering(cases: Iterable[Case], shows: Callable[[Case], Iterable[Hashable]])
     return [given[place] for place in sorted(taken)]
 
 
-def pairs(*sets: Iterable[Hashable]) -> set[tuple[Hashable, Hashable]]:
+def pairs(*sets: Collection[Hashable]) -> set[tuple[Hashable, Hashable]]:
     """Return each pair of elements of two of the sets."""
-    held = [list(each) for each in sets]
-    return {pair for place, first in enumerate(held) for second in held[place + 1 :] for pair in product(first, second)}
+    return {pair for first, second in combinations(sets, 2) for pair in product(first, second)}
 
 
 def axes_of(flags: str) -> list[str]:
