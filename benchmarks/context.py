@@ -4,7 +4,7 @@
 
 A small language model with a colocated encoder trains on one sequence per step, in processes of this machine. Memory is
 that of live tensors at the peak of a step; times are processor times of a step, which other work changes little. Bytes
-are those that attention's all-to-alls send to other ranks in a step, beside the formula in docs/design/architecture.md.
+are those that attention's all-to-alls send to other ranks in a step, beside the formula in docs/architecture.md.
 A run appends to `benchmarks/records/context.jsonl`, unless `--quick`.
 """
 

@@ -20,7 +20,7 @@ from tests.support.fresh import run_programs
 
 ROOT = Path(__file__).parents[2]
 
-# Import direction: a module imports from its own row and the rows before; docs/design/architecture.md lists the same. A
+# Import direction: a module imports from its own row and the rows before; docs/architecture.md lists the same. A
 # name stands for the module and, where no longer name matches, for everything in it. A package's own __init__ belongs
 # to the first row that names something in the package, because importing that runs the __init__ first.
 RANKS: tuple[tuple[str, ...], ...] = (
@@ -377,7 +377,7 @@ def test_every_name_of_a_rule_is_a_module() -> None:
 
 def test_the_documentation_draws_the_same_order() -> None:
     """The list under "Which part may import which" names the rows, first to last."""
-    text = (ROOT / "docs/design/architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = text.partition("\n## Which part may import which\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^ *\d+\. (.+?):", section, re.MULTILINE)
     drawn = [tuple(re.findall(r"`([^`]+)`", row)) for row in rows]
