@@ -44,7 +44,8 @@ class Mistake(NamedTuple):
 def _of_table() -> dict[str, list[Mistake]]:
     """Return the mistakes of `mistakes.txt` by section."""
     found: dict[str, list[Mistake]] = {}
-    for line in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines():
+    text = Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").replace("{file}", __file__)
+    for line in text.splitlines():
         if line.startswith("["):
             rows = found.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
