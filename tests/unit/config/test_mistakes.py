@@ -44,12 +44,11 @@ class Mistake(NamedTuple):
 def _of_table() -> dict[str, list[Mistake]]:
     """Return the mistakes of `mistakes.txt` by section."""
     found: dict[str, list[Mistake]] = {}
-    text = Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").replace("{file}", __file__)
-    for line in text.splitlines():
+    for line in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             rows = found.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            argv, names, remedy, *more = line.split(" | ")
+            argv, names, remedy, *more = line.replace("{file}", __file__).split(" | ")
             rows.append(Mistake(argv, names, remedy, *more[:1], *map(int, more[1:])))
     return found
 
