@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in five parts of under nine minutes each. One table of all that is known comes last.
 #
 #     tools/gpu_check.sh [--part N] [--out FOLDER] [--wheels FOLDER] [--nccl FILE] [--device cpu]
-#     tools/gpu_check.sh --minutes N [--from N] [--rehearse] [--out FOLDER] [--wheels FOLDER] [--nccl FILE]
+#     tools/gpu_check.sh --minutes N [--items A,B] [--rehearse] [--out FOLDER] [--wheels FOLDER] [--nccl FILE]
 #
 # The second way runs what half an hour should decide (tools/gpu_half_hour.py), not the parts:
 #   1  Transformer Engine's kernels, numbers against a CPU's, LLaVA against Transformers, windowed attention, the doctor
@@ -20,10 +20,10 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
-out='' wheels='' nccl='' device=cuda part='' minutes='' from=1 rehearse='' python=${PYTHON:-python3}
+out='' wheels='' nccl='' device=cuda part='' minutes='' items='' rehearse='' python=${PYTHON:-python3}
 while [ $# -gt 0 ]; do
     case $1 in
-        --part | --out | --wheels | --nccl | --device | --minutes | --from)
+        --part | --out | --wheels | --nccl | --device | --minutes | --items)
             declare "${1#--}=${2:?$1 expects a value}" && shift 2 ;;
         --rehearse) rehearse=$1 && shift ;;
         *) echo "gpu_check.sh: unknown option $1: see the head of this file" >&2 && exit 2 ;;
@@ -60,7 +60,7 @@ if [ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]; then
 fi
 
 if [ -n "$minutes" ]; then
-    exec "$python" tools/gpu_half_hour.py --minutes "$minutes" --spent "$SECONDS" --from "$from" ${nccl:+--nccl "$nccl"} \
+    exec "$python" tools/gpu_half_hour.py --minutes "$minutes" --spent "$SECONDS" ${items:+--items "$items"} ${nccl:+--nccl "$nccl"} \
         ${out:+--out "$out"} $rehearse
 fi
 out=${out:-gpu-check}

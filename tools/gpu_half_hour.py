@@ -248,7 +248,7 @@ class Check:
             refusal = "" if self.options.rehearse else _cannot_share(self.options.nccl)
             for number, item in enumerate(items, 1):
                 left, known = self.deadline - time.monotonic(), self.known()
-                if number < self.options.first or item.name in known:
+                if item.name in known:
                     continue
                 if item.instead_of and not known.get(item.instead_of, "").startswith("FAILED"):
                     continue
@@ -424,7 +424,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="no item begins that could end after this time")
     parser.add_argument("--spent", type=float, default=0.0, help="seconds of these that have passed already")
-    parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="begin with the Nth item")
+    parser.add_argument("--items", default="", metavar="A,B", help="run these alone, in this order")
     parser.add_argument("--out", metavar="FOLDER", help="of the results; default: runs/gpu-check-COMMIT")
     parser.add_argument("--nccl", default="", metavar="FILE", help="a libnccl.so.2 of 2.30 or newer, to be preloaded")
     parser.add_argument("--rehearse", action="store_true", help="run each item in miniature on a CPU, over gloo")
@@ -436,7 +436,12 @@ def main(argv: Sequence[str]) -> int:
     if missing := _missing(NEEDED + ([] if options.rehearse else ["transformer_engine"])):
         print(f"gpu_check.sh: Python lacks {', '.join(missing)}: name a folder of wheels by --wheels", file=sys.stderr)
         return 2
-    return Check(options).run(ITEMS)
+    by_name = {item.name: item for item in ITEMS}
+    names = options.items.split(",") if options.items else list(by_name)
+    if unknown := [name for name in names if name not in by_name]:
+        print(f"gpu_check.sh: --items {unknown[0]} is none of {', '.join(by_name)}", file=sys.stderr)
+        return 2
+    return Check(options).run([by_name[name] for name in names])
 
 
 if __name__ == "__main__":

@@ -122,10 +122,22 @@ def test_what_has_ended_is_recorded_and_not_run_again(
     (tmp_path / "out/record.jsonl").write_text("\n".join(map(json.dumps, [*record[1:], {"cut": 1}])) + '\n{"item": "x')
     run()
     assert (tmp_path / "ran").read_text().splitlines() == [*ran, "ran a"], "the one that was lost"
-    run("--rehearse", "--from", "2")
+    run("--rehearse")
     assert (tmp_path / "ran").read_text().splitlines()[5:] == [
+        "ran a",
         "ran b",
         "ran instead-of-b",
         "ran many",
         "ran slow",
     ]
+
+
+def test_items_run_in_the_order_of_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Check, "run", lambda self, items: names.extend(each.name for each in items) or 0)
+    assert gpu_half_hour.main(["--minutes", "1", "--rehearse", "--items", "files,lazy"]) == 0
+    assert names == ["files", "lazy"]
+    assert gpu_half_hour.main(["--minutes", "1", "--rehearse", "--items", "files,lasy"]) == 2
+    assert "--items lasy is none of engine, " in capsys.readouterr().err
