@@ -74,14 +74,17 @@ class Record:
         raise UserError(f"{self.file} is damaged ({reason}): use another checkpoint")
 
 
-def write_items(folder: Path, metadata: Metadata) -> None:
-    """Write `items.json` from torch's description of a checkpoint, which has tensors alone."""
+def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+    """Write `items.json` from torch's description of a checkpoint, which has tensors alone.
+
+    `places` has torch's `_StorageInfo` of each piece. Not all versions of torch's writer leave them in `metadata`.
+    """
     described = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
         pieces = []
         for chunk in entry.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = places[MetadataIndex(name, chunk.offsets)]
             pieces.append([*map(list, (chunk.offsets, chunk.sizes)), place.relative_path, place.offset, place.length])
         described[name] = {"type": str(entry.properties.dtype)[6:], "size": list(entry.size), "pieces": pieces}
     lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in described.items()]

@@ -237,7 +237,7 @@ def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written])
             for name, offsets, file, start, length in each.places
         ]
         FileSystemWriter(folder).finish(metadata, [results])
-        write_items(folder, metadata)
+        write_items(folder, metadata, {each.index: each.storage_data for each in results})
     except OSError as error:
         raise SaveError(f"{ITEMS} cannot be written: {in_words(error)}") from error
 

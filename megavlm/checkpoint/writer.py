@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -173,6 +174,7 @@ def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
     except (EOFError, OSError, Abandoned, KeyboardInterrupt):
         os._exit(0)
     except BaseException:
+        traceback.print_exc()
         os._exit(1)
 
 

@@ -32,8 +32,8 @@ from megavlm.config.schema import (
 )
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
+from megavlm.programs.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.rules.check import check
 from megavlm.world import world_of
 

@@ -23,8 +23,8 @@ from megavlm.model.context import MicroBatchContext
 from megavlm.model.experts import Rows, grouped
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
-from megavlm.planner.fit import TimedLayer, TimedProduct, uneven_rows
 from megavlm.planner.hardware import Link
+from megavlm.programs.fit import TimedLayer, TimedProduct, uneven_rows
 from megavlm.train.build import build
 from megavlm.train.loop import close
 from megavlm.train.run import Run

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megavlm.planner.fit import fit, row_tile
 from megavlm.planner.hardware import Link
 from megavlm.programs.calibrate import SIZES, config_of
+from megavlm.programs.fit import fit, row_tile
 from tests.support.pool import Pools
 
 

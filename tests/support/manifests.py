@@ -39,4 +39,5 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that this is one process
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-    write_items(folder, dcp.FileSystemReader(folder).read_metadata())
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    write_items(folder, metadata, metadata.storage_data)

@@ -108,7 +108,8 @@ class _StreamingWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        write_items(Path(self.path), metadata)
+        places = {each.index: each.storage_data for part in results for each in part}
+        write_items(Path(self.path), metadata, places)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items, lock = iter(plan.items), threading.Lock()
