@@ -11,7 +11,10 @@ import select
 import signal
 import threading
 import time
+from importlib.metadata import version
 from typing import Literal
+
+from packaging.version import Version
 
 from megavlm.program import started_as
 from megavlm.resilience.status import STOPPED
@@ -122,7 +125,12 @@ def _say(line: str) -> None:
 
 
 def torchrun_patience() -> float:
-    """Return the seconds between torchrun's signal and its SIGKILL: `--shutdown-timeout`, its variables, or 30."""
+    """Return the seconds between torchrun's signal and its SIGKILL: `--shutdown-timeout`, its variables, or 30.
+
+    Before torch 2.12 they are 30, whatever the variables say.
+    """
+    if Version(version("torch")) < Version("2.12.dev0"):
+        return DEFAULT_PATIENCE
     words = _words_of(os.getppid())
     for number, word in enumerate(words):
         name, has_value, value = word.partition("=")

@@ -47,19 +47,20 @@ class Command:
         return " ".join([*variables, shlex.join(self.words)])
 
 
-def agent_words(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -> tuple[str, ...]:
+def agent(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -> Command:
     """Return the command of machine `node`'s agent. All agents meet at `address` and `port`, on machine 0.
 
     The rendezvous is static: ranks follow the numbers of the machines. torchrun reads $$ as $ in what it starts, and
-    ${local_rank} as a number.
+    ${local_rank} as a number. It would die of SIGUSR1, and would kill its ranks 30 s after a signal; torch before 2.12
+    does so all the same, and does not know the option in place of the variable.
     """
-    return (
+    words = (
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
         *("--nproc-per-node", str(job.processes), "--master-addr", address, "--master-port", str(port)),
-        # It would die of SIGUSR1, and would kill its ranks 30 s after a signal.
-        *("--signals-to-handle", ",".join(each.name for each in SIGNALS), "--shutdown-timeout", str(grace)),
+        *("--signals-to-handle", ",".join(each.name for each in SIGNALS)),
         *(*program(), *(flag.replace("$", "$$") for flag in job.flags)),
     )
+    return Command(words, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace)})
 
 
 def note_exit(status: int, environment: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.checks import check_job
-from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent_words, read_exit
+from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent, read_exit
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
     variables = {VARIABLE: str(exit_file)}
     if job.nodes > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(job.processes))
-    return Command(agent_words(job, node, address="127.0.0.1", port=port), variables)
+    command = agent(job, node, address="127.0.0.1", port=port)
+    return Command(command.words, {**command.environment, **variables})
 
 
 def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:

@@ -29,7 +29,7 @@ import psutil
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
-from megavlm.programs.launch.job import GRACE, SIGNALS, VARIABLE, Job, agent_words, read_exit
+from megavlm.programs.launch.job import GRACE, SIGNALS, VARIABLE, Command, Job, agent, read_exit
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
@@ -105,10 +105,8 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
             if node.number == 0:
                 account.begin(max_crashes=max_crashes, unfinished="lost")
             print(f"attempt {number} of machine {node.number + 1} of {node.nodes} begins", flush=True)
-            words = agent_words(
-                job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace
-            )
-            status = _attempt(words, meeting, signals, grace=grace)
+            command = agent(job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace)
+            status = _attempt(command, meeting, signals, grace=grace)
             decision = meeting.agree(Part(status, gone=signals.asked))
             if not decision.again:
                 return _status(decision, job=name)
@@ -118,14 +116,16 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
         meeting.close()
 
 
-def _attempt(words: Sequence[str], meeting: Host | Guest, signals: _Signals, *, grace: int) -> int | None:
+def _attempt(command: Command, meeting: Host | Guest, signals: _Signals, *, grace: int) -> int | None:
     """Run this machine's agent; return the status of the first rank that ended by itself, None if none did.
 
     When the part of another machine has ended by a crash, or with the machine, the ranks here cannot go on.
     """
     with tempfile.TemporaryDirectory() as folder:
         exit_file = Path(folder) / "exit"
-        running = subprocess.Popen(words, env={**os.environ, VARIABLE: str(exit_file)}, start_new_session=True)
+        running = subprocess.Popen(
+            command.words, env={**os.environ, **command.environment, VARIABLE: str(exit_file)}, start_new_session=True
+        )
         signals.agent = running
         if signals.asked:
             running.send_signal(signal.SIGTERM)

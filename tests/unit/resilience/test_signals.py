@@ -154,6 +154,8 @@ def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
         assert torchrun_patience() == seconds
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
     assert torchrun_patience() == 90
+    monkeypatch.setattr(signals, "version", lambda _: "2.11.0+cu130")
+    assert torchrun_patience() == 30
 
 
 def test_the_patience_of_a_real_process_is_read_from_its_command_line():

@@ -14,7 +14,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.checks import complaints, filesystem_of, read_profile
-from megavlm.programs.launch.job import Job, agent_words
+from megavlm.programs.launch.job import Job, agent
 from megavlm.programs.launch.launch import main
 from tests.support.forked import ROOT
 
@@ -148,9 +148,9 @@ def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str],
 
 def test_torchrun_leaves_its_ranks_the_grace_after_each_signal():
     """By itself it would kill them 30 s after SIGTERM, and die of SIGUSR1."""
-    words = agent_words(Job(2, 8, ("--tp", "8")), 1, address="host", port=29500, grace=77)
-    read = get_args_parser().parse_args(words[words.index("torch.distributed.run") + 1 :])
-    assert read.shutdown_timeout == 77
+    command = agent(Job(2, 8, ("--tp", "8")), 1, address="host", port=29500, grace=77)
+    read = get_args_parser().parse_args(command.words[command.words.index("torch.distributed.run") + 1 :])
+    assert command.environment == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "77"}
     assert read.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGUSR1"
 
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.utils import macros
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, vertex
-from megavlm.programs.launch.job import Command, Job, agent_words
+from megavlm.programs.launch.job import Command, Job, agent
 from megavlm.programs.sweep.grid import Grid, variants_of
 from megavlm.programs.sweep.training import write_flags
 
@@ -166,7 +166,7 @@ def test_kubernetes_and_torchrun_pass_values_on() -> None:
     (container,) = made["spec"]["template"]["spec"]["containers"]
     assert tuple(map(by_kubernetes, container["args"]))[-len(NASTY) :] == NASTY
     assert [by_kubernetes(each["value"]) for each in container["env"]][: len(NASTY)] == list(NASTY)
-    assert tuple(by_torchrun(list(agent_words(job, 0, address="a", port=1))))[-len(NASTY) :] == NASTY
+    assert tuple(by_torchrun(list(agent(job, 0, address="a", port=1).words)))[-len(NASTY) :] == NASTY
 
 
 def test_vertex_refuses_what_it_would_expand() -> None:
