@@ -23,6 +23,12 @@ NEXT_DIR := build/next
 NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/dist/test_resume.py tests/dist/test_hf.py \
 	tests/dist/test_compose.py
 
+# `make test-gpu-versions`: an environment of GPU_VERSIONS without Transformer Engine, and the tests of what depends on
+# torch's version most: its checkpoints, its processes, torchrun.
+GPU_DIR := build/gpu-versions
+GPU_TESTS ?= tests/unit/checkpoint tests/unit/programs/launch tests/unit/resilience tests/dist/test_saving.py \
+	tests/dist/test_resume.py tests/dist/test_local_launch.py
+
 # Three workers share the tests (ARGS='-n 0': none). Two of them have tests/dist (tests/conftest.py), whose processes
 # wait for each other half of their time.
 BESIDE := -n 3
@@ -39,7 +45,7 @@ export OMP_NUM_THREADS ?= 1
 CHECKED := megavlm tools pretrain_vlm.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test-unit test test-all test-next cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format size clean
+.PHONY: help install demo test-unit test test-all test-next gpu-versions test-gpu-versions cards cluster-tools cloud-tools lmms-tools store-tools tracker-tools lint format size clean
 
 help: ## List the commands.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,7 +58,7 @@ demo: $(STAMP) ## Train and evaluate a VLM on handwritten digits with four proce
 	$(VENV)/bin/torchrun --nproc-per-node 4 pretrain_vlm.py --recipe demo --tp 2 --pp 2 --run-dir $(RUN_DIR) $(ARGS)
 
 # Some hundred programs and workers import the same modules: whatever the caller's environment says, compile them once.
-test-unit test test-all test-next: export PYTHONDONTWRITEBYTECODE :=
+test-unit test test-all test-next test-gpu-versions: export PYTHONDONTWRITEBYTECODE :=
 
 test-unit: $(STAMP) ## Run the tests of single parts, which start no group of processes (minutes).
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) tests/unit
@@ -71,6 +77,13 @@ test-next: $(STAMP) ## Run contract, parity, resume and conversion tests on the 
 	@export PYTHONPATH=$(CURDIR)/$(NEXT_DIR); \
 	$(VENV)/bin/python -c 'from importlib.metadata import version; print("megatron-core", version("megatron-core"))' && \
 	$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS) $(NEXT_TESTS)
+
+gpu-versions: ## Install the versions of requirements/gpu.txt, without Transformer Engine, for test-gpu-versions (5.4 GB).
+	@[ -x $(GPU_DIR)/bin/python ] || python3 -m venv $(GPU_DIR)
+	$(GPU_DIR)/bin/python -m pip install --quiet -c $(GPU_VERSIONS) -e '.[arrays,data,hf,video]' hypothesis pytest pytest-xdist
+
+test-gpu-versions: gpu-versions ## Run tests of saving, resuming and launching with them, on a CPU.
+	$(GPU_DIR)/bin/python -m pytest -m "not slow and not gpu" $(BESIDE) $(ARGS) $(GPU_TESTS)
 
 cards: $(STAMP) ## Measure each Hugging Face family again, and write cards/ and docs/reports/cards.md.
 	$(VENV)/bin/python -m tests.support.cards --workers 2 $(ARGS)
