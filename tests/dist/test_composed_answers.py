@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from megavlm.backend import activate
-from tests.support import chat_templates as templates
+from tests.support import tokenizers
 from tests.support.pool import Pools
 from tests.support.training import train_composed
 
@@ -63,7 +63,7 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
     config = transformers.AutoConfig.for_model(language, **sizes, **extra)
     words = hf.save(transformers.AutoModelForCausalLM.from_config(config), root / "language")
     tokenizer.save_pretrained(words)
-    (words / "chat_template.jinja").write_text(templates.QWEN2)
+    (words / "chat_template.jinja").write_text(tokenizers.TEMPLATES["qwen2"])
     Image.fromarray(picture(60, 90)).save(root / "0.png")
     turns = [{"from": "human", "value": f"<image>\n{ASKED}"}, {"from": "gpt", "value": "A cat."}]
     (root / "train.jsonl").write_text(json.dumps({"image": "0.png", "conversations": turns}) + "\n")
