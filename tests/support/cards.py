@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,10 @@ class Recorder:
         MEASURED.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
+        properties: list[tuple[str, Any]] = report.user_properties
+        for name, value in properties:
             if name == "measured":
-                family, gate, figure = value  # type: ignore[misc]
+                family, gate, figure = value
                 card = self._cards.setdefault(family, {})
                 card[gate] = larger(card.get(gate, 0.0), float(figure))
 
