@@ -32,7 +32,7 @@ from megavlm.programs.evaluation import evaluate  # noqa: E402
 from megavlm.programs.inference import chat  # noqa: E402
 from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
 from tests.support import hf  # noqa: E402
-from tests.support.processors import picture, tokenizers_in  # noqa: E402
+from tests.support.processors import picture  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
 
 ASKED = "Which is the largest?"
@@ -57,7 +57,7 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
     vision = hf.save(TOWERS[tower](), root / "vision")
     PIXELS[tower]().save_pretrained(vision)
     (vision / "chat_template.json").write_text('{"chat_template": "of the larger model"}')
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)["qwen"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers.tokenizers_in(root)["qwen"])
     sizes = {**TEXT, "vocab_size": 512, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     extra = {"sliding_window": None} if language == "mistral" else EXPERTS if "moe" in language else {}
     config = transformers.AutoConfig.for_model(language, **sizes, **extra)
