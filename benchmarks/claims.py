@@ -21,7 +21,7 @@ from megavlm.arch.scenario import Sharding
 from megavlm.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
 from megavlm.planner.auto import predict
-from megavlm.planner.collectives import group_of, ring, with_servers
+from megavlm.planner.collectives import Group, group_of, ring
 from megavlm.planner.hardware import PROFILES, Hardware, Link, profile
 from megavlm.planner.step import StepEstimate
 from megavlm.rules.defaults import resolve_model
@@ -124,6 +124,16 @@ def strategies() -> Iterator[Row]:
         yield Row(f"2B, {name}, 4 GPUs against one", claimed_gain, f"{found:.2f} ×")
 
 
+def _with_servers(size: float, group: Group, servers: int) -> float:
+    """Return the seconds of an all-reduce of `size` bytes by `servers` that add up what nodes send, and send sums back
+    meanwhile; within each node gradients are scattered before and gathered after it.
+    """
+    g, near, far = group.per_node, group.near, group.far
+    within = (g - 1) * near.latency + size * (g - 1) / g / near.bandwidth
+    worker, server = size / g / far.bandwidth, size * group.nodes / servers / REDUCER.bandwidth
+    return 2 * within + far.latency + REDUCER.latency + max(worker, server)
+
+
 def reduction_server() -> Iterator[Row]:
     """Yield the claims of Google Cloud, for its A2 machines (100 Gbit/s) with as much bandwidth in reducers."""
     hardware, model = profile("a2-highgpu-8g"), published_model("llava_1_5_7b")
@@ -133,7 +143,7 @@ def reduction_server() -> Iterator[Row]:
         servers = -(-nodes * 100 // 32)
         group = group_of(hardware, 8 * nodes, span=8 * nodes)
         size = 4 * 7.06e9
-        before, after = ring(size, group), with_servers(servers, REDUCER)["reduction server"](size, group)
+        before, after = ring(size, group), _with_servers(size, group, servers)
         parts.append(f"{before / after:.2f} × ({nodes} nodes)")
         whole = step(model, 8 * nodes, "none", hardware)
         steps.append(f"+{_percent(whole.seconds / (whole.seconds - before + after) - 1)}")

@@ -15,6 +15,7 @@ from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.derived import starts_from
 from megavlm.config.lora import new_projector
+from megavlm.config.messages import aligned
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
@@ -170,16 +171,11 @@ def table(plan: Plan, config: Config) -> str:
             span = f"[{start}-{start + len(chunk) - 1}] {span}"
             start += len(chunk)
         rows.append((index, owner, span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ["{:>{}}", "{:>{}}", "{:<{}}", "{:>{}}", "{:>{}}"]
-    lines = [
-        "  ".join(align.format(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
-        for row in rows
-    ]
     degrees = {name: f"{name} {degree}" for name, degree in plan.dims.degrees.items()}
     experts = "".join(f", {degrees.pop(name)}" for name in ("EP", "ETP") if name in degrees)  # of the same processes
     order = f", schedule {plan.dims.schedule}" if plan.dims.schedule else ""
-    return "\n".join([f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}{order}", *lines])
+    title = f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}{order}"
+    return "\n".join([title, *aligned(rows, left=(2,))])
 
 
 def _summary(chunk: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from pathlib import Path
 
 # Larger divisors are not listed: no layer is split over more processes.
@@ -87,6 +87,17 @@ def divisors(value: int) -> str:
     """Return the divisors of a number, largest first, as "8, 4, 2 or 1"."""
     found = [str(divisor) for divisor in range(min(value, _LARGEST), 0, -1) if value % divisor == 0]
     return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Container[int] = ()) -> list[str]:
+    """Return the lines of a table: columns are as wide as their longest cell, which begin (`left`) or end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.ljust(width) if place in left else cell.rjust(width) for place, (cell, width) in pairs)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def described(error: BaseException) -> str:

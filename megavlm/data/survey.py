@@ -17,7 +17,7 @@ import numpy as np
 from megavlm.arch.kinds import forward_share
 from megavlm.arch.packing import pack
 from megavlm.arch.workload import FIELDS, DataWindow, image_workload, sliding_squares
-from megavlm.config.messages import several
+from megavlm.config.messages import aligned, several
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.costs import CostModel
@@ -141,11 +141,7 @@ def data_table(config: Config, source: Source) -> str:
             epochs = f"about {rounded(sequences * held * each.share / each.records)}"
         part = "by its size, counted when the run begins" if each.share is None else f"{each.share:.1%}"
         rows.append((each.name, "tars" if each.records is None else f"{each.records:,}", part, epochs))
-    wide, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([name.ljust(wide), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
-        for name, *cells in rows
-    ]
+    lines = aligned(rows, left=(0,))
     steps = "steps" if train.train_iters is None else several(train.train_iters, "step")
     lines.append(
         f"{steps} of {several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"

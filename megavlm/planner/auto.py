@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.plan import make_plan
-from megavlm.arch.scenario import Scenario, scenario_of
+from megavlm.arch.scenario import scenario_of
+from megavlm.arch.workload import typical_images
 from megavlm.config.derived import offloaded
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
@@ -19,9 +20,9 @@ from megavlm.planner.host_memory import host_line, node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
-from megavlm.planner.step import EncoderEstimate, StepEstimate, colocated_encoder, encoder_layers, step_of
+from megavlm.planner.step import StepEstimate, colocated_encoder, encoder_layers, step_of
 from megavlm.rules.check import check
-from megavlm.rules.defaults import chunk_patches, resolve
+from megavlm.rules.defaults import resolve
 
 
 def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
@@ -41,12 +42,8 @@ def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Con
         reasons = [each.reason for each in outcome.rejected]
         common = max(set(reasons), key=reasons.count)
         raise UserError(f"--plan auto finds no layout of {world} processes that can run: {common}")
-    return _manual(outcome.config(config))
-
-
-def _manual(config: Config) -> Config:
-    """Return the configuration with a fixed layout, as RUN_DIR/config.yaml stores it: restarts do not search."""
-    return replace(config, placement=replace(config.placement, plan="manual"))
+    found = outcome.config(config)  # RUN_DIR/config.yaml stores a fixed layout: restarts do not search
+    return replace(found, placement=replace(found.placement, plan="manual"))
 
 
 def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
@@ -57,19 +54,9 @@ def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
     modes = (config.execution.recompute_granularity,) * len(plan.chunks)
     cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
     profiles = layer_profiles(scenario, hardware, modes=modes[:1], first=first)
-    return step_of(profiles, hardware, cuts, modes, encoder=_encoder(config, scenario, hardware) if first else None)
-
-
-def _encoder(config: Config, scenario: Scenario, hardware: Hardware) -> EncoderEstimate:
-    counts = config.data.images_per_sample
-    return colocated_encoder(
-        scenario,
-        hardware,
-        images=max(1, round(sum(counts) / max(1, len(counts)))) * config.train.micro_batch_size,
-        chunk_patches=chunk_patches(config, on_gpu=hardware.on_gpu),
-        kept=config.placement.encoder_keep_chunks,
-        vision_tp=config.parallel.vision_tensor_model_parallel_size,
-    )
+    images = typical_images(config) * config.train.micro_batch_size
+    encoder = colocated_encoder(scenario, hardware=hardware, config=config, images=images, vision_tp=plan.vision_tp)
+    return step_of(profiles, hardware, cuts, modes, encoder=encoder if first else None)
 
 
 def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:
@@ -117,7 +104,6 @@ def _profile(on_gpu: bool) -> str:
 
 
 _SAVED = 0.9  # where the estimate says that the run fits, it was too low: a remedy must then save a tenth of it
-Estimate = Callable[[Config], Memory]  # of the fullest rank
 
 
 def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: float | None) -> str:
@@ -126,7 +112,13 @@ def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: fl
     def estimate(changed: Config) -> Memory:
         return max(memory_of(changed, dims, on_gpu=on_gpu), key=lambda memory: memory.total)
 
-    return peak_line(config, dims, estimate, rank=rank, capacity=capacity)
+    now = estimate(config)
+    parts = sorted(vars(now).items(), key=lambda part: -part[1])
+    peak = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    holds = "" if capacity is None else f" of {_gib(capacity)}"
+    text = f"out of memory on rank {rank}: the planner estimates a peak of {_gib(now.total)}{holds} ({peak})"
+    limit = min(_SAVED * now.total, capacity if capacity is not None else float("inf"))
+    return f"{text}: {remedy(config, dims, lambda changed: estimate(changed).total, limit=limit)}"
 
 
 def verdict(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
@@ -154,17 +146,6 @@ def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> s
         f"the layout is estimated to need {_gib(needed)} on its fullest rank, more than the {_gib(hardware.memory)} "
         f"that tensors may take on {name}: {remedy(config, dims, fullest, limit=hardware.memory)}"
     )
-
-
-def peak_line(config: Config, dims: Dims, estimate: Estimate, *, rank: int, capacity: float | None) -> str:
-    """Return the line of `explain` for an estimate."""
-    now = estimate(config)
-    parts = sorted(vars(now).items(), key=lambda part: -part[1])
-    peak = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
-    holds = "" if capacity is None else f" of {_gib(capacity)}"
-    text = f"out of memory on rank {rank}: the planner estimates a peak of {_gib(now.total)}{holds} ({peak})"
-    limit = min(_SAVED * now.total, capacity if capacity is not None else float("inf"))
-    return f"{text}: {remedy(config, dims, lambda changed: estimate(changed).total, limit=limit)}"
 
 
 def remedy(config: Config, dims: Dims, fullest: Callable[[Config], float], *, limit: float) -> str:

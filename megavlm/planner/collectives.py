@@ -8,11 +8,6 @@ takes α seconds a hop, and other nodes by a network adapter of its own, β′ a
   all-reduce does it twice, once to sum and once to gather.
 - **Tree.** Two binary trees over the nodes, each for half of the bytes; no node is inside of both, so each sends all
   bytes up and down once (Sanders, Speck, Träff 2009); within a node a chain. Twice g−1 + log₂k hops and S bytes.
-- **Two-level.** Reduce-scatter within the node, all-reduce of each rank's part with the same rank of other nodes,
-  all-gather within the node (Cho et al. 2019, BlueConnect; Wang et al. 2023, ZeRO++). Each waits for the one before.
-- **Reduction Server** (Google Cloud 2021). Workers send gradients to servers that add them up, and receive the sum at
-  the same time: S bytes instead of 2S(n−1)/n. Within the node as two-level. Each of r servers receives and sends S/r
-  for each node, so it carries kS/r.
 
 Hops and bytes of rings and trees are those by which NCCL chooses (`src/graph/tuning.cc`), with the 0.9 of a ring's rate
 that it takes trees to reach. Its protocols for small messages, NVLink SHARP and PAT are left out. Reduce-scatter and
@@ -22,9 +17,8 @@ all-gather have no tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from megavlm.planner.hardware import Hardware, Link
 
@@ -49,9 +43,6 @@ class Group:
     def rate(self) -> float:
         """Return the bytes/s at which all of a group's ranks can pass bytes on, around all nodes."""
         return self.near.bandwidth if self.nodes == 1 else min(self.near.bandwidth, self.per_node * self.far.bandwidth)
-
-
-AllReduce = Callable[[float, Group], float]
 
 
 def group_of(hardware: Hardware, ranks: int, *, span: int) -> Group:
@@ -79,51 +70,9 @@ def tree(size: float, group: Group) -> float:
     return 2 * (hops + size / (_TREE_SHARE * group.rate)) if group.ranks > 1 else 0.0
 
 
-def two_level_gather(size: float, group: Group) -> float:
-    """Return the seconds of an all-gather (or reduce-scatter) first between nodes, then within them, or the reverse."""
-    g, k = group.per_node, group.nodes
-    across = (k - 1) * group.far.latency + size / g * (k - 1) / k / group.far.bandwidth
-    return across + _within(size, group)
-
-
-def two_level(size: float, group: Group) -> float:
-    """Return the seconds of an all-reduce of `size` bytes in two levels."""
-    return 2 * two_level_gather(size, group)
-
-
-def reduction_server(size: float, group: Group, *, servers: int, link: Link) -> float:
-    """Return the seconds of an all-reduce of `size` bytes by `servers`, each with this link."""
-    if group.nodes == 1:
-        return ring(size, group)
-    worker = size / group.per_node / group.far.bandwidth
-    server = size * group.nodes / servers / link.bandwidth
-    return 2 * _within(size, group) + group.far.latency + link.latency + max(worker, server)
-
-
-def _within(size: float, group: Group) -> float:
-    g = group.per_node
-    return (g - 1) * group.near.latency + size * (g - 1) / g / group.near.bandwidth
-
-
-NCCL: Mapping[str, AllReduce] = {"ring": ring, "tree": tree}
-EVERY: Mapping[str, AllReduce] = {**NCCL, "two-level": two_level}
-
-
-def with_servers(servers: int, link: Link) -> Mapping[str, AllReduce]:
-    """Return what a job can choose from that has so many reduction servers."""
-    return {**NCCL, "reduction server": partial(reduction_server, servers=servers, link=link)}
-
-
-def fastest(size: float, group: Group, choices: Mapping[str, AllReduce] = NCCL) -> tuple[str, float]:
-    """Return which all-reduce of `size` bytes takes least, and its seconds."""
-    seconds = {name: algorithm(size, group) for name, algorithm in choices.items()}
-    name = min(seconds, key=seconds.__getitem__)
-    return name, seconds[name]
-
-
 def all_reduce(size: float, group: Group) -> float:
     """Return the seconds of NCCL's all-reduce of `size` bytes."""
-    return fastest(size, group)[1]
+    return min(ring(size, group), tree(size, group))
 
 
 def gathers(sizes: Iterable[float], group: Group) -> float:

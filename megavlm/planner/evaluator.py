@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kind import FP32
@@ -16,7 +16,7 @@ from megavlm.arch.workload import DataWindow, times, typical_workload
 from megavlm.config.lora import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
-from megavlm.planner.cost import held_parameters, trained_parameters
+from megavlm.planner.cost import gradient_seconds, held_parameters, optimizer_seconds, trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
@@ -27,13 +27,12 @@ from megavlm.planner.step import (
     StepEstimate,
     colocated_encoder,
     encoder_layers,
-    least_non_pipeline_time,
+    exposed_seconds,
     least_pipeline_time,
     step_of,
 )
 from megavlm.planner.uneven import MicroBatches, encoder_works, micro_batches
 from megavlm.rules import first
-from megavlm.rules.defaults import chunk_patches
 from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
 
 GIB = 2**30
@@ -84,11 +83,11 @@ class LayoutEvaluator:
         self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._profiles = lru_cache(maxsize=None)(self._make_profiles)
-        self._profiles_of = lru_cache(maxsize=None)(self._find_profiles)
+        # Times and bytes of the layers that a candidate's pipeline holds.
+        self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
-        self._encoder_of = lru_cache(maxsize=None)(self._find_encoder)
-        self._batches = lru_cache(maxsize=None)(self._find_batches)
+        self._batches = lru_cache(maxsize=None)(micro_batches)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
@@ -178,14 +177,23 @@ class LayoutEvaluator:
         """Return a lower bound of the seconds before and after a pipeline that takes at least `pipeline` seconds."""
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
         dims = candidate.dims
+        # The fullest rank has at least the average of all parameters, and pipeline + exposed never falls where the
+        # pipeline takes longer.
+        travel, update, scenario = 0.0, 0.0, profiles.scenario
         parameters = self._parameters(dims.tp, dims.ep, dims.etp, profiles.first)
-        ending = least_non_pipeline_time(profiles.scenario, self.hardware, parameters=parameters, pipeline=pipeline)
+        for layout, (trained, held) in zip(scenario.layouts, parameters, strict=True):
+            travel += gradient_seconds(trained / dims.pp, layout, self.hardware, held=held / dims.pp)
+            update += optimizer_seconds(trained / dims.pp, layout, self.hardware)
+        ending = exposed_seconds(travel, scenario, pipeline=pipeline) + update
         return ending + (encoder.seconds if encoder else 0.0)
 
     def estimate(
-        self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1, with_memory: bool = False
+        self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1
     ) -> Estimate | Rejected | None:
-        """Return an estimate of the candidate at good cuts; None if a step takes longer than `limit` seconds."""
+        """Return an estimate of the candidate at good cuts; None if a step takes longer than `limit` seconds.
+
+        With more `simulations` the search for cuts takes longer, and the estimate has the memory of each rank.
+        """
         profiles = self.profiles(candidate)
         scenario, free_memory = profiles.scenario, self.free_memories(candidate)
         own = _in_one_mode(profiles, candidate.recompute)
@@ -204,7 +212,7 @@ class LayoutEvaluator:
             if partition.bound < float("inf"):
                 return None
             return Rejected(candidate, self._no_free_memory())
-        return self._estimate(candidate, partition, with_memory=with_memory)
+        return self._estimate(candidate, partition, with_memory=simulations > 1)
 
     def _estimate(self, candidate: Candidate, partition: Partition, *, with_memory: bool) -> Estimate:
         step = step_of(
@@ -221,16 +229,6 @@ class LayoutEvaluator:
         mfu = self.flops / step.seconds / devices / sum(known) if len(known) == len(peaks) else None
         return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
 
-    def refined(self, estimate: Estimate) -> Estimate:
-        """Return an estimate of the same candidate from a longer search for cuts, with memory by purpose."""
-        better = self.estimate(estimate.candidate, simulations=20, with_memory=True)
-        assert isinstance(better, Estimate)
-        return better
-
-    def profiles(self, candidate: Candidate) -> LayerProfiles:
-        """Return times and bytes of the layers that a candidate's pipeline holds."""
-        return self._profiles_of(candidate)
-
     def _find_profiles(self, candidate: Candidate) -> LayerProfiles:
         profiles, pp = self._profiles(replace(candidate, recompute="none", vision_tp=1)), candidate.dims.pp
         own = tuple(stage.profiles(candidate) for stage in self.stages)
@@ -238,9 +236,8 @@ class LayoutEvaluator:
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
         """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
-        return None if candidate.placement == "stages" else self._encoder_of(candidate)
-
-    def _find_encoder(self, candidate: Candidate) -> EncoderEstimate:
+        if candidate.placement == "stages":
+            return None
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
         return self._encoders(replace(candidate, recompute="none", dims=dims))
 
@@ -265,11 +262,9 @@ class LayoutEvaluator:
     def batches(self, candidate: Candidate) -> MicroBatches | None:
         """Return what the micro-batches of a candidate hold where they differ, else None."""
         dims, colocated = candidate.dims, candidate.placement == "colocated"
-        return None if self.window is None else self._batches(dims.dp, dims.cp, candidate.micro_batch, colocated)
-
-    def _find_batches(self, dp: int, cp: int, size: int, colocated: bool) -> MicroBatches:
-        assert self.window is not None
-        return micro_batches(self.window, dp=dp, cp=cp, size=size, colocated=colocated)
+        if self.window is None:
+            return None
+        return self._batches(self.window, dp=dims.dp, cp=dims.cp, size=candidate.micro_batch, colocated=colocated)
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
@@ -289,23 +284,11 @@ class LayoutEvaluator:
 
     def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
         scenario, batches = self.scenario(candidate), self.batches(candidate)
+        estimate = partial(colocated_encoder, hardware=self.hardware, config=self.config, vision_tp=candidate.vision_tp)
         if batches is None:
-            return self._encoder_for(scenario, candidate, images=self.images * candidate.micro_batch)
-        mean, most = encoder_works(batches)
-        timed, held = (
-            self._encoder_for(replace(scenario, work=work), candidate, images=images) for work, images in (mean, most)
-        )
+            return estimate(scenario, images=self.images * candidate.micro_batch)
+        timed, held = (estimate(replace(scenario, work=work), images=n) for work, n in encoder_works(batches))
         return replace(timed, memory=held.memory, host=held.host)
-
-    def _encoder_for(self, scenario: Scenario, candidate: Candidate, *, images: int) -> EncoderEstimate:
-        return colocated_encoder(
-            scenario,
-            self.hardware,
-            images=images,
-            chunk_patches=chunk_patches(self.config, on_gpu=self.hardware.on_gpu),
-            kept=self.config.placement.encoder_keep_chunks,
-            vision_tp=candidate.vision_tp,
-        )
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)

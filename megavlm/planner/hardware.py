@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,6 @@ PROFILES: dict[str, Hardware] = {
 }
 
 
-def scaled(hardware: Hardware, *, products: float) -> Hardware:
-    """Return the same device with matrix products so many times as fast (FP8: 2), attention as it is."""
-    forward, backward = hardware.forward, hardware.backward
-    return replace(
-        hardware,
-        forward=replace(forward, matmul=forward.matmul * products),
-        backward=replace(backward, matmul=backward.matmul * products),
-    )
-
-
 def fp8_speed(hardware: Hardware) -> float:
     """Return how many times as fast products are in FP8 as in bf16, by the data sheets' peaks; nothing is measured.
 
@@ -162,7 +152,10 @@ def fp8_speed(hardware: Hardware) -> float:
 
 def for_precision(hardware: Hardware, precision: str) -> Hardware:
     """GPU profiles are in bf16: fp32 runs its products on TF32 units at best, half as fast."""
-    return scaled(hardware, products=0.5) if hardware.on_gpu and precision == "fp32" else hardware
+    if not hardware.on_gpu or precision != "fp32":
+        return hardware
+    sides = {side: getattr(hardware, side) for side in ("forward", "backward")}
+    return replace(hardware, **{side: replace(rates, matmul=rates.matmul / 2) for side, rates in sides.items()})
 
 
 def of_machine(machine: Machine) -> Hardware:
@@ -210,10 +203,6 @@ def profile(name: str) -> Hardware:
         raise UserError(
             f"--profile {plain(name)} is no hardware profile ({reason}): write one with {program('calibrate')}"
         ) from error
-
-
-def to_json(hardware: Hardware) -> dict[str, Any]:
-    return asdict(hardware)
 
 
 _LARGEST = 2**20  # bytes of a profile

@@ -117,67 +117,56 @@ class LayerProfiles:
         Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
         it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
         """
-        if self.uneven is not None:
-            return self._uneven_durations(chunks, transfer, shape=shape)
-        ahead, back, weight = np.zeros((3, len(chunks), shape.micro_batches))
-        known: dict[tuple[int, Recompute, bool], tuple[tuple[Array, ...], Array | None]] = {}  # shared by chunks
-        for index, (a, b, mode) in enumerate(chunks):
-            splits = shape.splits_backward and index > 0
-            own = self.of_rank(index % shape.pp)
-            key = (id(own), mode, splits)
-            if key not in known:
-                known[key] = own.sides(mode, splits=splits), own.waits(mode) if splits else None
-            sides, waits = known[key]
-            forward, backward, issue, issue_back = (side[a : b + 1] for side in sides)
-            weight[index] = 0.0 if waits is None else waits[a, b]
-            first, last = relay(issue, forward), relay(backward, issue_back)
-            ahead[index], back[index] = first, last
-            if shape.pp == 1:
-                device, device_back = float(forward[-1] - forward[0]), float(backward[-1] - backward[0])
-                host = float(issue[-1] - issue[0] + issue_back[-1] - issue_back[0])
-                ahead[index, 1:], back[index, 0] = device, max(device_back, host - first)
-                back[index, 1:] = max(device_back, host - device)
-        return Durations(ahead, back, weight=weight, transfer=transfer)
+        passes = [
+            self.of_rank(index % shape.pp)._passes(a, b, mode, shape, splits=shape.splits_backward and index > 0)
+            for index, (a, b, mode) in enumerate(chunks)
+        ]
+        forward, backward, weight = (np.stack(each) for each in zip(*passes, strict=True))
+        return Durations(forward, backward, weight=weight, transfer=transfer)
 
-    def _uneven_durations(
-        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: PipelineShape
-    ) -> Durations:
-        """Return the same, [chunks, micro-batches, steps, replicas], of micro-batches that differ."""
-        found = []
-        for index, (a, b, mode) in enumerate(chunks):
-            splits = shape.splits_backward and index > 0
-            own = self.of_rank(index % shape.pp)
-            assert own.uneven is not None
-            device = own.uneven.forward()[a : b + 1], own.uneven.backward(mode, splits=splits)[a : b + 1]
-            issue, issue_back = (side[a : b + 1, None, None, None] for side in own.sides(mode, splits=splits)[2:])
-            ahead, back = relays_of(issue, device[0]), relays_of(device[1], issue_back)
-            if shape.pp == 1:
-                whole, whole_back = (each[-1] - each[0] for each in device)
-                host = issue[-1] - issue[0] + issue_back[-1] - issue_back[0]
-                ahead[1:] = whole[1:]
-                back = np.maximum(whole_back, host - ahead)
-            weight = np.zeros_like(ahead)
-            if splits:
-                waits = self.prefix(own.modes[mode].weight_launch)
-                weight = np.maximum(own.uneven.weight()[b] - own.uneven.weight()[a], waits[b] - waits[a])
-            found.append((ahead, back, weight))
-        forward, backward, weights = (np.stack(each) for each in zip(*found, strict=True))
-        return Durations(forward, backward, weight=weights, transfer=transfer)
+    def _passes(
+        self, a: int, b: int, mode: Recompute, shape: PipelineShape, *, splits: bool
+    ) -> tuple[Array, Array, Array]:
+        """Return the seconds of the passes of layers a … b−1: forward, backward, and of weight gradients that wait.
+
+        Each is [micro-batches], and of micro-batches that differ [micro-batches, steps, replicas].
+        """
+        device = self._device(mode, splits=splits)
+        axes = (slice(a, b + 1), *(None,) * (device[0].ndim - 1))
+        forward, backward, weight = (each[a : b + 1] for each in device)
+        issue, issue_back = (side[axes] for side in self.sides(mode, splits=splits)[2:])
+        size = (shape.micro_batches, *forward.shape[2:])
+        ahead, waits = np.zeros((2, *size))
+        ahead[:] = relay(issue, forward)
+        back = np.broadcast_to(relay(backward, issue_back), size)
+        if shape.pp == 1:
+            ahead[1:] = np.broadcast_to(forward[-1] - forward[0], size)[1:]
+            host = issue[-1] - issue[0] + issue_back[-1] - issue_back[0]
+            back = np.maximum(backward[-1] - backward[0], host - ahead)
+        if splits:
+            launch = self.prefix(self.modes[mode].weight_launch)
+            waits[:] = np.maximum(weight[-1] - weight[0], launch[b] - launch[a])
+        return ahead, back, waits
+
+    def _device(self, mode: Recompute, *, splits: bool) -> tuple[Array, Array, Array]:
+        """Return prefix sums of the device's seconds, [layers + 1, micro-batches, …], one micro-batch standing for all
+        where they are alike: forward, backward without weight gradients that wait if it `splits`, and those.
+        """
+        if self.uneven is None:
+            forward, backward, _, _ = self.sides(mode, splits=splits)
+            return forward[:, None], backward[:, None], self.prefix(self.modes[mode].weight)[:, None]
+        found = self.uneven.prefixes
+        return found["forward"], found[mode] - found["weight"] if splits else found[mode], found["weight"]
 
 
-def relay(ahead: Array, behind: Array) -> float:
-    """Return the seconds of a pass that host and device begin together, from the prefix sums of its layers.
+def relay(ahead: Array, behind: Array) -> Array:
+    """Return the seconds of passes that host and device begin together, from the prefix sums of their layers.
 
     A layer begins on the device when the one before it has ended and the host has issued it. So a pass ends when the
     host has issued all up to some layer and the device has run that one and all that follow: the latest such layer
     counts. Forward, `ahead` is the host and `behind` the device; backward, which begins with the last layer, the
-    device's layers are the first of the list and the host's the last.
+    device's layers are the first of the list and the host's the last. Both are [layers + 1, passes, …].
     """
-    return float(behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max())
-
-
-def relays_of(ahead: Array, behind: Array) -> Array:
-    """Return `relay` of each of many passes, [passes, …]; both prefix sums are [layers + 1, passes, …]."""
     found: Array = behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max(axis=0)
     return found
 

@@ -32,6 +32,7 @@ from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape
 from megavlm.arch.transformer import logits_at_once
+from megavlm.config.messages import aligned
 from megavlm.planner.collectives import all_to_all, group_of
 from megavlm.planner.hardware import Hardware
 
@@ -320,9 +321,7 @@ def table(memories: Sequence[Memory]) -> str:
         (str(rank), *(f"{value / size:.2f}" for value in (*astuple(memory), memory.total)))
         for rank, memory in enumerate(memories)
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *lines])
+    return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *aligned(rows)])
 
 
 _COPIES = 4  # of them: arrived, assembled, together, and in the update (measured, `tests/dist/test_memory.py`)

@@ -295,21 +295,14 @@ class _Search:
                     yield (*cuts[:place], *(cut + step for cut in cuts[place:end]), *cuts[end:]), modes
 
     def _fits(self, cuts: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
-        """Return whether a partition fits the memory and its bound is below the best time: `_placed`, chunk by chunk,
-        without what a search would go on from.
-        """
-        pp, m, target, numbers = self.shape.pp, self.shape.micro_batches, self._target, list(self.profiles.modes)
-        reach, loads, kept, peaks = 0.0, [0.0] * pp, [0.0] * pp, [0.0] * pp
-        bounds = (0, *cuts, self.profiles.count)
+        """Return whether a partition fits the memory and its bound is below the best time."""
+        bounds, numbers = (0, *cuts, self.profiles.count), list(self.profiles.modes)
+        walk = self._start()
         for index, mode in enumerate(modes):
-            rank, place = index % pp, (numbers.index(mode), bounds[index], bounds[index + 1])
-            kept[rank] += self._kept_by[index].item(place)
-            peaks[rank] = max(peaks[rank], self._transient.item(place))
-            loads[rank] += self._worked[index].item(place)
-            fill = reach if index < pp else 0.0
-            if kept[rank] + peaks[rank] > self._cap(rank) or fill + m * loads[rank] >= target:
+            placed = self._placed(walk, index, bounds[index], bounds[index + 1], numbers.index(mode), 0.0)
+            if placed is None:
                 return False
-            reach += self._passed[index].item(place) + 2 * self.profiles.transfer.item(bounds[index + 1])
+            walk = placed
         return True
 
     def _start(self) -> _Walk:

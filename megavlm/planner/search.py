@@ -1,4 +1,4 @@
-"""Which layout is fastest: every runnable combination of degrees, judged by the same models of time and memory.
+"""Which layout is fastest: every runnable combination of degrees, evaluatord by the same models of time and memory.
 
 Candidates are bounded from below (no pipeline beats work / ranks) and simulated in the order of their bounds, until as
 many as were asked for are faster than every bound that is left. Nothing is random: all ranks of a run that search find
@@ -29,14 +29,19 @@ class SearchResult:
     rejected: tuple[Rejected, ...]
     simulated: int
     tried: int
-    hardware: Hardware
-    imbalance: float  # of experts, as it was assumed
+    evaluator: LayoutEvaluator  # with the device and the imbalance of experts that were assumed
     offloaded: tuple[Estimate, ...] = ()  # the best layout at the same cuts, with less and less on the device
 
     def config(self, config: Config) -> Config:
         """Return the configuration with the best layout."""
         first = self.best[0]
         return first.candidate.applied(config, first.partition.cuts)
+
+    def timeline(self) -> Timeline:
+        """Return the best layout's pipeline played through once more, with every pass."""
+        profiles, partition = self.evaluator.profiles(self.best[0].candidate), self.best[0].partition
+        shape = scenario_shape(profiles.scenario)
+        return simulate_partition(profiles, shape, partition.cuts, partition.recompute, keep_events=True)
 
 
 def search(
@@ -62,7 +67,7 @@ def search(
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
     device = for_precision(hardware, precision)
-    judge = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
+    evaluator = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0
@@ -72,11 +77,11 @@ def search(
     every = candidates(world, space, length=length, vision_tp=vision_tp, offload=offload, experts=experts)
     for wanted in every:
         tried += 1
-        candidate, reason = judge.with_fitting_encoder(wanted)
-        if reason and (judge.rule(candidate) or not offloads):
+        candidate, reason = evaluator.with_fitting_encoder(wanted)
+        if reason and (evaluator.rule(candidate) or not offloads):
             rejected.append(Rejected(candidate, reason))
         else:  # what lacks memory may run with `--offload`, and no faster than without
-            queue.append((judge.bound(candidate), tried, candidate, reason))
+            queue.append((evaluator.bound(candidate), tried, candidate, reason))
     heapq.heapify(queue)
     found: list[Estimate] = []
     simulated = 0
@@ -87,55 +92,32 @@ def search(
             rejected += [Rejected(each, lacks) for _, _, each, lacks in [(0, 0, candidate, reason), *queue] if lacks]
             break
         if reason is None:
-            estimate = judge.estimate(candidate, limit=limit)
+            estimate = evaluator.estimate(candidate, limit=limit)
             simulated += 1
             if isinstance(estimate, Rejected):
                 reason = estimate.reason
             elif estimate is not None:
-                reason = judge.host_memory_error(estimate)
+                reason = evaluator.host_memory_error(estimate)
                 found = found if reason else sorted([*found, estimate], key=lambda each: each.step.seconds)
             if reason is None:
                 continue
-        other = judge.with_offload_that_fits(candidate, space) if offloads else None
+        other = evaluator.with_offload_that_fits(candidate, space) if offloads else None
         if other is None:
             rejected.append(Rejected(candidate, reason))
         else:
-            heapq.heappush(queue, (judge.bound(other), number, other, None))
+            heapq.heappush(queue, (evaluator.bound(other), number, other, None))
     whole = "none" in space.sharding[1:]
     for each in found[:top]:
         if whole and each.candidate.dims.dp_cp > 1 and each.candidate.sharding == "optimizer":
-            kept = judge.estimate(replace(each.candidate, sharding="none"))
-            if isinstance(kept, Estimate) and (reason := judge.host_memory_error(kept)):
+            kept = evaluator.estimate(replace(each.candidate, sharding="none"))
+            if isinstance(kept, Estimate) and (reason := evaluator.host_memory_error(kept)):
                 kept = Rejected(kept.candidate, reason)
             if isinstance(kept, Estimate):
                 found.append(kept)
             elif kept is not None:
                 rejected.append(kept)
     found.sort(key=lambda each: each.step.seconds)
-    best = sorted((judge.refined(each) for each in found[:top]), key=lambda each: each.step.seconds)
-    offloaded = judge.offloaded(best[0], space) if best and offloads else ()
-    return SearchResult(tuple(best), tuple(rejected), simulated, tried, judge.hardware, judge.imbalance, offloaded)
-
-
-def timeline_of(
-    estimate: Estimate,
-    config: Config,
-    hardware: Hardware,
-    *,
-    imbalance: float | None = None,
-    stages: Sequence[Hardware] = (),
-    window: DataWindow | None = None,
-) -> Timeline:
-    """Return the estimate's pipeline played through once more, with every pass."""
-    precision = config.precision.dtype
-    own = [for_precision(each, precision) for each in stages]
-    device = for_precision(hardware, precision)
-    judge = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
-    profiles, partition = judge.profiles(estimate.candidate), estimate.partition
-    return simulate_partition(
-        profiles,
-        scenario_shape(profiles.scenario),
-        partition.cuts,
-        partition.recompute,
-        keep_events=True,
-    )
+    refined = (evaluator.estimate(each.candidate, simulations=20) for each in found[:top])
+    best = sorted((each for each in refined if isinstance(each, Estimate)), key=lambda each: each.step.seconds)
+    offloaded = evaluator.offloaded(best[0], space) if best and offloads else ()
+    return SearchResult(tuple(best), tuple(rejected), simulated, tried, evaluator, offloaded)

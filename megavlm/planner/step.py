@@ -13,6 +13,7 @@ from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import PipelineShape, Timeline, scenario_shape
+from megavlm.config.schema import Config
 from megavlm.planner.cost import (
     gradient_seconds,
     held_parameters,
@@ -25,6 +26,7 @@ from megavlm.planner.host_memory import HostMemory, host_memory, of_update, pinn
 from megavlm.planner.layer_profiles import LayerProfiles, measured_once
 from megavlm.planner.memory import Memory, batch_bytes, kept_bytes, matrix_seconds, rank_memory, replicated_encoder
 from megavlm.planner.partition import simulate_partition
+from megavlm.rules.defaults import chunk_patches
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,15 @@ def encoder_layers(scenario: Scenario) -> int:
 
 
 def colocated_encoder(
-    scenario: Scenario, hardware: Hardware, *, images: int, chunk_patches: int, kept: int, vision_tp: int = 1
+    scenario: Scenario, *, hardware: Hardware, config: Config, images: int, vision_tp: int
 ) -> EncoderEstimate:
     """Return the encoder's time and memory on each of the TP × CP × PP ranks of a model replica.
 
     `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
-    step's / encoders⌉ of them in passes of about `chunk_patches`. All passes but the last `kept` are computed again for
-    their backward.
+    step's / encoders⌉ of them in passes of about `--encoder-chunk-patches`. All passes but the last
+    `placement.encoder_keep_chunks` are computed again for their backward.
     """
+    kept = config.placement.encoder_keep_chunks
     dims, ranks = scenario.dims, scenario.dims.replica
     all_images = images * scenario.micro_batches
     own = math.ceil(all_images * vision_tp / ranks)
@@ -88,7 +91,7 @@ def colocated_encoder(
     if not all_images:
         return EncoderEstimate(encoder_scenario(scenario, vision_tp), 0.0, 0.0, 0.0, model_state, host)
     per_image = scenario.work.patches / images
-    in_pass = max(1, min(own, int(chunk_patches // per_image)))
+    in_pass = max(1, min(own, int(chunk_patches(config, on_gpu=hardware.on_gpu) // per_image)))
     share = in_pass / images
     alone = replace(
         encoder_scenario(scenario, vision_tp),
@@ -208,21 +211,6 @@ def least_pipeline_time(shape: PipelineShape, *, work: float, path: float, ends:
     if shape.splits_backward:
         return max(ends * path, path / share, work * m / pp)
     return work * max(ends, 1 / share)
-
-
-def least_non_pipeline_time(
-    scenario: Scenario, hardware: Hardware, *, parameters: Sequence[tuple[float, float]], pipeline: float
-) -> float:
-    """Return a lower bound of the seconds after the pipeline (gradient reduction and optimizer), over all partitions.
-
-    The fullest rank has at least the average of the `parameters`, trained and held in each of `Scenario.layouts`, and
-    pipeline + exposed never falls where the pipeline takes longer.
-    """
-    travel, update, pp = 0.0, 0.0, scenario.dims.pp
-    for layout, (trained, held) in zip(scenario.layouts, parameters, strict=True):
-        travel += gradient_seconds(trained / pp, layout, hardware, held=held / pp)
-        update += optimizer_seconds(trained / pp, layout, hardware)
-    return exposed_seconds(travel, scenario, pipeline=pipeline) + update
 
 
 def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:

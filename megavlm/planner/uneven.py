@@ -115,30 +115,19 @@ class UnevenSeconds:
     each: Each  # measures layers by name, each kind once
     modes: Sequence[Recompute]
 
-    def forward(self) -> Array:
-        """[layers + 1, micro-batches, steps, replicas]: prefix sums of forward seconds."""
-        return self._prefixes["forward"]
-
-    def backward(self, mode: Recompute, *, splits: bool) -> Array:
-        """[layers + 1, micro-batches, steps, replicas]: the same backward, without weight gradients that wait if it
-        `splits`.
-        """
-        return self._prefixes[mode] - self._prefixes["weight"] if splits else self._prefixes[mode]
-
-    def weight(self) -> Array:
-        """[layers + 1, micro-batches, steps, replicas]: the same of weight gradients that may wait."""
-        return self._prefixes["weight"]
-
     def of_heaviest(self, which: str, micro: slice) -> Array:
         """[layers + 1]: prefix sums of the heaviest replicas' seconds in these micro-batches, in the mean. `which` is
         `forward`, `weight` or a mode, whose backward passes are meant.
         """
         steps = np.arange(len(self.batches.heaviest))
-        found: Array = self._prefixes[which][:, micro, steps, self.batches.heaviest].mean(axis=(1, 2))
+        found: Array = self.prefixes[which][:, micro, steps, self.batches.heaviest].mean(axis=(1, 2))
         return found
 
     @cached_property
-    def _prefixes(self) -> dict[str, Array]:
+    def prefixes(self) -> dict[str, Array]:
+        """[layers + 1, micro-batches, steps, replicas]: prefix sums of seconds: forward, of weight gradients that may
+        wait, and backward for each mode.
+        """
         work = np.stack([getattr(self.scenario.work, name) for name in FIELDS]).astype(float)
         spread = self.batches.work.max(axis=(1, 2, 3)) - work
         base, moved = self._evaluated(self.scenario.work), list[Any]()

@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
@@ -32,7 +32,7 @@ from megavlm.config.schema import (
 )
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device, to_json
+from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device
 from megavlm.programs.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.rules.check import check
 from megavlm.world import world_of
@@ -155,7 +155,7 @@ def calibrate(options: argparse.Namespace) -> None:
             devices_per_node=max(base.devices_per_node, world),
             row_tile=tile,
         )
-        write_out("--out", options.out, json.dumps(to_json(hardware), indent=2) + "\n")
+        write_out("--out", options.out, json.dumps(asdict(hardware), indent=2) + "\n")
         print(_summary(hardware, forward, backward))
 
 

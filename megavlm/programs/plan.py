@@ -6,13 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megavlm.arch.layers import part_of
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE
-from megavlm.arch.schedules import Timeline
 from megavlm.arch.workload import DataWindow, typical_workload
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
@@ -24,7 +22,7 @@ from megavlm.files import write_out
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.search import SearchResult, search, timeline_of
+from megavlm.planner.search import SearchResult, search
 from megavlm.programs import gantt
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
@@ -149,16 +147,22 @@ def plan(options: argparse.Namespace) -> int:
         space = replace(space, recompute=(options.recompute,))
     if options.no_offload:
         space = replace(space, offload=())
-    imbalance = expert_imbalance_of(options, config)
     hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
     window = looked_at(options, given)
-    assumed: dict[str, Any] = {"imbalance": imbalance, "stages": stages, "window": window}
-    outcome = search(config, options.gpus, hardware, space=space, top=options.top, **assumed)
+    outcome = search(
+        config,
+        options.gpus,
+        hardware,
+        space=space,
+        top=options.top,
+        imbalance=expert_imbalance_of(options, config),
+        stages=stages,
+        window=window,
+    )
     if outcome.best and options.out is not None:
         _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
     if outcome.best and options.gantt is not None:
-        timeline = timeline_of(outcome.best[0], config, hardware, **{**assumed, "imbalance": outcome.imbalance})
-        draw(outcome, config, timeline, hardware_name=name, path=options.gantt)
+        draw(outcome, config, hardware_name=name, path=options.gantt)
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
@@ -275,7 +279,7 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
     return int(count), int(side) // multiple * multiple
 
 
-def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_name: str, path: Path) -> None:
+def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
     """Draw the timeline of the best layout as HTML or SVG, according to the file's suffix."""
     candidate = outcome.best[0].candidate
     chunks = [
@@ -288,7 +292,7 @@ def draw(outcome: SearchResult, config: Config, timeline: Timeline, *, hardware_
         return gantt.PARTS[2] if len(chunks[chunk]) == 2 else gantt.PARTS[chunks[chunk] == {True}]
 
     draw = gantt.svg if path.suffix == ".svg" else gantt.html
-    _write(path, "--gantt", draw(timeline, title=title, part_of_chunk=part_of_chunk))
+    _write(path, "--gantt", draw(outcome.timeline(), title=title, part_of_chunk=part_of_chunk))
 
 
 def _write(path: Path, flag: str, text: str | bytes) -> None:

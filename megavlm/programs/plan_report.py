@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from megavlm.config.messages import did_you_mean, plain
+from megavlm.config.messages import aligned, did_you_mean, plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.devices import MACHINES, Machine, find_machine
@@ -82,12 +82,13 @@ def _experts(outcome: SearchResult) -> list[str]:
     """Return a line on what was assumed of experts that ranks share, if they do in any of the best layouts."""
     if all(each.candidate.dims.ep == 1 for each in outcome.best):
         return []
-    return [f"the busiest rank of --ep is taken to compute {outcome.imbalance:g} × the mean (--expert-imbalance)"]
+    imbalance = outcome.evaluator.imbalance
+    return [f"the busiest rank of --ep is taken to compute {imbalance:g} × the mean (--expert-imbalance)"]
 
 
 def _offloads(outcome: SearchResult) -> list[str]:
     """Return what the best layout has on its host, and what more `--offload` would bring it."""
-    best, hardware = outcome.best[0], outcome.hardware
+    best, hardware = outcome.best[0], outcome.evaluator.hardware
     world, lines = best.candidate.dims.world, []
     if best.step.host:
         lines.append(host_line(best.step.host, world, hardware))
@@ -106,11 +107,7 @@ def _offloads(outcome: SearchResult) -> list[str]:
 def layouts(estimates: Sequence[Estimate]) -> str:
     """One line per layout; memory is that of the fullest pipeline rank."""
     rows = [_HEADER, *(_row(each) for each in estimates)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    return "\n".join(aligned(rows, left=(0,)))
 
 
 def ties(estimates: Sequence[Estimate]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -23,7 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from tests.support.tokenizers import TEMPLATES
+from tests.support import chat_templates as templates
+from tests.support.tokenizers import EXTRA, GEMMA, GLM, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
 
 Pixels = NDArray[np.uint8]
 
@@ -88,7 +91,7 @@ CASES = {
     "llava": Whole(
         transformers.LlavaProcessor,
         LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE),
-        TEMPLATES["llava"],
+        templates.LLAVA,
         "llama",
         {
             "patch_size": 14,
@@ -101,7 +104,7 @@ CASES = {
     "llava-next": Whole(
         transformers.LlavaNextProcessor,
         LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE, image_grid_pinpoints=PINPOINTS),
-        TEMPLATES["llava"],
+        templates.LLAVA,
         "llama",
         {
             "patch_size": 14,
@@ -114,7 +117,7 @@ CASES = {
     "onevision": Whole(
         transformers.LlavaOnevisionProcessor,
         LlavaOnevisionImageProcessorPil(size=TILE, image_grid_pinpoints=PINPOINTS),
-        TEMPLATES["onevision"],
+        templates.ONEVISION,
         "qwen",
         {
             "num_image_tokens": 4,
@@ -133,7 +136,7 @@ CASES = {
     "internvl": Whole(
         transformers.InternVLProcessor,
         GotOcr2ImageProcessorPil(size=TILE, min_patches=1, max_patches=6, crop_to_patches=True),
-        TEMPLATES["internvl"],
+        templates.INTERNVL,
         "qwen",
         {
             "image_seq_length": 1,
@@ -155,7 +158,7 @@ CASES = {
     "qwen2-vl": Whole(
         transformers.Qwen2VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=60 * 28**2),
-        TEMPLATES["qwen2_5_vl"],
+        templates.QWEN2_5_VL,
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(14, merge=2),
@@ -163,7 +166,7 @@ CASES = {
     "qwen2.5-vl": Whole(
         transformers.Qwen2_5_VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
-        TEMPLATES["qwen2_5_vl"],
+        templates.QWEN2_5_VL,
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(14, merge=2),
@@ -171,7 +174,7 @@ CASES = {
     "qwen3-vl": Whole(
         transformers.Qwen3VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 65536}),
-        TEMPLATES["qwen3_vl"],
+        templates.QWEN3_VL,
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(16, merge=2),
@@ -179,7 +182,7 @@ CASES = {
     "gemma3": Whole(
         transformers.Gemma3Processor,
         Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
-        TEMPLATES["gemma3"],
+        templates.GEMMA3,
         "gemma",
         {
             "image_seq_length": 4,
@@ -192,7 +195,7 @@ CASES = {
     "glm4v": Whole(
         transformers.Glm4vProcessor,
         Glm4vImageProcessorPil(size={"shortest_edge": 2 * 3136, "longest_edge": 2 * 60 * 28**2}),
-        TEMPLATES["glm4v"],
+        templates.GLM4V,
         "glm",
         {"image_token": "<|image|>", "video_token": "<|video|>", "video_start_id": -1, "video_end_id": -1},
         model_of(14, merge=2, frames=2),
@@ -200,7 +203,7 @@ CASES = {
     "mistral3": Whole(
         pixtral_processor(),
         image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14),
-        TEMPLATES["mistral3"],
+        templates.MISTRAL3,
         "mistral",
         {
             "patch_size": 7,
@@ -214,7 +217,7 @@ CASES = {
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
         SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),
-        TEMPLATES["smolvlm"],
+        templates.SMOLVLM,
         "smol",
         {
             "image_seq_len": 4,
@@ -228,3 +231,32 @@ CASES = {
         options={"image_seq_len": 4},
     ),
 }
+
+
+def tokenizers_in(root: Path) -> dict[str, Path]:
+    made = {
+        "qwen": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level((*QWEN, *EXTRA, "<|video_pad|>", "<video>")),
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
+        ),
+        "smol": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(SMOL), bos_token="<|im_start|>", eos_token="<end_of_utterance>"
+        ),
+        "gemma": PreTrainedTokenizerFast(
+            tokenizer_object=with_begin(byte_level(GEMMA), "<bos>"),
+            bos_token="<bos>",
+            eos_token="<end_of_turn>",
+            extra_special_tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"},
+        ),
+        "glm": PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(GLM), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+        ),
+        "mistral": PreTrainedTokenizerFast(
+            tokenizer_object=with_begin(byte_level(MISTRAL), "<s>"), bos_token="<s>", eos_token="</s>"
+        ),
+        "llama": PreTrainedTokenizerFast(tokenizer_object=llama(), bos_token="<s>", eos_token="</s>"),
+    }
+    for name, tokenizer in made.items():
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in made}

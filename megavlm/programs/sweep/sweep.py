@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megavlm.command_line.commands import Parser, reported
+from megavlm.config.messages import aligned
 from megavlm.errors import UserError
 from megavlm.programs.account import records_of
 from megavlm.programs.launch.checks import check_job, read_profile
@@ -230,10 +231,7 @@ def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
+    return "\n".join(aligned(table, left=range(len(table[0]))))
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:

@@ -20,7 +20,7 @@ from megavlm.errors import UserError
 from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import JsonlSink
 from megavlm.pipeline.feature_cache import FeatureCache
-from megavlm.planner.hardware import PROFILES, profile, to_json
+from megavlm.planner.hardware import PROFILES, profile
 from megavlm.programs import goodput, why
 from megavlm.programs import plan as planner
 from megavlm.resilience.lock import RunLock
@@ -101,7 +101,7 @@ def hardware(folder: Path, data: bytes) -> None:
     """Plan with a hardware profile as `tools/calibrate.py` writes it."""
     (folder / "profile.json").write_bytes(data)
     found = profile(str(folder / "profile.json"))
-    assert to_json(found)
+    assert asdict(found)
     options = ["--model", "qwen2_5_vl_7b", "--gpus", "8", "--gpu", str(folder / "profile.json"), "--top", "1"]
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
         ended = planner.main([*options, "--placement", "stages", "--recompute", "full", "--no-offload"])
@@ -145,7 +145,7 @@ READERS = {
     "metrics.jsonl": Reader(metrics, lambda: [lines(STEPS)]),
     "status.json": Reader(status, lambda: [json.dumps(STATUS).encode()]),
     "hardware profile": Reader(
-        hardware, lambda: [json.dumps(to_json(each)).encode() for each in PROFILES.values()], few=3
+        hardware, lambda: [json.dumps(asdict(each)).encode() for each in PROFILES.values()], few=3
     ),
     "lock": Reader(lock, owners),
     "feature cache": Reader(feature_cache, lambda: [features()]),

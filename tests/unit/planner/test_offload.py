@@ -13,7 +13,7 @@ from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.devices import peak_tflops
-from megavlm.planner.hardware import PROFILES, Hardware, from_json, to_json
+from megavlm.planner.hardware import PROFILES, Hardware
 from megavlm.planner.host_memory import host_line, host_memory, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.search import search
@@ -241,11 +241,7 @@ def test_a_cpu_offloads_nothing_by_itself() -> None:
 
 
 def test_profiles_know_their_hosts() -> None:
-    for name, hardware in PROFILES.items():
-        assert from_json(to_json(hardware)) == hardware
-        assert (hardware.host is None) == (name == "cpu")
-    with pytest.raises(ValueError, match="memory 0 must be a number from"):
-        from_json(to_json(replace(H100, host=replace(H100.own_host, memory=0))))
+    assert all((hardware.host is None) == (name == "cpu") for name, hardware in PROFILES.items())
     speed = {name: PROFILES[name].own_host.link.bandwidth for name in ("a100", "h100", "gh200")}
     assert speed["a100"] < speed["h100"] < speed["gh200"]
     assert peak_tflops("NVIDIA GH200 480GB", "bf16") == 989

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.planner.hardware import PROFILES, profile, to_json
+from megavlm.planner.hardware import PROFILES, profile
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(to_json(PROFILES[name])))
+    (tmp_path / "a.json").write_text(json.dumps(asdict(PROFILES[name])))
     assert profile(str(tmp_path / "a.json")) == PROFILES[name]
 
 
@@ -39,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_value_of_another_kind_is_one_line(tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
-    written = json.loads(json.dumps(to_json(PROFILES["h100"])))
+    written = json.loads(json.dumps(asdict(PROFILES["h100"])))
     inner = written
     for name in place[:-1]:
         inner = inner[name]
