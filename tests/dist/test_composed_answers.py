@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 
 from megavlm.backend import activate
-from tests.support import chat_templates as templates
+from tests.support import tokenizers
 from tests.support.pool import Pools
 from tests.support.training import train_composed
 
@@ -32,7 +32,7 @@ from megavlm.programs.evaluation import evaluate  # noqa: E402
 from megavlm.programs.inference import chat  # noqa: E402
 from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
 from tests.support import hf  # noqa: E402
-from tests.support.processors import picture, tokenizers_in  # noqa: E402
+from tests.support.processors import picture  # noqa: E402
 from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
 
 ASKED = "Which is the largest?"
@@ -57,13 +57,13 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
     vision = hf.save(TOWERS[tower](), root / "vision")
     PIXELS[tower]().save_pretrained(vision)
     (vision / "chat_template.json").write_text('{"chat_template": "of the larger model"}')
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)["qwen"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers.tokenizers_in(root)["qwen"])
     sizes = {**TEXT, "vocab_size": 512, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     extra = {"sliding_window": None} if language == "mistral" else EXPERTS if "moe" in language else {}
     config = transformers.AutoConfig.for_model(language, **sizes, **extra)
     words = hf.save(transformers.AutoModelForCausalLM.from_config(config), root / "language")
     tokenizer.save_pretrained(words)
-    (words / "chat_template.jinja").write_text(templates.QWEN2)
+    (words / "chat_template.jinja").write_text(tokenizers.TEMPLATES["qwen2"])
     Image.fromarray(picture(60, 90)).save(root / "0.png")
     turns = [{"from": "human", "value": f"<image>\n{ASKED}"}, {"from": "gpt", "value": "A cat."}]
     (root / "train.jsonl").write_text(json.dumps({"image": "0.png", "conversations": turns}) + "\n")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megavlm.data.chat import ChatFormat, EncodedConversation, split
@@ -22,8 +21,7 @@ from megavlm.errors import UserError
 from megavlm.families import CHAT_TEMPLATES
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Prompt
-from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, GLM, LLAMA3, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import TEMPLATES, byte_level, tokenizers_in
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,21 @@ CURIOUS = (
     "and polite answers to the user's questions. "
 )
 CASES = {
-    "llava": Case(templates.LLAVA, "llama", IMAGE, stop="", opening="<s>"),
-    "onevision": Case(templates.ONEVISION, "qwen", IMAGE),
+    "llava": Case(TEMPLATES["llava"], "llama", IMAGE, stop="", opening="<s>"),
+    "onevision": Case(TEMPLATES["onevision"], "qwen", IMAGE),
     "internvl": Case(
-        templates.INTERNVL, "qwen", Prompt("<IMG_CONTEXT>", ("<img>", "</img>"), (6,)), placeholder="<IMG_CONTEXT>"
+        TEMPLATES["internvl"], "qwen", Prompt("<IMG_CONTEXT>", ("<img>", "</img>"), (6,)), placeholder="<IMG_CONTEXT>"
     ),
-    "qwen2": Case(templates.QWEN2, "qwen", IMAGE, opening=HELPFUL, in_parts=False),
-    "qwen2.5-vl": Case(templates.QWEN2_5_VL, "qwen", NATIVE, placeholder=NATIVE_PLACE, opening=HELPFUL),
-    "qwen3-vl": Case(templates.QWEN3_VL, "qwen", NATIVE, placeholder=NATIVE_PLACE),
-    "smolvlm": Case(templates.SMOLVLM, "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
-    "llama3": Case(templates.LLAMA3, "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False),
-    "mistral": Case(templates.MISTRAL, "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
+    "qwen2": Case(TEMPLATES["qwen2"], "qwen", IMAGE, opening=HELPFUL, in_parts=False),
+    "qwen2.5-vl": Case(TEMPLATES["qwen2_5_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE, opening=HELPFUL),
+    "qwen3-vl": Case(TEMPLATES["qwen3_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE),
+    "smolvlm": Case(TEMPLATES["smolvlm"], "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
+    "llama3": Case(
+        TEMPLATES["llama3"], "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False
+    ),
+    "mistral": Case(TEMPLATES["mistral"], "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
     "glm4v": Case(
-        templates.GLM4V,
+        TEMPLATES["glm4v"],
         "glm",
         Prompt("<|image|>", ("<|begin_of_image|>", "<|end_of_image|>"), (4,)),
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
@@ -68,44 +68,20 @@ CASES = {
         opening="[gMASK]<sop>",
     ),
     "mistral3": Case(
-        templates.MISTRAL3,
+        TEMPLATES["mistral3"],
         "mistral",
         Prompt("[IMG]", ("", "[IMG_BREAK]", "[IMG_END]"), (3, 3)),
         placeholder="[IMG]",
         stop="</s>",
         opening="<s>[SYSTEM_PROMPT]You see.[/SYSTEM_PROMPT]",
     ),
-    "vicuna": Case(templates.VICUNA, "llama", IMAGE, stop="</s>", opening="<s>" + CURIOUS, in_parts=False),
+    "vicuna": Case(TEMPLATES["vicuna"], "llama", IMAGE, stop="</s>", opening="<s>" + CURIOUS, in_parts=False),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
-    made: dict[str, tuple[Tokenizer, dict[str, str]]] = {
-        "qwen": (byte_level((*QWEN, *EXTRA)), {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}),
-        "llama3": (
-            with_begin(byte_level(LLAMA3), "<|begin_of_text|>"),
-            {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-        ),
-        "smol": (byte_level(SMOL), {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}),
-        "gemma": (
-            with_begin(byte_level((*GEMMA, "<image>")), "<bos>"),
-            {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
-        ),
-        "glm": (
-            byte_level((*GLM, "<image>")),
-            {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
-        ),
-        "mistral": (
-            with_begin(byte_level((*MISTRAL, "<image>")), "<s>"),
-            {"bos_token": "<s>", "eos_token": "</s>"},
-        ),
-        "llama": (llama(), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
-    }
-    for name, (tokenizer, specials) in made.items():
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials).save_pretrained(root / name)
-    return {name: root / name for name in made}
+    return tokenizers_in(tmp_path_factory.mktemp("tokenizers"))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -291,7 +267,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]
     assert (encoded.tokens == tokenizer.image).sum() == 5
     text = tokenizer.decode(encoded.tokens)
-    theirs = {"vicuna": templates.VICUNA, "smolvlm": templates.SMOLVLM, "gemma": templates.GEMMA3}.get(name)
+    theirs = {"vicuna": TEMPLATES["vicuna"], "smolvlm": TEMPLATES["smolvlm"], "gemma": TEMPLATES["gemma3"]}.get(name)
     if theirs is not None:
         tokenizer.chat_template = theirs
         assert text == tokenizer.decode(ChatFormat.of(tokenizer).encode(conversation, [IMAGE]).tokens)
@@ -307,7 +283,7 @@ def test_a_built_in_format_needs_its_tokens(folders: dict[str, Path]) -> None:
 
 def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     """The last answer is trained with its thoughts; with thoughts in earlier answers, only --train-on last can be."""
-    case = Case(templates.QWEN3_THINKING, "qwen", IMAGE, in_parts=False)
+    case = Case(TEMPLATES["qwen3_thinking"], "qwen", IMAGE, in_parts=False)
     chat = format_of(case, folders)
     one = talk(("user", "3 + 4?"), ("assistant", "<think>\nIt is blue.\n</think>\n\n7"))
     assert trained_texts(chat, encode(chat, case, one)) == ["<think>\nIt is blue.\n</think>\n\n7<|im_end|>"]

@@ -6,7 +6,6 @@ down. So a figure of a card is what a test compared with its tolerance, and noth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -37,100 +36,27 @@ EXPERT_LAYOUTS = {
     "cp2-ep2": Layout("CP2·EP2", 2, "--cp 2 --ep 2"),
 }
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+# The largest figure that passes: a difference relative to the largest value, or how many differ of what must be equal.
+TOLERANCES = {
+    **dict.fromkeys(("import_export", "answers", "generation", "resume"), 0.0),
+    **dict.fromkeys(("logits", "record", "packed_logits", "video_logits", "video_record", "lora_merged"), 1e-4),
+    **dict.fromkeys(("losses", "video_losses", "lora_losses"), 1e-4),
+    **dict.fromkeys(("gradients", "packed_gradients", "video_gradients", "lora_gradients"), 1e-3),
+    **{"cosine": 1e-6, "reshard": 1e-5, "composed": 1e-5},
+    **{f"{name}_{what}": most for name in ALL_LAYOUTS for what, most in (("logits", 1e-4), ("losses", 1e-4))},
+    **{f"{name}_gradients": 1e-3 for name in ALL_LAYOUTS},
+}
+# The largest figure of each family and gate in the test that runs, which the plugin `tests/support/cards.py` takes.
+MEASURED: dict[tuple[str, str], float] = {}
 
 
-@dataclass(frozen=True)
-class Gate:
-    """One figure of a family, which is to be as small as possible.
-
-    Args:
-        group: what is done; gates of one group share a row of the summary.
-        figure: what the number is.
-        tolerance: the largest number that passes.
-        parts: whether it is measured of whole models ("whole"), or also of towers and language models ("all"), or of
-            these alone ("part").
-        needs: what a machine must have, where no test on a CPU can measure it.
-        experts: whether it is of models with experts alone.
-    """
-
-    group: str
-    figure: str
-    tolerance: float
-    parts: str = "whole"
-    needs: str | None = None
-    experts: bool = False
-
-
-def _gates() -> dict[str, Gate]:
-    """Return all gates, in the order in which cards list them."""
-    found = {
-        "import_export": Gate("Import and export", "files that are not byte for byte as they were", 0),
-        "logits": Gate("One process", "logits (of a tower: features)", 1e-4, parts="all"),
-        "cosine": Gate("One process", "1 − cosine of a token's logits", 1e-6),
-        "gradients": Gate("One process", "gradient of any parameter", 1e-3, parts="all"),
-        "losses": Gate("Five training steps", "loss of a step", 1e-4),
-        "record": Gate("A user's record", "logits, from files to model", 1e-4),
-        "answers": Gate("Greedy answers", "answers that differ from those of Transformers", 0),
-        "generation": Gate("Greedy answers", "tokens that differ between the folder and its export", 0),
-        "packed_logits": Gate("Packing", "logits of packed samples against unpacked", 1e-4),
-        "packed_gradients": Gate("Packing", "gradient of any parameter", 1e-3),
-    }
-    for name, layout in ALL_LAYOUTS.items():
-        experts = name in EXPERT_LAYOUTS
-        # Their ranks have parts of rows, or shards of gradients: five steps tell.
-        if name not in ("cp2", "cp2-ep2", "zero3"):
-            found[f"{name}_logits"] = Gate(layout.title, "logits", 1e-4, experts=experts)
-        if name != "zero3":
-            found[f"{name}_gradients"] = Gate(layout.title, "any rank's part of any gradient", 1e-3, experts=experts)
-        found[f"{name}_losses"] = Gate(layout.title, "loss of five training steps", 1e-4, experts=experts)
-    return {
-        **found,
-        "resume": Gate("Resume, same layout", "iterations that are not bit for bit the same", 0),
-        "reshard": Gate("Resume, other layout", "loss or gradient norm of an iteration", 1e-5),
-        "lora_gradients": Gate("LoRA", "gradient of any A or B against PEFT", 1e-3),
-        "lora_losses": Gate("LoRA", "loss of five training steps against PEFT", 1e-4),
-        "lora_merged": Gate("LoRA", "logits of merged weights against PEFT's with the exported adapters", 1e-4),
-        "video_logits": Gate("Video", "logits", 1e-4),
-        "video_gradients": Gate("Video", "gradient of any parameter", 1e-3),
-        "video_losses": Gate("Video", "loss of five training steps", 1e-4),
-        "video_record": Gate("Video", "logits, from a clip to the model", 1e-4),
-        "composed": Gate("Composed, TP2·PP2", "loss or gradient norm against one process", 1e-5, parts="part"),
-        "fp8": Gate("FP8", "loss against bf16", 1e-2, needs="a GPU"),
-    }
-
-
-GATES = _gates()
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A figure of one test."""
-
-    family: str
-    gate: str
-    figure: float
-
-
-# What the test that runs has measured so far. The plugin `tests/support/figures.py` takes it away when the test ends.
-MEASURED: list[Measured] = []
-
-
-def larger(one: float | None, other: float) -> float:
+def larger(one: float, other: float) -> float:
     """Return the larger figure; what is not a number is larger than any."""
-    return other if one is None or other > one or other != other else one
-
-
-def take_measured() -> list[Measured]:
-    """Return the largest figure of each gate since the last call."""
-    worst: dict[tuple[str, str], float] = {}
-    for each in MEASURED:
-        worst[each.family, each.gate] = larger(worst.get((each.family, each.gate)), each.figure)
-    MEASURED.clear()
-    return [Measured(family, gate, figure) for (family, gate), figure in worst.items()]
+    return other if other > one or other != other else one
 
 
 def hold(family: str, gate: str, figure: float, what: str = "") -> None:
     """Note a figure of a family, and fail the test if it is above the gate's tolerance; `what` says of what it is."""
-    MEASURED.append(Measured(family, gate, figure))
-    tolerance = GATES[gate].tolerance
-    assert figure <= tolerance, f"{family}, {what or GATES[gate].figure}: {figure:.1e}, and {tolerance:.0e} is allowed"
+    MEASURED[family, gate] = larger(MEASURED.get((family, gate), 0.0), figure)
+    tolerance = TOLERANCES[gate]
+    assert figure <= tolerance, f"{family}, {what or gate}: {figure:.1e}, and {tolerance:.0e} is allowed"

@@ -44,12 +44,10 @@ from megavlm.rules.defaults import resolve
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes
-from tests.support.gates import GATES, hold
+from tests.support.gates import hold
 from tests.support.harness import Single, difference, random_image, randomize
 
 LENGTH = 48
-# The tolerances that users are promised.
-LOGITS, GRADIENTS = GATES["logits"].tolerance, GATES["gradients"].tolerance
 
 
 def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:

@@ -2,8 +2,8 @@
 
 `make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
 where it stopped, also on another machine to which its record was copied: pieces that have ended are in
-RECORD/pieces.jsonl, with their commit, and are not run again. With --failed, the tests that failed run again, on what
-is checked out now; RECORD/again.jsonl says how that ended. Other flags go to pytest.
+RECORD/pieces.jsonl, with their commit, and are not run again. With --failed, the tests that failed run again on what
+is checked out now; a piece whose failed tests all pass has passed. Other flags go to pytest.
 """
 
 from __future__ import annotations
@@ -78,16 +78,12 @@ def summary(record: Path) -> str:
     """Return the record as Markdown: totals, what failed, and each file with its cost, dearest first."""
     ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
     totals = {name: sum(file[name] for file in files) for name in ("passed", "failed", "skipped")}
-    mended = {
-        test: f"{how} at {each['commit']}"
-        for each in lines_of(record / "again.jsonl")
-        for how in ("passed", "gone")
-        for test in each[how]
-    }
-    failed = [
-        f"- `{test}`" + (f": {mended[test]}" if test in mended else "") for file in files for test in file["failures"]
+    failed = [f"- `{test}`" for file in files for test in file["failures"]]
+    failed += [
+        f"- {each['name']} ended early: status {each['status']}"
+        for each in ended
+        if each["status"] not in PASSED and not _failures(each["name"], files)
     ]
-    failed += [f"- {each['name']} ended early: status {each['status']}" for each in ended if not _told(each, files)]
     skips = sum((Counter(file.get("skips", {})) for file in files), Counter())
     skipped = [f"- {count}: {reason}" for reason, count in skips.most_common()]
     rows = [
@@ -127,9 +123,9 @@ def commit_of(root: Path) -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def _told(piece: dict[str, Any], files: list[dict[str, Any]]) -> bool:
-    """Whether a piece passed, or failed by tests that its files' records name; a hang or a crash leaves none."""
-    return piece["status"] in PASSED or any(file["failures"] for file in files if _within(file["file"], piece["name"]))
+def _failures(piece: str, files: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the tests that failed in a piece; a hang or a crash leaves none."""
+    return [test for file in files if _within(file["file"], piece) for test in file["failures"]]
 
 
 def _within(file: str, piece: str) -> bool:
@@ -144,68 +140,41 @@ def run_all(names: Iterable[str], record: Path, arguments: Sequence[str] = (), r
         if name in known:
             print(f"{name}: ended before", flush=True)
             continue
-        _forget(name, record / "files.jsonl")
+        # Lines of a piece that was interrupted go.
+        _write(
+            record / "files.jsonl",
+            [each for each in lines_of(record / "files.jsonl") if not _within(each["file"], name)],
+        )
         piece = run(name, record, arguments, root)
-        with (record / "pieces.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(piece)) + "\n")
+        _write(record / "pieces.jsonl", [*lines_of(record / "pieces.jsonl"), asdict(piece)])
         (record / "summary.md").write_text(summary(record), encoding="utf-8")
         print(f"{name}: status {piece.status}, {_minutes(piece.seconds)} minutes", flush=True)
-    return _all_passed(record)
+    return all(piece["status"] in PASSED for piece in lines_of(record / "pieces.jsonl"))
 
 
 def run_failed(record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
-    """Run the tests of a record that failed and have not passed since; returns whether none is left.
+    """Run the tests of a record that failed; returns whether none is left.
 
-    Tests that are there no longer count as mended. Pieces without a name of what failed in them, which ended early, are
-    not among them: their line is to be deleted.
+    Pieces without a name of what failed in them, which ended early, are not among them: their line is to be deleted.
     """
-    files = lines_of(record / "files.jsonl")
-    for piece in lines_of(record / "pieces.jsonl"):
-        before = _since(record)
-        failures = [test for file in files if _within(file["file"], piece["name"]) for test in file["failures"]]
-        if only := [test for test in failures if test not in before]:
-            there = _collected(piece["name"], root)
-            gone, only = ([test for test in only if (test in there) == kept] for kept in (False, True))
-            found = run(piece["name"], record, arguments, root, only=only or ["--collect-only", piece["name"]])
-            again = {**asdict(found), "passed": only if found.status == 0 else [], "gone": gone}
-            with (record / "again.jsonl").open("a") as file:
-                file.write(json.dumps(again) + "\n")
-            (record / "summary.md").write_text(summary(record), encoding="utf-8")
-            print(f"{piece['name']}: {len(only)} that failed, status {found.status} now", flush=True)
-    return _all_passed(record)
+    ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
+    for place, piece in enumerate(ended):
+        if only := _failures(piece["name"], files):
+            again = run(piece["name"], record, arguments, root, only=only)
+            print(f"{piece['name']}: {len(only)} that failed, status {again.status} now", flush=True)
+            if again.status == 0:
+                ended[place] = {**asdict(again), "seconds": piece["seconds"]}
+                for file in files:
+                    if _within(file["file"], piece["name"]):
+                        file.update(passed=file["passed"] + file["failed"], failed=0, failures=[])
+    _write(record / "pieces.jsonl", ended)
+    _write(record / "files.jsonl", files)
+    (record / "summary.md").write_text(summary(record), encoding="utf-8")
+    return all(piece["status"] in PASSED for piece in ended)
 
 
-def _all_passed(record: Path) -> bool:
-    """Return whether every piece passed, or every test that failed in it has passed since."""
-    files, since = lines_of(record / "files.jsonl"), _since(record)
-    return all(
-        piece["status"] in PASSED
-        or (
-            _told(piece, files)
-            and all(since.issuperset(file["failures"]) for file in files if _within(file["file"], piece["name"]))
-        )
-        for piece in lines_of(record / "pieces.jsonl")
-    )
-
-
-def _since(record: Path) -> set[str]:
-    """Return the tests that failed, and passed later or were deleted."""
-    return {test for each in lines_of(record / "again.jsonl") for test in (*each["passed"], *each["gone"])}
-
-
-def _collected(name: str, root: Path) -> set[str]:
-    """Return the tests of a piece."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "not gpu", name]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    return set(done.stdout.splitlines())
-
-
-def _forget(name: str, file: Path) -> None:
-    """Drop lines of a piece that was interrupted."""
-    kept = [line for line in lines_of(file) if not _within(line["file"], name)]
-    if file.exists():
-        file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def main(argv: Sequence[str]) -> int:

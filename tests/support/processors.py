@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -25,8 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
-from tests.support import chat_templates as templates
-from tests.support.tokenizers import EXTRA, GEMMA, GLM, MISTRAL, QWEN, SMOL, byte_level, llama, with_begin
+from tests.support.tokenizers import TEMPLATES
 
 Pixels = NDArray[np.uint8]
 
@@ -91,7 +88,7 @@ CASES = {
     "llava": Whole(
         transformers.LlavaProcessor,
         LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE),
-        templates.LLAVA,
+        TEMPLATES["llava"],
         "llama",
         {
             "patch_size": 14,
@@ -104,7 +101,7 @@ CASES = {
     "llava-next": Whole(
         transformers.LlavaNextProcessor,
         LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE, image_grid_pinpoints=PINPOINTS),
-        templates.LLAVA,
+        TEMPLATES["llava"],
         "llama",
         {
             "patch_size": 14,
@@ -117,7 +114,7 @@ CASES = {
     "onevision": Whole(
         transformers.LlavaOnevisionProcessor,
         LlavaOnevisionImageProcessorPil(size=TILE, image_grid_pinpoints=PINPOINTS),
-        templates.ONEVISION,
+        TEMPLATES["onevision"],
         "qwen",
         {
             "num_image_tokens": 4,
@@ -136,7 +133,7 @@ CASES = {
     "internvl": Whole(
         transformers.InternVLProcessor,
         GotOcr2ImageProcessorPil(size=TILE, min_patches=1, max_patches=6, crop_to_patches=True),
-        templates.INTERNVL,
+        TEMPLATES["internvl"],
         "qwen",
         {
             "image_seq_length": 1,
@@ -158,7 +155,7 @@ CASES = {
     "qwen2-vl": Whole(
         transformers.Qwen2VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=60 * 28**2),
-        templates.QWEN2_5_VL,
+        TEMPLATES["qwen2_5_vl"],
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(14, merge=2),
@@ -166,7 +163,7 @@ CASES = {
     "qwen2.5-vl": Whole(
         transformers.Qwen2_5_VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
-        templates.QWEN2_5_VL,
+        TEMPLATES["qwen2_5_vl"],
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(14, merge=2),
@@ -174,7 +171,7 @@ CASES = {
     "qwen3-vl": Whole(
         transformers.Qwen3VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 65536}),
-        templates.QWEN3_VL,
+        TEMPLATES["qwen3_vl"],
         "qwen",
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(16, merge=2),
@@ -182,7 +179,7 @@ CASES = {
     "gemma3": Whole(
         transformers.Gemma3Processor,
         Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
-        templates.GEMMA3,
+        TEMPLATES["gemma3"],
         "gemma",
         {
             "image_seq_length": 4,
@@ -195,7 +192,7 @@ CASES = {
     "glm4v": Whole(
         transformers.Glm4vProcessor,
         Glm4vImageProcessorPil(size={"shortest_edge": 2 * 3136, "longest_edge": 2 * 60 * 28**2}),
-        templates.GLM4V,
+        TEMPLATES["glm4v"],
         "glm",
         {"image_token": "<|image|>", "video_token": "<|video|>", "video_start_id": -1, "video_end_id": -1},
         model_of(14, merge=2, frames=2),
@@ -203,7 +200,7 @@ CASES = {
     "mistral3": Whole(
         pixtral_processor(),
         image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=14),
-        templates.MISTRAL3,
+        TEMPLATES["mistral3"],
         "mistral",
         {
             "patch_size": 7,
@@ -217,7 +214,7 @@ CASES = {
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
         SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),
-        templates.SMOLVLM,
+        TEMPLATES["smolvlm"],
         "smol",
         {
             "image_seq_len": 4,
@@ -231,32 +228,3 @@ CASES = {
         options={"image_seq_len": 4},
     ),
 }
-
-
-def tokenizers_in(root: Path) -> dict[str, Path]:
-    made = {
-        "qwen": PreTrainedTokenizerFast(
-            tokenizer_object=byte_level((*QWEN, *EXTRA, "<|video_pad|>", "<video>")),
-            eos_token="<|im_end|>",
-            pad_token="<|endoftext|>",
-        ),
-        "smol": PreTrainedTokenizerFast(
-            tokenizer_object=byte_level(SMOL), bos_token="<|im_start|>", eos_token="<end_of_utterance>"
-        ),
-        "gemma": PreTrainedTokenizerFast(
-            tokenizer_object=with_begin(byte_level(GEMMA), "<bos>"),
-            bos_token="<bos>",
-            eos_token="<end_of_turn>",
-            extra_special_tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"},
-        ),
-        "glm": PreTrainedTokenizerFast(
-            tokenizer_object=byte_level(GLM), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
-        ),
-        "mistral": PreTrainedTokenizerFast(
-            tokenizer_object=with_begin(byte_level(MISTRAL), "<s>"), bos_token="<s>", eos_token="</s>"
-        ),
-        "llama": PreTrainedTokenizerFast(tokenizer_object=llama(), bos_token="<s>", eos_token="</s>"),
-    }
-    for name, tokenizer in made.items():
-        tokenizer.save_pretrained(root / name)
-    return {name: root / name for name in made}

@@ -1,9 +1,16 @@
-"""Tiny tokenizers that split text as those of Qwen, Llama and SmolVLM do."""
+"""Tiny tokenizers that split text as those of Qwen, Llama and SmolVLM do, and chat templates of published models."""
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+# As the folders of models have them, written after their published formats.
+TEMPLATES = {path.stem: path.read_text() for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))}
 TEXTS = [
     "What is in the picture? A cat and a dog. How many digits are there, and which is the largest of them?",
     "USER: ASSISTANT: user assistant system You are a helpful assistant. Yes, it is blue. 3 + 4 = 7",
@@ -11,34 +18,40 @@ TEXTS = [
 ]
 
 
-QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+SPECIALS = {
+    "qwen": "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> "
+    "<image> <IMG_CONTEXT> <img> </img> <think> </think> <|video_pad|> <video>",
+    "llama3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <image>",
+    "gemma": "<bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token> <image>",
+    "mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [IMG] [IMG_BREAK] [IMG_END] <image>",
+    "glm": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|begin_of_image|> <|image|> "
+    "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",
+    "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
+}
+MARKS = {
+    "qwen": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "gemma": {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
+    "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
+    "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
+    "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+}
+GEMMA_IMAGES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"}
 
 
-EXTRA = ("<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<think>", "</think>")
+def tokenizers_in(root: Path) -> dict[str, Path]:
+    """Write a folder for each tokenizer, and return them by name."""
+    for name, marks in MARKS.items():
+        more: dict[str, Any] = {"extra_special_tokens": GEMMA_IMAGES} if name == "gemma" else {}
+        made = llama() if name == "llama" else byte_level(SPECIALS[name].split())
+        if name in ("llama3", "gemma", "mistral"):
+            made = with_begin(made, marks["bos_token"])
+        PreTrainedTokenizerFast(tokenizer_object=made, **marks, **more).save_pretrained(root / name)
+    return {name: root / name for name in MARKS}
 
 
-LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>")
-
-
-GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
-
-
-MISTRAL = (
-    *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-)
-
-
-GLM = (
-    *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
-    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|video|>", "<|end_of_video|>"),
-)
-
-
-SMOL = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>", "<row_1_col_1>")
-
-
-def byte_level(specials: tuple[str, ...]) -> Tokenizer:
+def byte_level(specials: Iterable[str]) -> Tokenizer:
     """As Qwen's, Llama 3's and SmolLM's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

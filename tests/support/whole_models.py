@@ -10,9 +10,10 @@ import transformers
 from transformers.models.internvl import InternVLVisionConfig
 
 from tests.support import hf
-from tests.support.processors import CASES, PINPOINTS, bare, tokenizers_in
+from tests.support.processors import CASES, PINPOINTS, bare
 from tests.support.tiny_models.gemma3 import TEXT as GEMMA
 from tests.support.tiny_models.llava import TEXT
+from tests.support.tokenizers import tokenizers_in
 
 TOWER: dict[str, Any] = {
     "hidden_size": 36,

@@ -58,12 +58,8 @@ def test_what_failed_runs_again(root: Path) -> None:
     assert not run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
     assert not run_failed(record, root=root), "nothing was mended"
     assert "- `tests/unit/test_a.py::test_breaks`\n" in (record / "summary.md").read_text()
-    file.write_text(TESTS["unit/test_a.py"].replace("test_fails", "test_other").replace("1 / 0", "pass"))
+    file.write_text(TESTS["unit/test_a.py"].replace("assert 0", "pass").replace("1 / 0", "pass"))
     assert run_failed(record, root=root)
-    summary = (record / "summary.md").read_text()
-    assert "- `tests/unit/test_a.py::test_breaks`: passed at unknown" in summary
-    assert "- `tests/unit/test_a.py::test_fails`: gone at unknown" in summary
+    assert "5 passed, 0 failed, 1 skipped" in (record / "summary.md").read_text()
     file.unlink()
     assert run_failed(record, root=root), "what has passed does not run again"
-    assert run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
-    assert [len(each["passed"]) for each in lines_of(record / "again.jsonl")] == [0, 1]

@@ -26,7 +26,7 @@ from megavlm.families.shared.settings import Settings
 from megavlm.json_files import read_json
 from megavlm.rules.defaults import resolve
 from tests.fuzz.child import Reader
-from tests.support import chat_templates, tokenizers
+from tests.support import tokenizers
 
 SAFETENSORS = save({"a": torch.ones(4, 3), "b": torch.ones(2).bfloat16(), "c": torch.tensor(1.0)})
 CONFIGS = [
@@ -122,7 +122,7 @@ def tokenizer_files() -> dict[str, bytes]:
         made = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.llama(), eos_token="</s>", bos_token="<s>", pad_token="<unk>"
         )
-        made.chat_template = chat_templates.LLAVA
+        made.chat_template = tokenizers.TEMPLATES["llava"]
         made.save_pretrained(name)
         return {path.name: path.read_bytes() for path in Path(name).iterdir()}
 
@@ -169,7 +169,6 @@ def jsons(values: list[dict[str, Any]]) -> list[bytes]:
     return [json.dumps(value).encode() for value in values]
 
 
-TEMPLATES = [value for value in vars(chat_templates).values() if isinstance(value, str) and "{%" in value]
 INDEX = b'{"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'
 READERS = {
     "config.json": Reader(config_json, lambda: CONFIGS),
@@ -186,5 +185,7 @@ READERS = {
     "added_tokens.json": of_tokenizer("added_tokens.json"),
     "chat_template.json": of_tokenizer("chat_template.json"),
     "sentencepiece": Reader(sentence_piece, lambda: [sentence_pieces()]),
-    "chat template": Reader(template, lambda: [each.encode() for each in TEMPLATES], few=6, memory=2**31),
+    "chat template": Reader(
+        template, lambda: [each.encode() for each in tokenizers.TEMPLATES.values()], few=6, memory=2**31
+    ),
 }

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.data.preprocessors import processor_for, tokenizer_for
 from megavlm.errors import UserError
-from tests.support.tokenizers import EXTRA, byte_level, llama
-from tests.support.tokenizers import QWEN as QWEN_TOKENS
+from tests.support.tokenizers import SPECIALS, byte_level, llama
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 4 * 28**2, "max_pixels": 64 * 28**2}
 MERGED = ModelConfig(vision=VisionConfig(patch_size=14), projector=ProjectorConfig(pixel_shuffle=2))
@@ -65,7 +64,12 @@ def test_a_wrong_option_is_told_with_its_file(tmp_path: Path, nested: bool) -> N
 
 def test_a_tokenizer_of_another_family_is_refused(tmp_path: Path) -> None:
     """Its tokens are numbers of other words: such a run trains, and forgets what the model knew."""
-    saved = {"own": byte_level(QWEN_TOKENS), "more": byte_level((*QWEN_TOKENS, *EXTRA)), "other": llama()}
+    specials = SPECIALS["qwen"].split()
+    saved = {
+        "own": byte_level(specials),
+        "more": byte_level((*specials, "<audio>")),
+        "other": llama(),
+    }
     for name, backend in saved.items():
         fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>" if name != "other" else "</s>")
         fast.save_pretrained(tmp_path / name)
