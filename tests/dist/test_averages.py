@@ -20,8 +20,8 @@ from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedRea
 from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.flags import HALF  # noqa: E402
-from tests.support.hf_families import FAMILIES, square  # noqa: E402
 from tests.support.pool import Pools  # noqa: E402
+from tests.support.tiny_models import FAMILIES, square  # noqa: E402
 from tests.support.training import SMALL, train, train_composed  # noqa: E402
 
 RUN = [

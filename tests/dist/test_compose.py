@@ -25,15 +25,15 @@ from megavlm.errors import UserError  # noqa: E402
 from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
-from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
+from tests.support.tiny_models import TEXT, TOWER, tiny  # noqa: E402
 
 PARTS = ("vision", "projector", "language")
 RUN = [
     *"--precision fp32 --train-iters 5 --global-batch-size 4 --seq-length 40".split(),
     *"--lr 1e-3 --no-tensorboard --image-token 60".split(),
 ]
-CLIP = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
-SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION, text_config=VISION))
+CLIP = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER))
+SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=TOWER, text_config=TOWER))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_compose_train_and_export(
 @pytest.mark.slow
 def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
     """Of it and Qwen3 no model of Transformers consists, so an export has a folder for each part."""
-    tower = InternVLVisionModel(InternVLVisionConfig(**{**VISION, "image_size": [32, 32], "patch_size": [8, 8]}))
+    tower = InternVLVisionModel(InternVLVisionConfig(**{**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}))
     vision = hf.save(tower, tmp_path / "vision")
     text = transformers.Qwen3Config(**TEXT)
     language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
@@ -115,10 +115,8 @@ def hold_composed(vision: Path, language: Path, runs: Path) -> None:
 def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Pools, tmp_path: Path) -> None:
     """The tower of a LLaVA and the language model of another: their other halves have other sizes and do not matter."""
     larger = {**TEXT, "num_key_value_heads": 4, "hidden_size": 48, "num_hidden_layers": 3}
-    donor = vicuna()
-    donor.text_config = transformers.LlamaConfig(**larger)
-    vision = hf.save(transformers.LlavaForConditionalGeneration(donor), tmp_path / "vision")
-    language = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "language")
+    vision = hf.save(tiny("llava", text=larger), tmp_path / "vision")
+    language = hf.save(tiny("llava"), tmp_path / "language")
     argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language), "--train-iters", "1"]
     pools(1).run(train_composed, argv, str(tmp_path / "run"))
     exported = tmp_path / "exported"
@@ -228,7 +226,7 @@ def hold_parts(pools: Pools, run: Path, few: list[str], folder: Path) -> None:
 
 def test_parts_of_larger_models_leave_alone(pools: Pools, tmp_path: Path) -> None:
     """The tower and the language model of a LLaVA with a Q-Former: a folder of each has nothing else in it."""
-    whole = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "whole")
+    whole = hf.save(tiny("llava"), tmp_path / "whole")
     few = [*RUN, "--train-iters", "2"]
     argv = [*few, "--vision-from", str(whole), "--language-from", str(whole), *CONNECTORS["qformer"].split()]
     pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))

@@ -33,15 +33,15 @@ from megavlm.programs.inference import chat  # noqa: E402
 from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.processors import picture  # noqa: E402
-from tests.support.tiny_models.llava import TEXT, VISION, vicuna  # noqa: E402
+from tests.support.tiny_models import TEXT, TOWER, tiny  # noqa: E402
 
 ASKED = "Which is the largest?"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LANGUAGES = [name for family in FAMILIES if family.parts == ("language",) for name in family.model_types]
 TOWERS = {
-    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
-    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**VISION)),
-    "llava": lambda: transformers.LlavaForConditionalGeneration(vicuna()),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)),
+    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**TOWER)),
+    "llava": lambda: tiny("llava"),
 }
 SIDE = {"height": 32, "width": 32}
 PIXELS = {

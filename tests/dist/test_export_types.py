@@ -24,7 +24,7 @@ from megavlm.checkpoint import folders  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
-from tests.support.hf_families import FAMILIES, square  # noqa: E402
+from tests.support.tiny_models import FAMILIES, square  # noqa: E402
 
 RUN = "--precision bf16 --seq-length 48 --gbs 2 --lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --no-tensorboard".split()
 TRAINED = "--freeze vision".split()

@@ -89,10 +89,10 @@ def acme(tmp_path: Path) -> tuple[Path, Path]:
     import transformers
 
     from tests.support import hf
-    from tests.support.tiny_models.llava import TEXT, VISION
+    from tests.support.tiny_models import TEXT, TOWER
 
     settings = transformers.LlavaConfig(
-        vision_config=transformers.SiglipVisionConfig(**VISION),
+        vision_config=transformers.SiglipVisionConfig(**TOWER),
         text_config=transformers.LlamaConfig(**TEXT),
         image_token_index=60,
         vision_feature_select_strategy="full",

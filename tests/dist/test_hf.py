@@ -12,8 +12,8 @@ from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.support.hf_families import FAMILIES, MIXTURES, References  # noqa: E402
-from tests.support.hf_layout import assert_layout, assert_losses, assert_packed, compare  # noqa: E402
+from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare  # noqa: E402
+from tests.support.tiny_models import FAMILIES, MIXTURES  # noqa: E402
 
 # The fast set: every family where all kinds of cuts meet, one at the layouts that tell which of them is at fault, and
 # those whose features take ways of their own with a colocated encoder.

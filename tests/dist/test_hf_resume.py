@@ -15,7 +15,7 @@ activate()  # before the modules below import megatron-core
 
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
-from tests.support.hf_families import FAMILIES, SINGLE, square  # noqa: E402
+from tests.support.tiny_models import FAMILIES, SINGLE, square  # noqa: E402
 
 RUN = (
     "--precision fp32 --global-batch-size 4 --micro-batch-size 1 --seq-length 48 --lr 1e-3 --lr-decay-iters 20 "

@@ -31,9 +31,8 @@ from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.harness import difference  # noqa: E402
-from tests.support.hf_families import FAMILIES, MIXTURES, SINGLE, square  # noqa: E402
 from tests.support.peft_blocks import trained_entries  # noqa: E402
-from tests.support.tiny_models import gemma3, llava  # noqa: E402
+from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, square, tiny  # noqa: E402
 from tests.support.whole_models import whole_folder  # noqa: E402
 
 # Odd head counts that TP pads, shared embeddings, both parts.
@@ -124,7 +123,7 @@ def test_resume_on_another_layout(pools: Pools, one: Path, tmp_path: Path) -> No
 def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, targets: str, layout: str) -> None:
     """Five steps of four processes and in PEFT from the same A and B; then logits of PEFT, merged and ours."""
     # Tensor-parallel ranks cannot share the adapter of a key/value head.
-    theirs = gemma3.gemma3() if family == "gemma3" else FAMILIES[family][0]()
+    theirs = tiny("gemma3", text={"num_key_value_heads": 2}) if family == "gemma3" else FAMILIES[family][0]()
     folder = hf.save(theirs, tmp_path / "hf")
     name = hf.family_in(folder)
     argv = (
@@ -206,7 +205,7 @@ def inputs_of(batch: MicroBatch, config: Config) -> dict[str, Any]:
 def test_what_adapters_do_not_hold_is_not_lost(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(tiny("llava"), tmp_path / "hf")
     argv = (
         f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
     )

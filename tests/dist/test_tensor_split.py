@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import transformers
 
 from megavlm.arch import tensor_split
 from megavlm.backend import activate
@@ -23,7 +22,7 @@ activate()  # before the modules below import megatron-core
 
 from megavlm.programs import convert  # noqa: E402
 from tests.support import hf  # noqa: E402
-from tests.support.tiny_models import qwen_vl  # noqa: E402
+from tests.support.tiny_models import tiny  # noqa: E402
 
 # Key/value heads that two to four ranks share; widths of MLPs and of the vocabulary that are prime.
 WIDTHS = (
@@ -222,36 +221,15 @@ def test_fp8_follows_one_process(pools, tmp_path, recipe):
         assert abs(ours["loss"] - theirs["loss"]) < 1e-2
 
 
-def qwen2_5() -> transformers.PreTrainedModel:
-    """Qwen2.5-VL with six query heads in two groups, and odd widths."""
-    config = transformers.Qwen2_5_VLConfig(
-        vision_config={
-            **qwen_vl.VISION,
-            "intermediate_size": 45,
-            "window_size": 16,
-            "fullatt_block_indexes": [1, 3],
-            "out_hidden_size": 48,
-        },
-        text_config={
-            **qwen_vl.TEXT,
-            "hidden_size": 48,
-            "intermediate_size": 61,
-            "num_attention_heads": 6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-        },
-        tie_word_embeddings=False,
-        **qwen_vl.TOKENS,
-    )
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
-
-
 @pytest.mark.parametrize(
     ("adapters", "worlds"),
     [(False, (1, 4)), *[pytest.param(*case, marks=pytest.mark.slow) for case in ((False, (8,)), (True, ()))]],
 )
 def test_exports_are_byte_equal(pools: Pools, tmp_path: Path, adapters: bool, worlds: tuple[int, ...]) -> None:
     """A run that changes nothing gives back the folder that it began with; adapters, those of one process."""
-    folder = hf.save(qwen2_5(), tmp_path / "hf")
+    odd = {"hidden_size": 48, "intermediate_size": 61, "num_attention_heads": 6}
+    vision = {"intermediate_size": 45, "out_hidden_size": 48}
+    folder = hf.save(tiny("qwen2.5-vl", vision=vision, text=odd), tmp_path / "hf")
     argv = (
         f"--init-from {folder} --global-batch-size 4 --micro-batch-size 4 --seq-length {hf.LENGTH} --lr-warmup-iters 0 "
         f"--lr-decay-style constant --no-tensorboard --precision fp32 --image-sizes 16 "

@@ -26,7 +26,7 @@ TALKS: list[list[Said]] = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "qwen3-vl-moe", "glm4v-moe"])
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder, theirs, processor = whole_folder(name, tmp_path)
     files = [tmp_path / "0.png", tmp_path / "1.png"]

@@ -9,21 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers
 
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_part_sidecars
 from megavlm.checkpoint.manifest import TENSORS, read_manifest, write_manifest
 from megavlm.errors import UserError
 from megavlm.programs import convert
 from tests.support import hf
-from tests.support.tiny_models.llava import vicuna
+from tests.support.tiny_models import tiny
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root of an imported checkpoint."""
     root = tmp_path_factory.mktemp("original")
-    folder = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), root / "theirs")
+    folder = hf.save(tiny("llava"), root / "theirs")
     assert convert.main(["import", str(folder), str(root / "ours")]) == 0
     return root / "ours"
 
@@ -116,7 +115,7 @@ def test_damaged_tensors_are_not_exported(imported: Path, tmp_path: Path, capsys
 
 
 def test_a_link_in_a_folder_is_not_copied_into_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "theirs")
+    folder = hf.save(tiny("llava"), tmp_path / "theirs")
     (folder / "notes.txt").symlink_to("/etc/passwd")
     assert convert.main(["import", str(folder), str(tmp_path / "ours")]) == 2
     assert "is a link that leads out of its folder" in capsys.readouterr().err

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from megavlm.programs import convert
 from tests.support import hf
 from tests.support.fresh import run_programs
-from tests.support.tiny_models.llava import vicuna
+from tests.support.tiny_models import tiny
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return hf.save(transformers.LlavaForConditionalGeneration(vicuna()), tmp_path / "hf")
+    return hf.save(tiny("llava"), tmp_path / "hf")
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -25,7 +25,7 @@ from megavlm.json_files import read_json
 from megavlm.programs.inference.assistant import check_generation
 from tests.support import tokenizers
 from tests.support.hostile import assert_answered
-from tests.support.tiny_models.llava import vicuna
+from tests.support.tiny_models import config_of
 
 WRONG: tuple[Any, ...] = (
     "64",
@@ -60,7 +60,7 @@ def changed(values: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[
     return {**values, first: changed(values[first], tuple(rest), value) if rest else value}
 
 
-CONFIG = vicuna().to_dict()
+CONFIG = config_of("llava").to_dict()
 
 
 def describe(config: dict[str, Any]) -> None:

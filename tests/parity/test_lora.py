@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from peft.utils import transformers_weight_conversion
 
 from megavlm.backend import activate
@@ -24,9 +23,8 @@ from megavlm.train.engine import Engine  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.gates import hold  # noqa: E402
 from tests.support.harness import Single, difference  # noqa: E402
-from tests.support.hf_families import FAMILIES, SINGLE  # noqa: E402
 from tests.support.peft_blocks import trained_entries  # noqa: E402
-from tests.support.tiny_models import llava  # noqa: E402
+from tests.support.tiny_models import FAMILIES, SINGLE, tiny  # noqa: E402
 
 
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
@@ -113,7 +111,7 @@ def test_gradients_are_pefts(
 
 
 def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(tiny("llava"), tmp_path / "hf")
     losses, evaluated = {}, {}
     for dropout in (0.0, 0.3):
         config, engine = lora_run(folder, single, dropout)
@@ -127,7 +125,7 @@ def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
 
 
 def test_dropout_keeps_the_mean(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(transformers.LlavaForConditionalGeneration(llava.vicuna()), tmp_path / "hf")
+    folder = hf.save(tiny("llava"), tmp_path / "hf")
     _, engine = lora_run(folder, single, 0.3)
     layer = engine.chunks[0].module.get_submodule("language.layers.0.self_attention.linear_qkv.lora").train()
     ones = torch.ones(1000, 100)

@@ -17,8 +17,7 @@ from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  
 from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
 from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support import hf  # noqa: E402
-from tests.support.hf_families import FAMILIES, SINGLE  # noqa: E402
-from tests.support.tiny_models.llava import TEXT, VISION  # noqa: E402
+from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER  # noqa: E402  # noqa: E402
 
 FAST = ("internvl", "qwen2.5-vl")
 
@@ -29,7 +28,7 @@ FAST = ("internvl", "qwen2.5-vl")
 def test_a_part_has_the_names_of_its_folder(name: str, tmp_path: Path) -> None:
     """An export in parts asks a folder's family for the names of a model of which the folder has one part."""
     whole = hf.save(FAMILIES[name][0](), tmp_path / "whole")
-    tower = hf.save(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)), tmp_path / "tower")
+    tower = hf.save(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)), tmp_path / "tower")
     text = hf.save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), tmp_path / "text")
     for part, sources in (("vision", (whole, text)), ("language", (tower, whole))):
         vision, language = map(str, sources)

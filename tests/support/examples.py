@@ -114,7 +114,7 @@ def write_folder(folder: Path) -> None:
 
     from examples.first_hour import make_data
     from examples.first_run import small_model
-    from tests.support.tiny_models.llava import TEXT, VISION
+    from tests.support.tiny_models import TEXT, TOWER
 
     for name in ("pretrain_vlm.py", "megavlm", "tools", "launch", "examples", "benchmarks", "recipes"):
         (folder / name).symlink_to(ROOT / name)
@@ -131,7 +131,7 @@ def write_folder(folder: Path) -> None:
     _write_qwen(folder / "Qwen2.5-VL-7B-Instruct")
     for name in ("llava-1.5-7b", "small-llava"):
         (folder / name).symlink_to(folder / "HF_DIR")
-    transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)).save_pretrained(folder / "CLIP_DIR")
+    transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)).save_pretrained(folder / "CLIP_DIR")
     transformers.CLIPImageProcessor(size=32, crop_size=32).save_pretrained(folder / "CLIP_DIR")
     sizes: dict[str, Any] = {**TEXT, "vocab_size": 300}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder / "QWEN_DIR")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.support.gates import ALL_LAYOUTS, hold
+from tests.support.tiny_models import FAMILIES
 
 STEPS = 5
 
@@ -51,6 +52,21 @@ def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Referenc
         images,
         losses=tuple(hf.losses_of(theirs, pretrained, config, [batches] * STEPS)),
     )
+
+
+class References:
+    """Each family's reference, computed when first asked for."""
+
+    def __init__(self, root: Callable[[str], Path]) -> None:
+        """`root` makes an empty folder with a name."""
+        self._root = root
+        self._made: dict[str, Reference] = {}
+
+    def __call__(self, name: str) -> Reference:
+        if name not in self._made:
+            build, images = FAMILIES[name]
+            self._made[name] = make_reference(build(), self._root(name) / "hf", images)
+        return self._made[name]
 
 
 def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:

@@ -1,0 +1,202 @@
+"""Every Hugging Face family in and out: logits, gradients, training, files, and the number of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megavlm.arch.kinds import model_parameters
+from megavlm.arch.layers import layer_names
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
+from megavlm.errors import UserError
+from megavlm.families import PUBLISHED, published_model
+from megavlm.families.llava_onevision import FAMILY as LLAVA_ONEVISION
+from megavlm.programs import convert
+from tests.support import hf
+from tests.support.harness import Single, difference
+from tests.support.tiny_models import IMAGES, MODELS, QWEN3_MOE, VIDEOS, config_of, images_of, tiny
+
+# What a family has in more than one way, beside the models that run at all layouts.
+CASES: dict[str, tuple[Callable[[], Any], Any]] = {
+    **{name: (partial(tiny, name), images_of(name)) for name in MODELS},
+    **{
+        f"{name}-{'un' * (name == 'qwen3-vl')}tied": (
+            partial(tiny, name, tie_word_embeddings=name != "qwen3-vl"),
+            images_of(name),
+        )
+        for name in ("llava-next", "pixtral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v")
+    },
+    **{
+        f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
+        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
+    },
+    "gemma3-two-tokens": (
+        partial(tiny, "gemma3", text={"sliding_window": 2, "layer_types": ["sliding_attention"] * 3}),
+        IMAGES["gemma3"],
+    ),
+    # What --vision-from CLIP and --language-from Qwen3-MoE become.
+    "llava-moe": (partial(tiny, "llava", text=QWEN3_MOE), IMAGES["llava"]),
+    "internvl-moe-normalized": (
+        partial(tiny, "internvl-moe", text={"norm_topk_prob": True, "decoder_sparse_step": 2}),
+        IMAGES["internvl"],
+    ),
+    "glm4v-moe-groups": (partial(tiny, "glm4v-moe", text={"n_group": 4, "topk_group": 2}), IMAGES["glm4v"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_gradients_and_training(name: str, single: Single, tmp_path: Path) -> None:
+    build, images = CASES[name]
+    theirs = build()
+    folder = hf.save(theirs, tmp_path / "hf")
+    hf.assert_same_logits_and_gradients(folder, theirs, single, images)
+    hf.assert_same_training(folder, theirs, single, images)
+
+
+def test_videos_of_several_lengths_are_refused_where_transformers_takes_one(tmp_path: Path) -> None:
+    config = hf.config_for(hf.save(tiny("llava-onevision"), tmp_path / "hf"))
+    with pytest.raises(UserError, match="videos of one length at a time"):
+        LLAVA_ONEVISION.inputs(hf.batch_of(config, [[(1, 12, 12)], [(2, 12, 12)]]), config.model)  # type: ignore[misc]
+
+
+def asked(features: int, *pixels: int, **more: Any) -> dict[str, Any]:
+    """Return a prompt with the features of an image."""
+    tokens = torch.tensor([[1, 5, *[60] * features, 7, 9]])
+    given = {"input_ids": tokens, "pixel_values": torch.randn(*pixels), **more}
+    return given if len(pixels) > 2 else {**given, "mm_token_type_ids": (tokens == 60).int()}
+
+
+QWEN = partial(asked, 6, 24, 3 * 2 * 4 * 4, image_grid_thw=torch.tensor([[1, 4, 6]]))
+GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
+    "llava": partial(asked, 16, 1, 3, 32, 32),
+    "llava-onevision": partial(asked, 21, 2, 3, 12, 12, image_sizes=torch.tensor([[12, 12]])),
+    "internvl": partial(asked, 4, 1, 3, 32, 32),
+    "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
+    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), QWEN),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith(("-tied", "-6b", "-siglip"))])
+def test_round_trip_and_generation(name: str, tmp_path: Path) -> None:
+    """Byte for byte, of one file (LLaVA) and of several; with a pooling head and layers that do not run."""
+    options = {"vision_feature_layer": -2} if name == "llava-onevision" else {}
+    several: dict[str, Any] = {} if name == "llava" else {"max_shard_size": "40KB"}
+    folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
+    hf.assert_round_trip(folder, tmp_path)
+    if name.startswith(("qwen", "glm", "internvl")):
+        assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
+    if name in GENERATION:
+        hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())
+
+
+def as_before_transformers_5(name: str) -> str:
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+
+def as_in_memory(name: str) -> str:
+    if name.endswith("lm_head.weight"):
+        return "lm_head.weight"
+    return "model." + name.replace("language_model.model.", "language_model.")
+
+
+@pytest.mark.parametrize("old", [as_before_transformers_5, as_in_memory])
+def test_other_spellings_come_back_as_they_were(old: Any, tmp_path: Path) -> None:
+    folder = hf.save(tiny("llava"), tmp_path / "hf")
+    weights = {old(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf.assert_round_trip(folder, tmp_path)
+
+
+def test_a_tied_output_layer_may_be_in_the_file_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hf.save(tiny("llava-tied"), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    assert head not in weights
+    weights[head] = weights[embedding].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf.assert_round_trip(folder, tmp_path)
+    weights[head][3, 5] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert.main(["import", str(folder), str(tmp_path / "differing")]) == 2
+    assert f"{head} differs from {embedding}, to which tie_word_embeddings ties it" in capsys.readouterr().err
+
+
+def test_experts_as_transformers_saves_what_it_has_read(tmp_path: Path) -> None:
+    """Transformers transposes what was published, and saves what it has read as it holds it."""
+    theirs = transformers.Qwen3VLMoeForConditionalGeneration(config_of("qwen3-vl-moe"))
+    folder = hf.save(theirs, tmp_path / "hf")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+        height, width = file.get_slice(name).get_shape()[1:]
+    assert height > width
+    held = theirs.get_parameter(name)
+    pretrained = Pretrained.of(folder, *ALL_PARTS)
+    key = "language.layers.0.mlp.experts.experts.linear_fc1.weight"
+    assert torch.equal(pretrained.read_slice(key, tuple(held.shape), tuple(slice(0, n) for n in held.shape)), held)
+    assert pretrained.problems() == []
+    hf.assert_round_trip(folder, tmp_path)
+
+
+def test_the_balance_loss_is_transformers_where_one_layer_has_experts(single: Single, tmp_path: Path) -> None:
+    """Transformers pools layers and rows, of which there is one here; coefficients differ by the experts per token."""
+    theirs = tiny("qwen3-vl-moe", text={"mlp_only_layers": [0, 1], "output_router_logits": True})
+    folder = hf.save(theirs, tmp_path / "hf")
+    config = hf.config_for(folder)
+    balanced = replace(config.model.experts, aux_loss_coeff=0.3 * config.model.experts.router_topk)
+    config = replace(config, model=replace(config.model, experts=balanced))
+    engine, given = hf.engine_for(config, folder, single), hf.batch_of(config, ((),))
+    ((count, trained),) = given.text.row_counts
+    mask = (torch.arange(config.train.seq_length) < count)[None]
+    assert not mask.all(), "padding must not count"
+
+    found = theirs(given.text.tokens, attention_mask=mask.long(), use_cache=False)
+    labels = torch.where(given.text.loss_mask.bool(), given.text.labels, -100)
+    loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+    (loss + 0.3 * found.aux_loss).backward()
+    engine.optimizer.zero_grad()
+    engine.schedule.train([given])
+    ours = hf.gradients_of(engine.chunks[0].module, trained)
+    gradients = Pretrained.of(hf.save_gradients(theirs, folder / "gradients"), *ALL_PARTS)
+    for layer in ("language.layers.2.mlp.router", "language.layers.0.mlp.linear_fc1"):
+        value = ours[f"{layer}.weight"]
+        wanted = gradients.read_slice(f"{layer}.weight", tuple(value.shape), tuple(slice(0, n) for n in value.shape))
+        assert difference(value, wanted, layer) < 1e-4
+
+
+# What no feature comes from: pooling heads, the last layer of CLIP and the norm of its class token.
+IDLE = {"gemma3": 15_238_352, "llava": 12_598_272, "llava_next": 12_598_272, "llava_onevision": 15_240_656}
+# The number of parameters that is published, to the last one, or to as many digits as are known.
+KNOWN = {
+    "qwen3_vl_30b_a3b": "31070754032",
+    "qwen3_vl_235b_a22b": "235670022896",
+    "internvl3_5_30b_a3b": "30.8",
+    "internvl3_5_241b_a28b": "240.7",
+    "glm_4_5v": "107.7",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (family, _) in PUBLISHED.items() if family.parts == ALL_PARTS])
+def test_published_models_have_the_parameters_of_transformers(name: str) -> None:
+    """The planner counts each parameter that Transformers has, and that is as many as are published."""
+    family, values = PUBLISHED[name]
+    model = published_model(name)
+    tied = {"tie_word_embeddings": model.language.tie_embeddings}
+    config = transformers.AutoConfig.for_model(family.model_types[0], **{**values, **tied})
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(config)
+    theirs.tie_weights()
+    count = theirs.num_parameters()
+    assert sum(model_parameters(layer, model) for layer in layer_names(model)) == count - IDLE.get(family.name, 0)
+    if name in KNOWN:
+        digits = len(KNOWN[name].partition(".")[2])
+        assert KNOWN[name] == (f"{count / 1e9:.{digits}f}" if digits else str(count))

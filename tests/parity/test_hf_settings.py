@@ -1,0 +1,230 @@
+"""How settings of Hugging Face folders are read: spellings, what is left out, and what would be computed otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
+
+from megavlm.arch.image_tokens import TileGroup, tokens_per_tiled_image
+from megavlm.arch.kinds import layer_cost
+from megavlm.arch.workload import typical_workload
+from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config, ModelConfig, TrainConfig
+from megavlm.errors import UserError
+from megavlm.families import family_of, published_model
+from megavlm.families.shared.settings import Settings
+from megavlm.model.vision import position_buckets
+from megavlm.model.vision_ops import unpad_and_concat
+from megavlm.programs import convert
+from tests.support import hf
+from tests.support.tiny_models import GLM_ROPE, PIXTRAL, YARN, config_of, tiny
+
+
+def read(model_type: str, **values: Any) -> ModelConfig:
+    tower = {"vision_config": {"image_size": 896, "patch_size": 14}} if model_type == "gemma3" else {}
+    settings = Settings({"model_type": model_type, **tower, **values}, "config.json")
+    return family_of(settings).config(settings)
+
+
+SILU = {"hidden_act": "silu"}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio = 'anyres' is not supported: only"),
+    ("llava_onevision", {"vision_feature_layer": [-2, -1]}, "features of several layers are not known here"),
+    ("llava_onevision", {"vision_feature_select_strategy": "default"}, "SigLIP has no class token to drop"),
+    ("llava_onevision", {"vision_config": {"model_type": "clip_vision_model"}}, "only SigLIP towers are known here"),
+    ("gemma3", {"text_config": {"attn_logit_softcapping": 50.0}}, "attn_logit_softcapping"),
+    ("gemma3", {"text_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+    ("gemma3", {"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention"),
+    ("gemma3", {"text_config": {"hidden_activation": "silu"}}, "hidden_activation"),
+    ("gemma3", {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}}, "rope_parameters"),
+    ("gemma3", {"mm_tokens_per_image": 9}, "mm_tokens_per_image"),
+    ("glm46v", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
+    ("glm46v", {"vision_config": {"out_hidden_size": 2048}}, "out_hidden_size"),
+    ("mistral3", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),
+    ("mistral3", {"vision_config": SILU, "vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
+    ("mistral3", {"vision_config": SILU, "projector_hidden_act": "silu"}, "projector_hidden_act"),
+    (
+        "mistral3",
+        {"vision_config": SILU, "text_config": {"rope_parameters": {**YARN, "truncate": False}}},
+        "rope_param",
+    ),
+    ("llava", {"vision_config": {"model_type": "pixtral", "hidden_act": "gelu"}}, "hidden_act"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "values", "named"), REFUSED)
+def test_what_would_be_computed_differently_is_refused(model_type: str, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        read(model_type, **values)
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_window_of_null_is_refused_because_transformers_cannot_run_it(kind: str) -> None:
+    """With types of tokens it makes the mask of a window, whether or not a layer uses it. Without the setting, both
+    take 4096."""
+    theirs = tiny("gemma3", text={"sliding_window": None, "layer_types": [kind] * 3})
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises((TypeError, ValueError)):
+        theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens))
+    with pytest.raises(UserError, match="sliding_window = None is not supported"):
+        read(**theirs.config.to_dict())
+    assert read("gemma3").language.window_size == transformers.Gemma3TextConfig().sliding_window
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+def test_before_transformers_5_the_language_models_settings_were_at_the_top(name: str, tmp_path: Path) -> None:
+    folder = hf.save(tiny(name), tmp_path / "hf")
+    nested = json.loads((folder / "config.json").read_text())
+    flat = {**nested, **nested["text_config"], "model_type": nested["model_type"]}
+    rope = flat.pop("rope_parameters")
+    del flat["text_config"]
+    flat |= {"rope_theta": rope["rope_theta"]}
+    flat |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    assert read(**flat) == read(**nested)
+
+
+def test_both_spellings_of_gemmas_rotary_positions() -> None:
+    old = {
+        **{"rope_theta": 5e5, "rope_local_base_freq": 100.0, "sliding_window_pattern": 2},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "layer_types": ["sliding_attention", "full_attention"] * 13,
+    }
+    one, other = (read("gemma3", text_config=text).language for text in (old, new))
+    assert one == other
+    assert (one.rotary_base, one.local_rotary_base, one.rope_scaling_factor) == (5e5, 100.0, 8.0)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_both_spellings_of_what_rotates(place: str) -> None:
+    """Transformers 5 writes the share with the frequencies, files from before beside them."""
+    inside = {name: value for name, value in GLM_ROPE.items() if place == "rope_parameters" or name == "mrope_section"}
+    beside = {"rope_theta": 100.0, "partial_rotary_factor": 0.5} if place == "rope_scaling" else {}
+    language = read("glm4v", text_config={**beside, place: inside}).language
+    assert (language.rotary_percent, language.rotary_base, language.mrope_section) == (0.5, 100.0, (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("top", "text", "tied"), [({}, {}, False), ({}, {"tie": True}, True), ({"tie": False}, {"tie": True}, False)]
+)
+def test_where_files_say_that_embeddings_are_tied(top: dict[str, Any], text: dict[str, Any], tied: bool) -> None:
+    """Files of Mistral Small 3.1 say nothing of it, and are not; those of small models say it of the text."""
+    sections = [{f"{name}_word_embeddings": value for name, value in given.items()} for given in (top, text)]
+    model = read("mistral3", **sections[0], text_config=sections[1], vision_config=SILU)
+    assert model.language.tie_embeddings is tied
+
+
+def test_yarn_is_read_as_transformers_computes_it() -> None:
+    """The length up to which Ministral's queries are as ours, and the factor of scores where no scales are given."""
+    values = config_of("ministral3-tied").to_dict()
+    assert read(**values).language.max_positions == YARN["original_max_position_embeddings"]
+    values["text_config"]["rope_parameters"] = {**YARN, "mscale": None, "beta_fast": None}
+    plain = read(**values).language
+    assert plain.softmax_scale == pytest.approx((0.1 * math.log(4) + 1) ** 2 / math.sqrt(10))
+    assert plain.rope_beta_fast == 32
+
+
+def test_no_window_is_no_limit() -> None:
+    """`"sliding_window": null` is what Pixtral's config.json says; Mistral's own default would be 4,096 tokens."""
+    text = {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 1024000}
+    whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    assert read("llava", vision_config=PIXTRAL, text_config=text, **whole).language.max_positions == 1024000
+
+
+def test_defaults_of_onevision() -> None:
+    """384 pixels are 27 patches of 14 and 6 pixels that the tower does not see."""
+    tower = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
+    model = read("llava_onevision", vision_config=tower)
+    assert (model.vision.image_size, model.vision.feature_layer, model.vision.post_norm) == (27 * 14, -1, False)
+    assert (model.projector.anyres_max_tiles, model.language.add_qkv_bias, model.image_token) == (9, True, 151646)
+
+
+def test_layers_with_a_window_cost_less() -> None:
+    """Of 34 layers the sixth, twelfth, … see all 32,768 tokens: 16 pairs for each of a window's, but for its start."""
+    model = published_model("gemma3_4b")
+    work = typical_workload(Config(model=model, train=TrainConfig(seq_length=32768)))
+    local, full = (layer_cost(f"language.layers.{number}", model, work).attention_flops for number in (4, 5))
+    assert full / local == pytest.approx(16, rel=0.02)
+    assert model.language.full_attention_layers == (5, 11, 17, 23, 29)
+
+
+def test_a_run_says_how_experts_are_balanced_and_the_folder_what_they_are(tmp_path: Path) -> None:
+    folder = str(hf.save(tiny("qwen3-vl-moe"), tmp_path / "hf"))
+    experts = with_pretrained_model(parse(["--init-from", folder, "--moe-aux-loss-coeff", "0.01"])).model.experts
+    assert (experts.num_experts, experts.dense_layers, experts.aux_loss_coeff) == (6, (1,), 0.01)
+    with pytest.raises(UserError, match=r"model.experts.router_topk 3 contradicts .*, which has 2: leave it out"):
+        with_pretrained_model(parse(["--init-from", folder, "--set", "model.experts.router_topk=3"]))
+
+
+def test_verify_tiles_images_as_the_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers' model looks for the best of its own resolutions: here none of one tile, which an image as large as
+    the tower would be. Images divided otherwise it does not take.
+    """
+    resolutions = [[12, 24], [24, 12], [24, 24], [36, 12]]
+    folder = hf.save(tiny("llava-onevision", image_grid_pinpoints=resolutions), tmp_path / "hf")
+    assert convert.main(["verify", str(folder)]) == 0
+    assert "largest logit difference" in capsys.readouterr().out
+    monkeypatch.setattr(Pretrained, "tiling", property(lambda pretrained: lambda size: (1, 2)))
+    other = hf.save(tiny("llava-onevision"), tmp_path / "other")
+    assert convert.main(["verify", str(other)]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "Transformers' llava_onevision does not take images of 3×3, 3×3, 3×3 patches" in message
+
+
+@pytest.mark.parametrize(("side", "max_tiles"), [(27, 9), (14, 4), (5, 2)])
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.tuples(st.integers(8, 3000), st.integers(8, 3000)), min_size=1, max_size=3))
+def test_features_lie_as_in_the_reference(side: int, max_tiles: int, sizes: list[tuple[int, int]]) -> None:
+    pixels = 14 * side
+    pinpoints = [[pixels * rows, pixels * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    groups = [TileGroup((0, 0), (30, 40))]
+    for size in sizes:
+        height, width = select_best_resolution(size, pinpoints)
+        groups.append(TileGroup((height // pixels, width // pixels), size))
+    tiles = [torch.randn(group.tiles, side**2, 2) for group in groups]
+    newline = torch.randn(2)
+    tower = SimpleNamespace(image_size=pixels, patch_size=14)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=tower, image_grid_pinpoints=pinpoints))
+    theirs, lengths = transformers.LlavaOnevisionModel.pack_image_features(
+        model, tiles, [group.size for group in groups], newline, f"anyres_max_{max_tiles}"
+    )
+    features = torch.cat(tiles).flatten(0, 1)
+    counts = [side**2] * sum(group.tiles for group in groups)
+    ours = unpad_and_concat(features, groups, counts, newline=newline, max_tiles=max_tiles)
+    assert torch.equal(ours, torch.cat(theirs))
+    assert [tokens_per_tiled_image(group, side, max_tiles=max_tiles) for group in groups] == lengths.tolist()
+
+
+@pytest.mark.parametrize("side", [6, 19, 27])
+def test_buckets_round_as_the_reference(side: int) -> None:
+    """An embedding whose positions are their own numbers shows which one each patch takes; 19 needs equal rounding."""
+    tower = {"hidden_size": 1, "num_channels": 1, "image_size": side, "patch_size": 1}
+    embeddings = SmolVLMVisionEmbeddings(transformers.SmolVLMConfig(vision_config=tower).vision_config)
+    with torch.no_grad():
+        embeddings.patch_embedding.bias.zero_()
+        embeddings.position_embedding.weight.copy_(torch.arange(side * side)[:, None])
+        for rows, columns in ((side, side), (1, 2 * side), (side + 5, side - 3), (31, 38)):
+            mask = torch.ones(1, rows, columns, dtype=torch.bool)
+            theirs = embeddings(torch.zeros(1, 1, rows, columns), mask).view(rows, columns)
+            ours = position_buckets(rows, side)[:, None] * side + position_buckets(columns, side)
+            assert torch.equal(ours.float(), theirs)

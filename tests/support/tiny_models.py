@@ -1,0 +1,274 @@
+"""Models of every Hugging Face family in miniature, and images for them.
+
+Their sizes differ from one another and their options from the defaults, so that nothing is right by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+TEXT: dict[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 59, "bos_token_id": 1},
+    "pad_token_id": 0,
+}
+LLAMA = {"model_type": "llama", **TEXT, "rms_norm_eps": 1e-5}
+LLAMA3_ROPE = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+MISTRAL = {"model_type": "mistral", **TEXT, "head_dim": 10, "sliding_window": None}
+# Of five pairs of channels two keep their frequencies, one has a quarter, two lie between; scores grow by 13 %.
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1},
+}
+QWEN2 = {"model_type": "qwen2", **TEXT}
+QWEN3_MOE = {  # weights of a token's experts that add up to less than 1
+    **{"model_type": "qwen3_moe", **TEXT, "head_dim": 12, "norm_topk_prob": False, "num_experts": 6},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+}
+# A window of five tokens that images of four reach across, every third layer without one.
+GEMMA = {
+    **TEXT,
+    **{"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 10, "query_pre_attn_scalar": 13},
+    **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
+QWEN_VL = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+QWEN3_VL = {
+    **QWEN_VL,
+    "head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 1]},
+}
+# Six of a head's twelve channels rotate, a pair with each axis of a position.
+GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
+GLM = {**QWEN_VL, "hidden_size": 48, "rope_parameters": GLM_ROPE, "rms_norm_eps": 1e-4}
+GLM_EXPERTS = {  # after one dense layer, and two that every token takes
+    **{"head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 40, "routed_scaling_factor": 1.75, "first_k_dense_replace": 1},
+}
+
+TOWER: dict[str, Any] = {
+    **{"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 3},
+    **{"image_size": 32, "patch_size": 8},
+}
+CLIP = {"model_type": "clip_vision_model", **TOWER}
+SIGLIP = {"model_type": "siglip_vision_model", **TOWER}
+TILE = {"image_size": 12, "patch_size": 4}  # of 3 × 3 features
+SMALL_TILE = {**TOWER, "image_size": 26, "patch_size": 4}  # 6 patches, and two pixels that no patch has
+# Heads of 12 channels: three pairs of frequencies for rows and three for columns.
+PIXTRAL = {"model_type": "pixtral", **TOWER, "patch_size": 4, "hidden_act": "silu"}
+INTERN = {
+    **{"hidden_size": 40, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 5},
+    **{"image_size": [32, 32], "patch_size": [8, 8]},
+}
+QWEN2_TOWER = {"depth": 4, "embed_dim": 36, "hidden_size": 32, "num_heads": 3, "patch_size": 4, "mlp_ratio": 2}
+QWEN_TOWER = {
+    **{"depth": 4, "hidden_size": 36, "num_heads": 3, "patch_size": 4, "out_hidden_size": 32},
+    "intermediate_size": 52,
+}
+QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+# Positions of six by six patches, which most images have not.
+GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_eps": 1e-3}
+MARKS: dict[str, Any] = {"image_token_id": 60, "video_token_id": 59}
+QWEN_MARKS = {**MARKS, "vision_start_token_id": 58, "vision_end_token_id": 57}
+TILES: dict[str, Any] = {
+    "image_token_index": 60,
+    "image_grid_pinpoints": [[12 * rows, 12 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)],
+}
+ONEVISION = {**TILES, "video_token_index": 59, "vision_aspect_ratio": "anyres_max_2"}
+FULL: dict[str, Any] = {"image_token_index": 60, "vision_feature_select_strategy": "full"}
+SHUFFLE: dict[str, Any] = {"image_token_id": 60, "scale_factor": 2}
+
+
+def _of(kind: str, vision: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
+    return {"model_type": kind, "vision_config": vision, "text_config": text, **top}
+
+
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llava": _of("llava", {**CLIP, "hidden_act": "quick_gelu"}, LLAMA, image_token_index=60),
+    "llava-tied": _of(
+        "llava", CLIP, {**MISTRAL, "head_dim": 16}, image_token_index=60, vision_feature_layer=-1, **TIED
+    ),
+    "llava-siglip": _of(
+        "llava", SIGLIP, {**LLAMA, "rope_parameters": LLAMA3_ROPE}, **FULL, multimodal_projector_bias=False
+    ),
+    "internvl": _of(
+        "internvl", {**INTERN, "attention_bias": True}, QWEN2, image_token_id=60, tie_word_embeddings=False
+    ),
+    # RMSNorm, normalised queries and keys, no biases there.
+    "internvl-6b": _of(
+        "internvl",
+        {**INTERN, "norm_type": "rms_norm", "use_qk_norm": True},
+        {"model_type": "qwen3", **TEXT, "head_dim": 12},
+        **{"image_token_id": 60, **TIED},
+    ),
+    "llava-next": _of("llava_next", {**CLIP, **TILE}, MISTRAL, **TILES),
+    # Untied with SigLIP's pooling head, which no feature comes from; tied without.
+    "llava-onevision": _of("llava_onevision", {**SIGLIP, **TILE}, QWEN2, **ONEVISION),
+    "llava-onevision-tied": _of(
+        "llava_onevision",
+        {**SIGLIP, **TILE, "vision_use_head": False},
+        {**QWEN2, **TIED},
+        **{**ONEVISION, "vision_feature_layer": -2, "multimodal_projector_bias": False},
+    ),
+    "smolvlm": _of("smolvlm", SMALL_TILE, LLAMA, **SHUFFLE),
+    "idefics3-tied": _of("idefics3", SMALL_TILE, {"model_type": "llama", **TEXT, "head_dim": 10}, **SHUFFLE, **TIED),
+    "gemma3": _of(
+        "gemma3",
+        {**SIGLIP, "vision_use_head": False},
+        GEMMA,
+        **{"mm_tokens_per_image": 4, "image_token_index": 60, "boi_token_index": 58, "eoi_token_index": 59},
+    ),
+    "pixtral": _of("llava", PIXTRAL, {**MISTRAL, "rms_norm_eps": 1e-5}, **FULL, vision_feature_layer=-1),
+    # The projector's norm has the text's epsilon, another than the tower's: large, so that it shows.
+    "mistral3": _of(
+        *("mistral3", PIXTRAL, {**MISTRAL, "rms_norm_eps": 1e-2}),
+        **{"image_token_index": 60, "multimodal_projector_bias": False, "tie_word_embeddings": False},
+    ),
+    "ministral3-tied": _of(
+        "mistral3",
+        PIXTRAL,
+        {**MISTRAL, "model_type": "ministral3", "rms_norm_eps": 1e-2, "rope_parameters": YARN},
+        **{"image_token_index": 60, "multimodal_projector_bias": True, **TIED},
+    ),
+    "qwen2-vl": _of("qwen2_vl", QWEN2_TOWER, QWEN_VL, tie_word_embeddings=False, **QWEN_MARKS),
+    "qwen2.5-vl": _of(
+        "qwen2_5_vl",
+        {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+        QWEN_VL,
+        **{"tie_word_embeddings": False, **QWEN_MARKS},
+    ),
+    "qwen3-vl": _of("qwen3_vl", QWEN3_TOWER, QWEN3_VL, **TIED, **QWEN_MARKS),
+    "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
+    # Matrices that fit only one way round.
+    "qwen3-vl-moe": _of(
+        "qwen3_vl_moe",
+        QWEN3_TOWER,
+        {
+            **{**QWEN3_VL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "mlp_only_layers": [1],
+        },
+        **{"tie_word_embeddings": False, **QWEN_MARKS},
+    ),
+    "internvl-moe": _of(
+        *("internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE),
+        **{"image_token_id": 60, "tie_word_embeddings": False},
+    ),
+    "glm4v-moe": _of("glm4v_moe", GLM_TOWER, {**GLM, **GLM_EXPERTS}, tie_word_embeddings=False, **MARKS),
+}
+
+
+class AsPublished(transformers.Qwen3VLMoeForConditionalGeneration):
+    """Writes experts as published files hold them, transposed. Transformers reads that and writes them as they are."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for file in Path(save_directory).glob("*.safetensors"):
+            tensors = load_file(file)
+            turned = {name: tensors[name].mT.contiguous() for name in tensors if ".mlp.experts." in name}
+            save_file(tensors | turned, file, metadata={"format": "pt"})
+
+
+def config_of(name: str, *, vision: Any = (), text: Any = (), **top: Any) -> Any:
+    """Return the configuration of one of MODELS, with other options of its sections and at its top."""
+    values = MODELS[name]
+    sections = {
+        "vision_config": {**values["vision_config"], **dict(vision)},
+        "text_config": {**values["text_config"], **dict(text)},
+    }
+    return transformers.AutoConfig.for_model(**{**values, **sections, **top})
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """Return a model of this configuration."""
+    config = config_of(name, **options)
+    if name == "qwen3-vl-moe":
+        return AsPublished(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    if name == "glm4v-moe":  # biases that change which experts are chosen
+        for number, layer in enumerate(model.model.language_model.layers[1:]):
+            bias = layer.mlp.gate.e_score_correction_bias
+            bias.copy_(torch.linspace(-0.2, 0.2, 8).roll(3 * number))
+    return model
+
+
+# For each micro-batch the images (height, width) of its samples, by the beginnings of names; one has none.
+IMAGES: dict[str, Any] = {
+    # One image a sample: up to two tiles wide or high, with padding above and below, left and right, or none.
+    "llava-next": ([[(6, 24)], [(12, 12)]], [[(24, 7)], []], [[], []], [[(12, 24)], [(9, 20)]]),
+    # An image has at most about 2 tiles' worth: 36 × 36 is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one
+    # tile; images that are not alone are their base tiles.
+    "llava-onevision": ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]]),
+    **dict.fromkeys(("llava", "internvl", "gemma3"), ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])),
+    # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
+    **dict.fromkeys(
+        ("smolvlm", "idefics3"),
+        ([[(24, 24), (24, 24)], []], [[(32, 32)], [(32, 32)]], [[(16, 16)] * 3, [(16, 16)]], [[], []]),
+    ),
+    **dict.fromkeys(
+        ("pixtral", "mistral3", "ministral3"), ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
+    ),
+    # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
+    **dict.fromkeys(("qwen", "glm4v"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])),
+}
+# (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
+# last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
+VIDEOS: dict[str, Any] = {
+    "qwen": ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
+    "llava-onevision": (
+        *([[(2, 20, 33)], [(12, 12), (2, 9, 30)]], [[(3, 40, 14), (3, 12, 12)], []], [[(20, 33)], [(1, 12, 12)]]),
+    ),
+}
+
+
+def images_of(name: str, table: dict[str, Any] = IMAGES) -> Any:
+    """Return the images of a model, or its videos."""
+    return next(images for start, images in table.items() if name.startswith(start))
+
+
+def _at_layouts(name: str) -> Any:
+    """Return micro-batches with equally many trained tokens."""
+    model = name.removesuffix("-videos")
+    images = images_of(model)
+    if name == "llava-onevision-videos":
+        return images_of(model, VIDEOS)[:2]
+    if name != model:
+        return (*images_of(model, VIDEOS), images[1])
+    if name.startswith(("qwen", "glm4v")):
+        return (*images, [[], [(16, 8)]])
+    if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
+        return images
+    return (images[0], images[-1])
+
+
+# What runs at all layouts: models and their micro-batches.
+FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
+    name: (partial(tiny, name.removesuffix("-videos")), _at_layouts(name))
+    for name in (*MODELS, "llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos")
+    if name not in ("llava-siglip", "ministral3-tied")
+}
+MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]
+# One model of each family, and InternVL's mixture of experts.
+SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos"))]
+
+
+def square(name: str) -> str:
+    """Return the side of the first square image of a family, for synthetic images that its model can take."""
+    return str(next(size[0] for batch in FAMILIES[name][1] for sizes in batch for size in sizes if len({*size}) == 1))
