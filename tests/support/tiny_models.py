@@ -168,8 +168,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False, **QWEN_MARKS},
     ),
     "internvl-moe": _of(
-        *("internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE),
-        **{"image_token_id": 60, "tie_word_embeddings": False},
+        "internvl", {**INTERN, "attention_bias": True}, QWEN3_MOE, image_token_id=60, tie_word_embeddings=False
     ),
     "glm4v-moe": _of("glm4v_moe", GLM_TOWER, {**GLM, **GLM_EXPERTS}, tie_word_embeddings=False, **MARKS),
 }
