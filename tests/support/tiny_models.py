@@ -134,7 +134,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "gemma3",
         {**SIGLIP, "vision_use_head": False},
         GEMMA,
-        **{"mm_tokens_per_image": 4, "image_token_index": 60, "boi_token_index": 58, "eoi_token_index": 59},
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=58,
+        eoi_token_index=59,
     ),
     "pixtral": _of("llava", PIXTRAL, {**MISTRAL, "rms_norm_eps": 1e-5}, **FULL, vision_feature_layer=-1),
     # The projector's norm has the text's epsilon, another than the tower's: large, so that it shows.
