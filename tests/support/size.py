@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 292,
     "flags": 147,  # 150
-    "code lines of tests": 40_506,  # 33,000
-    "words of documentation": 44_783,  # 45,000
+    "code lines of tests": 39_073,  # 33,000
+    "words of documentation": 44_606,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

@@ -96,7 +96,7 @@ FULL: dict[str, Any] = {"image_token_index": 60, "vision_feature_select_strategy
 SHUFFLE: dict[str, Any] = {"image_token_id": 60, "scale_factor": 2}
 
 
-def _of(kind: str, vision: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
+def _of(kind: Any, vision: Any, text: Any, **top: Any) -> dict[str, Any]:
     return {"model_type": kind, "vision_config": vision, "text_config": text, **top}
 
 
