@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, stream_bytes
@@ -44,6 +44,16 @@ class Split:
 
     def _share(self, size: int, tp: int) -> int:
         return share_of(size // self.unit, tp) * self.unit
+
+
+class Block(Protocol):
+    """A part of a connector of which ranks hold shares: the blocks of `resampler.py`, for example."""
+
+    def splits(self, name: str) -> Mapping[str, Split]: ...
+
+    def hidden_weights(self, name: str) -> Mapping[str, HiddenWeight]: ...
+
+    def parameters(self, tp: int) -> int: ...
 
 
 class Connector(ABC):
@@ -80,6 +90,10 @@ class Connector(ABC):
         """Return the fewest patches that have a feature."""
         return 1, 1
 
+    def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
+        """Return the parts that ranks divide, by their names in the module; `splits` and `hidden_weights` ask them."""
+        return {}
+
     @abstractmethod
     def parameters(self, model: ModelConfig, tp: int) -> int:
         """Return the parameters that one of `tp` ranks holds, biases, norms and padding included."""
@@ -92,7 +106,8 @@ class Connector(ABC):
         """Return the weights that are matrices between hidden states, by their names in the module. To an update rule
         of whole matrices all others are no matrices.
         """
-        return {}
+        found = (block.hidden_weights(name) for name, block in self.blocks(model).items())
+        return {key: weight for weights in found for key, weight in weights.items()}
 
     def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
         """Return how often each pass takes the forward FLOPs (`LayerKind.products`)."""
@@ -112,7 +127,8 @@ class Connector(ABC):
         """Return how ranks divide weights, by their names in the module. All others are whole on each rank, which
         computes with them what all ranks do: their gradients are equal and need no sum.
         """
-        return {}
+        found = (block.splits(name) for name, block in self.blocks(model).items())
+        return {key: split for splits in found for key, split in splits.items()}
 
     def is_padded(self, model: ModelConfig, tp: int) -> bool:
         """Return whether some rank holds rows that the model does not have."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Any, Literal
 
 from megavlm.config.registry import registered
 from megavlm.config.schema import ProjectorConfig
@@ -102,16 +102,9 @@ def half(side: int) -> int:
 Grid = tuple[int, int]  # (rows, columns) of patches
 
 
-class CountsTokens(Protocol):
-    """What is asked of a `Connector` here, whose module needs this one."""
-
-    def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int: ...
-
-    def smallest_grid(self, projector: ProjectorConfig) -> Grid: ...
-
-
-def _counter(projector: ProjectorConfig) -> CountsTokens:
-    return cast("CountsTokens", registered("connectors")[projector.kind])
+def _connector(projector: ProjectorConfig) -> Any:
+    """Return the `Connector`, whose module needs this one."""
+    return registered("connectors")[projector.kind]
 
 
 def grid_of(height: int, width: int, patch_size: int) -> Grid:
@@ -129,12 +122,14 @@ def grid_of(height: int, width: int, patch_size: int) -> Grid:
 
 def smallest_grid(projector: ProjectorConfig) -> Grid:
     """Return the fewest patches that have a feature: the grid of the blank image of batches without images."""
-    return _counter(projector).smallest_grid(projector)
+    grid: Grid = _connector(projector).smallest_grid(projector)
+    return grid
 
 
 def tokens_per_grid(grid: Grid, projector: ProjectorConfig) -> int:
     """Return the number of features of a grid of patches. Raises UserError for a grid that has none."""
-    return _counter(projector).tokens_per_grid(grid, projector)
+    count: int = _connector(projector).tokens_per_grid(grid, projector)
+    return count
 
 
 def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], projector: ProjectorConfig) -> list[int]:

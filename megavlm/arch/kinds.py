@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from megavlm.arch.encoder_ends import DeepstackMerger, PatchEmbed, Projector, VisionNorm
+from megavlm.arch.ends import DeepstackMerger, Embedding, LanguageNorm, Output, PatchEmbed, Projector, VisionNorm
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
-from megavlm.arch.language_ends import Embedding, LanguageNorm, Output
 from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,

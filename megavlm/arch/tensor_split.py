@@ -79,7 +79,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HeadExchange:
     """Says what tensor-parallel ranks send one another, so that each slot gets its whole key and value."""
 
     sends: tuple[tuple[int, ...], ...]  # to each rank, the parts in these of this rank's slots
@@ -200,7 +200,7 @@ class HeadSplit:
             if (count := min(self.part_width, self.width - first)) > 0:
                 yield first, count
 
-    def exchange(self, rank: int) -> Exchange:
+    def exchange(self, rank: int) -> HeadExchange:
         """Return what a rank sends and gets where key/value heads have several slots."""
         sends = tuple(self._sent(rank, other) for other in range(self.tp))
         arriving = [
@@ -211,7 +211,7 @@ class HeadSplit:
         places = tuple(
             tuple(arriving.index((slot.group, piece)) for piece in range(self.copies)) for slot in self.slots_of(rank)
         )
-        return Exchange(sends, tuple(len(self._sent(other, rank)) for other in range(self.tp)), places)
+        return HeadExchange(sends, tuple(len(self._sent(other, rank)) for other in range(self.tp)), places)
 
     def _sent(self, source: int, target: int) -> tuple[int, ...]:
         wanted = {slot.group for slot in self.slots_of(target)}

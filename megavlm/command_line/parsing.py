@@ -23,7 +23,7 @@ from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules.check import idle, options_have_an_effect, without_idle
-from megavlm.rules.extensions import load_extensions, words_after
+from megavlm.rules.extensions import load_extensions, split_words
 from megavlm.rules.fields import Kind, Option, options, with_values
 
 
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     `complete` returns a configuration with the model of its Hugging Face folder, as `--print-config` prints it. A
     program that gives it trains with all of the configuration, so a flag without effect is refused even at its default.
     """
-    extensions = (*_of_file(argv), *words_after("--extension", argv))  # first: they decide which flags there are
+    extensions = (*_of_file(argv), *split_words("--extension", argv)[0])  # first: they decide which flags there are
     load_extensions(extensions)
     parser = _parser(all_options=True)
     try:
@@ -91,7 +91,7 @@ def _without_others(values: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...],
 
 def _of_file(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the extensions that the file of `--config` names."""
-    if not (paths := words_after("--config", argv)):
+    if not (paths := split_words("--config", argv)[0]):
         return ()
     from megavlm.rules.load import extensions_in_file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from megavlm.config.option import (
@@ -24,6 +25,7 @@ from megavlm.config.option import (
 from megavlm.config.registry import SourceSections
 
 SYNTHETIC = Needs(lambda config: data_kind(config) == "synthetic", "except on synthetic data", "use --data synthetic")
+of_files, of_synthetic = partial(option, needs=DATASETS), partial(option, needs=SYNTHETIC)
 
 
 @dataclass(frozen=True)
@@ -68,98 +70,76 @@ class DataConfig:
         "default: none.",
         common=DATA,
     )
-    validation: tuple[DatasetConfig, ...] = option(
-        (), "Data sets for validation; default: none.", common=DATA, needs=DATASETS
-    )
-    validation_split: float = option(
-        0.0, "Share of --datasets held out for that.", common=DATA, valid=BELOW_1, needs=DATASETS
-    )
-    tokenizer: str | None = option(
+    validation: tuple[DatasetConfig, ...] = of_files((), "Data sets for validation; default: none.", common=DATA)
+    validation_split: float = of_files(0.0, "Share of --datasets held out for that.", common=DATA, valid=BELOW_1)
+    tokenizer: str | None = of_files(
         None,
         "Hugging Face tokenizer folder or SentencePiece file; default: that of --init-from or --language-from.",
         common=DATA,
-        needs=DATASETS,
     )
-    chat_template: str = option(
+    chat_template: str = of_files(
         "auto",
         "Files: name of a built-in chat template, a .jinja file, or auto (the tokenizer's, else the model family's).",
-        needs=DATASETS,
     )
-    train_on: Literal["assistant", "last", "all"] = option(
-        "assistant",
-        "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens.",
-        needs=DATASETS,
+    train_on: Literal["assistant", "last", "all"] = of_files(
+        "assistant", "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens."
     )
-    image_processor: str | None = option(
+    image_processor: str | None = of_files(
         None,
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "
         "that resizes images to model.vision.image_size.",
-        needs=DATASETS,
     )
-    min_pixels: int | None = option(
+    min_pixels: int | None = of_files(
         None,
         "Files, Qwen's models: enlarge images to at least this number of pixels; default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
-        needs=DATASETS,
     )
-    max_pixels: int | None = option(
+    max_pixels: int | None = of_files(
         None,
         "Files, Qwen's models: shrink images to at most this number of pixels, as MAX_PIXELS elsewhere (one image "
         "token is 28 × 28 or 32 × 32 pixels); default: preprocessor_config.json's.",
         valid=AT_LEAST_1,
-        needs=DATASETS,
     )
-    vision_input: str | None = option(
+    vision_input: str | None = of_files(
         None,
         "Files: what the vision encoder sees of an image: rgb, or array, all channels of .npy, .npz, "
         "TIFF and other files, or a name of an --extension; default: what the model was trained on, else rgb.",
         point="inputs",
-        needs=DATASETS,
     )
-    channel_statistics: str | None = option(
+    channel_statistics: str | None = of_files(
         None,
         "Files: mean and deviation of each channel, in a file that `megavlm channels` writes; default: the model's.",
-        needs=DATASETS,
     )
-    fast_image_resize: bool = option(
-        False,
-        "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.",
-        flag=KEY_ONLY,
-        needs=DATASETS,
+    fast_image_resize: bool = of_files(
+        False, "Files: use a faster image resize, which differs by up to 3 of 255 levels in few pixels.", flag=KEY_ONLY
     )
-    max_image_pixels: int = option(
+    max_image_pixels: int = of_files(
         2**26,
         "Files: skip samples with an image of more pixels than this, before the image is decoded.",
         valid=AT_LEAST_1,
-        needs=DATASETS,
     )
-    video_fps: float | None = option(
+    video_fps: float | None = of_files(
         None,
         "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "
         "(Qwen: 2).",
         valid=POSITIVE,
-        needs=DATASETS,
     )
-    video_max_frames: int | None = option(
+    video_max_frames: int | None = of_files(
         None,
         "Files: largest number of frames that are taken of a video; of longer ones, frames are further apart; default: "
         "the model's (Qwen: 768).",
         flag=KEY_ONLY,
         valid=AT_LEAST_1,
-        needs=DATASETS,
     )
-    video_max_tokens: int | None = option(
+    video_max_tokens: int | None = of_files(
         None,
         "Files: largest number of image tokens that a video becomes: its frames are shrunk, then left out; default: "
         "half of --seq-length.",
         valid=AT_LEAST_1,
-        needs=DATASETS,
     )
-    shuffle: bool = option(
-        True, "Files: shuffle samples anew in each epoch; off: use the order of the files.", needs=DATASETS
-    )
-    packing: bool = option(
-        True, "Files: pack several samples into each sequence; samples do not attend to one another.", needs=DATASETS
+    shuffle: bool = of_files(True, "Files: shuffle samples anew in each epoch; off: use the order of the files.")
+    packing: bool = of_files(
+        True, "Files: pack several samples into each sequence; samples do not attend to one another."
     )
     packing_window: int = option(
         2048,
@@ -167,11 +147,8 @@ class DataConfig:
         valid=AT_LEAST_1,
         needs=(DATASETS, Needs(lambda config: config.data.packing, "with --no-packing", "use --packing")),
     )
-    balance: bool = option(
-        True,
-        "Files: assign sequences to ranks and micro-batches so that their compute cost is even.",
-        flag=KEY_ONLY,
-        needs=DATASETS,
+    balance: bool = of_files(
+        True, "Files: assign sequences to ranks and micro-batches so that their compute cost is even.", flag=KEY_ONLY
     )
     num_workers: int = option(
         2,
@@ -179,48 +156,39 @@ class DataConfig:
         "process.",
         valid=AT_LEAST_0,
     )
-    worker_timeout: float = option(
+    worker_timeout: float = of_files(
         150.0,  # three times that are less than a default --distributed-timeout-minutes
         "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced, and the "
         "sample is skipped after three; where the training process reads by itself (--num-workers 0, and tars), the "
         "run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
         valid=AT_LEAST_0,
-        needs=DATASETS,
     )
-    max_bad_sample_rate: float = option(
+    max_bad_sample_rate: float = of_files(
         0.05,
         "Files: fraction of skipped samples above which the run ends, once 20 samples were skipped.",
         valid=FRACTION,
-        needs=DATASETS,
     )
-    images_per_sample: tuple[int, ...] = option(
+    images_per_sample: tuple[int, ...] = of_synthetic(
         (1,),
         "Synthetic: numbers of images per sample; samples cycle through the list.",
         valid=Valid("from 0 to 10,000", lambda value: 0 <= value <= 10_000),
-        needs=SYNTHETIC,
     )
-    image_sizes: tuple[int, ...] = option(
+    image_sizes: tuple[int, ...] = of_synthetic(
         (),
         "Synthetic: image sides in pixels; images cycle through the list. Default: model.vision.image_size.",
         valid=AT_LEAST_1,
-        needs=SYNTHETIC,
     )
-    imageless_share: float = option(
-        0.0, "Synthetic: fraction of samples without images.", flag=KEY_ONLY, valid=FRACTION, needs=SYNTHETIC
+    imageless_share: float = of_synthetic(
+        0.0, "Synthetic: fraction of samples without images.", flag=KEY_ONLY, valid=FRACTION
     )
-    imageless_samples: tuple[int, ...] = option(
+    imageless_samples: tuple[int, ...] = of_synthetic(
         (),
         "Synthetic: indices (from 0) of samples in each global batch that have no images; default: no index.",
         flag=KEY_ONLY,
         valid=AT_LEAST_0,
-        needs=SYNTHETIC,
     )
-    answer_share: float = option(
-        0.5,
-        "Synthetic: fraction of a sample's text tokens that have a loss.",
-        flag=KEY_ONLY,
-        valid=SHARE,
-        needs=SYNTHETIC,
+    answer_share: float = of_synthetic(
+        0.5, "Synthetic: fraction of a sample's text tokens that have a loss.", flag=KEY_ONLY, valid=SHARE
     )
     sources: SourceSections = field(default_factory=SourceSections)

@@ -6,9 +6,12 @@ Part of the schema (`schema.py`). Those that say how experts are trained have fl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, EXPERTS, POSITIVE, Needs, Valid, option
+
+of_experts = partial(option, needs=EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,14 @@ class ExpertsConfig:
         flag="--num-experts",
         valid=Valid("0, or at least 2", lambda value: value == 0 or value >= 2),
     )
-    router_topk: int = option(2, "Number of experts that each token is sent to.", valid=AT_LEAST_1, needs=EXPERTS)
-    ffn_hidden_size: int = option(
-        None, "Inner width of an expert; default: model.language.ffn_hidden_size.", valid=AT_LEAST_1, needs=EXPERTS
+    router_topk: int = of_experts(2, "Number of experts that each token is sent to.", valid=AT_LEAST_1)
+    ffn_hidden_size: int = of_experts(
+        None, "Inner width of an expert; default: model.language.ffn_hidden_size.", valid=AT_LEAST_1
     )
-    shared_ffn_hidden_size: int | None = option(
+    shared_ffn_hidden_size: int | None = of_experts(
         None,
         "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
         valid=AT_LEAST_1,
-        needs=EXPERTS,
     )
     shared_gate: bool = option(
         False,
@@ -43,16 +45,13 @@ class ExpertsConfig:
             ),
         ),
     )
-    dense_layers: tuple[int, ...] = option(
+    dense_layers: tuple[int, ...] = of_experts(
         (),
         "Indices (from 0) of language layers that have a dense MLP and no experts; default: no layer.",
         valid=AT_LEAST_0,
-        needs=EXPERTS,
     )
-    router_score_function: Literal["softmax", "sigmoid"] = option(
-        "softmax",
-        "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5).",
-        needs=EXPERTS,
+    router_score_function: Literal["softmax", "sigmoid"] = of_experts(
+        "softmax", "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5)."
     )
     router_pre_softmax: bool = option(
         False,
@@ -66,28 +65,25 @@ class ExpertsConfig:
             ),
         ),
     )
-    router_topk_scaling_factor: float | None = option(
-        None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE, needs=EXPERTS
+    router_topk_scaling_factor: float | None = of_experts(
+        None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE
     )
-    router_num_groups: int | None = option(
+    router_num_groups: int | None = of_experts(
         None,
         "Number of groups of experts, of which a token takes experts of model.experts.router_group_topk groups only; "
         "default: no groups.",
         valid=AT_LEAST_1,
-        needs=EXPERTS,
     )
-    router_group_topk: int | None = option(
+    router_group_topk: int | None = of_experts(
         None,
         "Number of groups whose experts a token may take: those with the largest sums of their best scores; default: "
         "no groups.",
         valid=AT_LEAST_1,
-        needs=EXPERTS,
     )
-    router_enable_expert_bias: bool = option(
+    router_enable_expert_bias: bool = of_experts(
         False,
         "Balance experts by a bias per expert that only their choice uses; each step lowers it for experts with more "
         "tokens than the mean and raises it for others (DeepSeek-V3).",
-        needs=EXPERTS,
     )
     router_bias_update_rate: float = option(
         None,
@@ -103,23 +99,20 @@ class ExpertsConfig:
             ),
         ),
     )
-    aux_loss_coeff: float = option(
+    aux_loss_coeff: float = of_experts(
         0.0,
         "Factor of the loss that balances the load of experts within each sequence, summed over layers; 0: none.",
         flag="--moe-aux-loss-coeff",
         valid=AT_LEAST_0,
-        needs=EXPERTS,
     )
-    z_loss_coeff: float = option(
+    z_loss_coeff: float = of_experts(
         0.0,
         "Factor of the loss that keeps the router's scores small (ST-MoE); 0: none.",
         flag="--moe-z-loss-coeff",
         valid=AT_LEAST_0,
-        needs=EXPERTS,
     )
-    router_force_load_balancing: bool = option(
+    router_force_load_balancing: bool = of_experts(
         False,
         "Send tokens to all experts equally often, whatever the router says: for measurements of speed only.",
         flag="--moe-router-force-load-balancing",
-        needs=EXPERTS,
     )

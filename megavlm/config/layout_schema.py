@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from megavlm.config.option import (
@@ -10,15 +11,16 @@ from megavlm.config.option import (
     AT_LEAST_1,
     COLOCATED,
     EXPERTS,
-    KEY_ONLY,
     LAYOUT,
     POSITIVE,
     PRECISION,
     Needs,
+    key_only,
     option,
 )
 
 FP8 = Needs(lambda config: config.precision.fp8 != "none", "without FP8", "add --fp8 hybrid")
+of_fp8 = partial(option, needs=FP8)
 DELAYED_SCALING = (
     FP8,
     Needs(
@@ -122,11 +124,10 @@ class ParallelConfig:
         "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
         "sharded.",
     )
-    ddp_bucket_size: int | None = option(
+    ddp_bucket_size: int | None = key_only(
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "
         "million and 1 million × DP.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     compress_gradients: Literal["none", "bf16", "int8", "fp8"] = option(
@@ -134,19 +135,17 @@ class ParallelConfig:
         "Sum gradients as codes of two bytes (bf16) or one (int8, fp8, by blocks of 128), and add what a step's codes "
         "lose to the next step's; with --hybrid-shard-size only between shard groups.",
     )
-    compress_group_size: int | None = option(
+    compress_group_size: int | None = key_only(
         None,
         "--compress-gradients: number of neighbouring data-parallel ranks with fast links (of a node), which sum exact "
         "gradients before codes are sent; must divide DP × CP. Default: every rank sends codes.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=COMPRESSED,
     )
-    compress_error_feedback: bool = option(
+    compress_error_feedback: bool = key_only(
         True,
         "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
         "that a rank sends.",
-        flag=KEY_ONLY,
         needs=COMPRESSED,
     )
     compress_weights: Literal["none", "int8", "fp8"] = option(
@@ -179,11 +178,10 @@ class PlacementConfig:
         valid=AT_LEAST_1,
         needs=COLOCATED,
     )
-    encoder_keep_chunks: int = option(
+    encoder_keep_chunks: int = key_only(
         1,
         "Colocated encoder: number of encoder chunks per step whose activations are kept for the backward pass; "
         "the rest are recomputed.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=COLOCATED,
     )
@@ -198,10 +196,9 @@ class PlacementConfig:
         "default: no cache.",
         needs=COLOCATED,
     )
-    vision_cache_size: float = option(
+    vision_cache_size: float = key_only(
         10.0,
         "Size limit of --vision-cache in GiB; least recently used entries are evicted.",
-        flag=KEY_ONLY,
         valid=POSITIVE,
         needs=Needs(
             lambda config: config.placement.vision_cache is not None, "without a cache", "add --vision-cache DIR"
@@ -247,11 +244,10 @@ class ExecutionConfig:
         "Add weight gradients to the fp32 gradient buffer inside the matrix product (Transformer Engine's layers; with "
         "NVIDIA Apex the output layer as well); off with sharded gradients or offloaded activations.",
     )
-    loss_chunk_tokens: int = option(
+    loss_chunk_tokens: int = key_only(
         2048,
         "Largest number of tokens whose logits are in memory at a time. A trained output layer computes the logits of "
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     compile_small_ops: bool = option(
@@ -276,52 +272,41 @@ class PrecisionConfig:
         "FP8 format of linear layers: e4m3, or hybrid with e5m2 for output gradients. Needs --precision bf16.",
         common=PRECISION,
     )
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = option(
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = of_fp8(
         "tensorwise",
         "FP8 scaling: delayed (per tensor, amax history), tensorwise (per tensor, current amax), blockwise, or "
         "mxfp8 (32-element blocks, Blackwell GPUs).",
-        needs=FP8,
     )
-    fp8_parts: tuple[Literal["vision", "language"], ...] = option(
-        ("language",), "FP8: parts of the model whose transformer layers use FP8.", needs=FP8
+    fp8_parts: tuple[Literal["vision", "language"], ...] = of_fp8(
+        ("language",), "FP8: parts of the model whose transformer layers use FP8."
     )
-    first_last_layers_bf16: bool = option(
-        False, "FP8: keep the first and the last layers of each part in bf16.", needs=FP8
-    )
-    num_layers_at_start_in_bf16: int = option(
+    first_last_layers_bf16: bool = of_fp8(False, "FP8: keep the first and the last layers of each part in bf16.")
+    num_layers_at_start_in_bf16: int = key_only(
         1,
         "FP8: number of first layers that --first-last-layers-bf16 keeps in bf16.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=BF16_LAYERS,
     )
-    num_layers_at_end_in_bf16: int = option(
+    num_layers_at_end_in_bf16: int = key_only(
         1,
         "FP8: number of last layers that --first-last-layers-bf16 keeps in bf16.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=BF16_LAYERS,
     )
-    fp8_margin: int = option(
+    fp8_margin: int = key_only(
         0,
         "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=DELAYED_SCALING,
     )
-    fp8_amax_history_len: int = option(
-        1024,
-        "FP8 delayed scaling: length of the amax history in passes.",
-        flag=KEY_ONLY,
-        valid=AT_LEAST_1,
-        needs=DELAYED_SCALING,
+    fp8_amax_history_len: int = key_only(
+        1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
     )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = key_only(
         "max",
         "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
-        flag=KEY_ONLY,
         needs=DELAYED_SCALING,
     )
-    fp8_param_gather: bool = option(
-        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine.", needs=FP8
+    fp8_param_gather: bool = of_fp8(
+        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from megavlm.config.experts_schema import ExpertsConfig
@@ -11,10 +12,10 @@ from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_1,
-    KEY_ONLY,
     MODEL,
     POSITIVE,
     Needs,
+    key_only,
     option,
 )
 from megavlm.config.registry import ConnectorSections, ObjectiveSections
@@ -44,6 +45,7 @@ ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add -
 EMBEDDINGS = Needs(
     lambda config: config.model.objective.kind != "next-token", "without embeddings", "add --objective contrastive"
 )
+of_embeddings = partial(option, needs=EMBEDDINGS)
 
 
 @dataclass(frozen=True)
@@ -118,25 +120,20 @@ class ObjectiveConfig:
         flag="--objective",
         point="objectives",
     )
-    pooling: Literal["last", "mean"] = option(
-        "last",
-        "Embedding of a text: the state of its last token, or the mean over its tokens.",
-        flag="--pooling",
-        needs=EMBEDDINGS,
+    pooling: Literal["last", "mean"] = of_embeddings(
+        "last", "Embedding of a text: the state of its last token, or the mean over its tokens.", flag="--pooling"
     )
-    temperature: float = option(
+    temperature: float = of_embeddings(
         None,
         "Embeddings: cosines are divided by this; if learned, at first. Default: 0.05, sigmoid: 0.1.",
         valid=POSITIVE,
-        needs=EMBEDDINGS,
     )
-    learn_temperature: bool = option(
-        None, "Train the temperature; default: with --objective sigmoid.", flag=KEY_ONLY, needs=EMBEDDINGS
+    learn_temperature: bool = key_only(
+        None, "Train the temperature; default: with --objective sigmoid.", needs=EMBEDDINGS
     )
-    sigmoid_bias: float = option(
+    sigmoid_bias: float = key_only(
         -10.0,
         "Objective sigmoid: learned number that is added to each score, at first.",
-        flag=KEY_ONLY,
         needs=(
             EMBEDDINGS,
             Needs(
@@ -146,10 +143,9 @@ class ObjectiveConfig:
             ),
         ),
     )
-    symmetric: bool = option(
+    symmetric: bool = key_only(
         True,
         "Objective contrastive: also find the query of a document among all queries; off: documents alone.",
-        flag=KEY_ONLY,
         needs=(
             EMBEDDINGS,
             Needs(
@@ -159,16 +155,15 @@ class ObjectiveConfig:
             ),
         ),
     )
-    matryoshka_widths: tuple[int, ...] = option(
+    matryoshka_widths: tuple[int, ...] = key_only(
         (),
         "Embeddings: also apply the loss to so many first channels (Matryoshka), all with weight 1; default: to all "
         "channels alone.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=EMBEDDINGS,
     )
-    query_prefix: str = option("", "Embeddings: text, such as an instruction, put before each query.", needs=EMBEDDINGS)
-    document_prefix: str = option("", "Embeddings: text before each document.", needs=EMBEDDINGS)
+    query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
+    document_prefix: str = of_embeddings("", "Embeddings: text before each document.")
     losses: ObjectiveSections = field(default_factory=ObjectiveSections)
 
 
@@ -190,17 +185,15 @@ class ModelConfig:
         "Token id whose positions receive the image features; default: the tokenizer's image token.",
         valid=AT_LEAST_0,
     )
-    video_token: int | None = option(
+    video_token: int | None = key_only(
         None,
         "Token id whose positions receive the features of videos; default: the model's (without one: no videos).",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )
-    video_steps_per_second: float | None = option(
+    video_steps_per_second: float | None = key_only(
         None,
         "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
         "frames that share patches (Qwen2-VL).",
-        flag=KEY_ONLY,
         valid=POSITIVE,
     )
     init_method_std: float = option(
@@ -228,6 +221,4 @@ class LoraConfig:
         "routed experts only by their name (experts).",
         needs=ADAPTERS,
     )
-    train_router: bool = option(
-        False, "Train the routers of experts beside adapters; off: they are frozen.", flag=KEY_ONLY
-    )
+    train_router: bool = key_only(False, "Train the routers of experts beside adapters; off: they are frozen.")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, KEY_ONLY, Needs, Valid, data_kind, has_validation, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, Needs, Valid, data_kind, has_validation, key_only, option
 from megavlm.config.registry import CallbackSections
 
 VALIDATION = Needs(has_validation, "without validation data", "add --validation PATH or --validation-split 0.01")
@@ -33,17 +34,15 @@ class EvaluationConfig:
         valid=AT_LEAST_1,
         needs=VALIDATION,
     )
-    eval_samples: int = option(
+    eval_samples: int = key_only(
         96,
         "Digits: number of held-out questions of each kind.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=Needs(lambda config: data_kind(config) == "digits", "except on digits", "use --data digits"),
     )
-    eval_ema: bool = option(
+    eval_ema: bool = key_only(
         False,
         "Validate, and answer held-out prompts, with the averaged weights; off: with those of the last step.",
-        flag=KEY_ONLY,
         needs=Needs(lambda config: config.optimizer.ema_decay > 0, "without averaged weights", "add --ema-decay 0.999"),
     )
     sample_interval: int = option(
@@ -57,19 +56,14 @@ class EvaluationConfig:
             "add --validation PATH or --validation-split 0.01",
         ),
     )
-    sample_count: int = option(
-        8,
-        "Number of validation samples to answer, from each data set in turn.",
-        flag=KEY_ONLY,
-        valid=AT_LEAST_1,
-        needs=ANSWERS,
+    sample_count: int = key_only(
+        8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1, needs=ANSWERS
     )
-    sample_max_new_tokens: int = option(
-        128, "Most tokens of such an answer.", flag=KEY_ONLY, valid=AT_LEAST_1, needs=ANSWERS
-    )
+    sample_max_new_tokens: int = key_only(128, "Most tokens of such an answer.", valid=AT_LEAST_1, needs=ANSWERS)
 
 
 PROFILE = Needs(lambda config: config.logging.profile, "without a profile", "add --profile")
+of_profile = partial(option, needs=PROFILE)
 TRACKER = Needs(lambda config: bool(config.logging.tracker), "without a tracker", "add --tracker wandb or mlflow")
 
 
@@ -96,13 +90,11 @@ class LoggingConfig:
     profile: bool = option(
         False, "Profile steps with torch.profiler: write RUN_DIR/profile/rank-N.json.gz and the most expensive kernels."
     )
-    profile_step_start: int = option(
-        10, "Profiler: number of steps that run before the trace starts.", valid=AT_LEAST_0, needs=PROFILE
+    profile_step_start: int = of_profile(
+        10, "Profiler: number of steps that run before the trace starts.", valid=AT_LEAST_0
     )
-    profile_step_end: int = option(12, "Profiler: last step of the trace.", valid=AT_LEAST_1, needs=PROFILE)
-    profile_ranks: tuple[int, ...] = option(
-        (0,), "Profiler: ranks that write a trace.", valid=AT_LEAST_0, needs=PROFILE
-    )
+    profile_step_end: int = of_profile(12, "Profiler: last step of the trace.", valid=AT_LEAST_1)
+    profile_ranks: tuple[int, ...] = of_profile((0,), "Profiler: ranks that write a trace.", valid=AT_LEAST_0)
     callbacks: CallbackSections = field(default_factory=CallbackSections)
 
 
@@ -121,20 +113,18 @@ class NumericsConfig:
         "0: no norm is. The default finds corrupted numbers; 5 to 20 also finds unusual data.",
         valid=Valid("0 or greater than 1", lambda value: value == 0 or value > 1),
     )
-    max_consecutive_skips: int = option(
+    max_consecutive_skips: int = key_only(
         10,
         "Number of skipped steps in a row at which the run ends, with exit status 3 and without a checkpoint.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
     )
     iterations_to_skip: tuple[str, ...] = option(
         (), "Iterations whose batches are skipped, as numbers and ranges: 12 40-45. Default: no iteration."
     )
-    check_weight_hash_across_dp_replicas_interval: int = option(
+    check_weight_hash_across_dp_replicas_interval: int = key_only(
         0,
         "Steps between comparisons, by checksum, of weights that ranks hold alike (data-parallel replicas, and "
         "tensor-parallel ranks where nothing is cut); a difference ends the run with exit status 71 and "
         "names the rank. 0: no comparison.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
     )

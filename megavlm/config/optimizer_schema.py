@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args, get_type_hints
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, KEY_ONLY, POSITIVE, TRAINING, Needs, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, Needs, key_only, option
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,14 @@ class AdamWOptions:
 class MuonOptions:
     """The options of Muon."""
 
-    muon_momentum: float = option(0.95, "Muon: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1)
-    muon_num_ns_steps: int = option(
-        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", flag=KEY_ONLY, valid=AT_LEAST_1
+    muon_momentum: float = key_only(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
+    muon_num_ns_steps: int = key_only(
+        5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
     )
-    muon_precision: Literal["fp32", "bf16"] = option(
+    muon_precision: Literal["fp32", "bf16"] = key_only(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
-        flag=KEY_ONLY,
     )
 
 
@@ -90,10 +89,10 @@ class MuonOptions:
 class LionOptions:
     """The options of Lion."""
 
-    lion_beta1: float = option(
-        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", flag=KEY_ONLY, valid=BELOW_1
+    lion_beta1: float = key_only(
+        0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
     )
-    lion_beta2: float = option(0.99, "Lion: decay rate of the momentum.", flag=KEY_ONLY, valid=BELOW_1)
+    lion_beta2: float = key_only(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
 
 
 @dataclass(frozen=True)
@@ -217,13 +216,12 @@ class OptimizerConfig(RuleOptions):
         "After each update, scale the query and key projections of heads whose largest attention logit of the step was "
         "above optimizer.qk_clip_threshold (MuonClip).",
     )
-    qk_clip_threshold: float = option(
-        100.0, "--qk-clip: largest attention logit that heads may have.", flag=KEY_ONLY, valid=POSITIVE, needs=QK_CLIP
+    qk_clip_threshold: float = key_only(
+        100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE, needs=QK_CLIP
     )
-    qk_clip_alpha: float = option(
+    qk_clip_alpha: float = key_only(
         0.5,
         "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.",
-        flag=KEY_ONLY,
         valid=FRACTION,
         needs=QK_CLIP,
     )
@@ -236,27 +234,22 @@ class OptimizerConfig(RuleOptions):
     clip_grad: float = option(
         1.0, "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping.", valid=AT_LEAST_0
     )
-    initial_loss_scale: float = option(
+    initial_loss_scale: float = key_only(
         4096.0,
         "fp16: initial loss scale, which keeps small gradients above underflow.",
-        flag=KEY_ONLY,
         valid=POSITIVE,
         needs=LOSS_SCALE,
     )
-    min_loss_scale: float = option(
-        1.0, "fp16: lower bound of the loss scale.", flag=KEY_ONLY, valid=POSITIVE, needs=LOSS_SCALE
-    )
-    loss_scale_window: int = option(
+    min_loss_scale: float = key_only(1.0, "fp16: lower bound of the loss scale.", valid=POSITIVE, needs=LOSS_SCALE)
+    loss_scale_window: int = key_only(
         1000,
         "fp16: number of steps without overflow after which the loss scale doubles.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=LOSS_SCALE,
     )
-    hysteresis: int = option(
+    hysteresis: int = key_only(
         2,
         "fp16: number of overflows before the loss scale is halved; each overflow skips its step.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_1,
         needs=LOSS_SCALE,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavlm.config.schema import Config
-from typing import TYPE_CHECKING
 
 # Groups of `--help`, in its order.
 MODEL = "model and weights"
@@ -77,6 +77,9 @@ def option(
         "point": point,
     }
     return field(default=default, metadata=metadata)
+
+
+key_only = partial(option, flag=KEY_ONLY)
 
 
 def data_kind(config: Config) -> str:

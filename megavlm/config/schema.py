@@ -2,7 +2,7 @@
 
 A field made with `option(default, help, *aliases)` becomes the YAML key `section.name` and the flag
 `--kebab-case-name`; fields of the lora section carry that prefix. Names are Megatron's. The sections that describe the
-shape of a model have keys alone (`fields.SHAPE`), as have fields with `flag=KEY_ONLY`; another `flag=` names a flag
+shape of a model have keys alone (`fields.SHAPE`), as have fields made with `key_only`; another `flag=` names a flag
 where the key would say too little without its section (`data.kind` is `--data`). `valid=` is the range of a number,
 `needs=` what must be set for the option to have an effect, and `common=` the group in which `--help` lists it. Rules
 that relate fields to one another live in `rules.py`. A field whose default is None, but whose type does not have None,
@@ -12,6 +12,7 @@ is a plain value from `resolve.resolve` on, which computes its default from othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from megavlm.config.data_schema import DataConfig, DatasetConfig
@@ -33,12 +34,12 @@ from megavlm.config.option import (
     DATA,
     DATASETS,
     FILES,
-    KEY_ONLY,
     MODEL,
     POSITIVE,
     TRAINING,
     Needs,
     Valid,
+    key_only,
     option,
 )
 
@@ -70,6 +71,7 @@ __all__ = [
 SEEDS = Valid("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32)
 
 SAVES = Needs(lambda config: config.checkpoint.save, "with --no-save", "leave --no-save out")
+of_saves = partial(option, needs=SAVES)
 
 
 @dataclass(frozen=True)
@@ -104,20 +106,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_interval: int = option(
-        None,
-        "Steps between saves; default: 0 (at end), given weights: 500.",
-        common=FILES,
-        valid=AT_LEAST_0,
-        needs=SAVES,
+    save_interval: int = of_saves(
+        None, "Steps between saves; default: 0 (at end), given weights: 500.", common=FILES, valid=AT_LEAST_0
     )
-    keep_checkpoints: int = option(
-        2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0, needs=SAVES
-    )
-    keep_every: int = option(
+    keep_checkpoints: int = of_saves(2, "Number of latest checkpoints to keep; 0: keep all.", valid=AT_LEAST_0)
+    keep_every: int = key_only(
         0,
         "Also keep checkpoints whose iteration is a multiple of this; 0: none of them.",
-        flag=KEY_ONLY,
         valid=AT_LEAST_0,
         needs=SAVES,
     )
@@ -134,17 +129,16 @@ class CheckpointConfig:
             ),
         ),
     )
-    keep_best_mode: Literal["min", "max"] = option(
+    keep_best_mode: Literal["min", "max"] = key_only(
         "min",
         "Whether the smallest or the largest value is the best one.",
-        flag=KEY_ONLY,
         needs=Needs(
             lambda config: config.checkpoint.keep_best is not None, "without --keep-best", "add --keep-best loss"
         ),
     )
     save: bool = option(True, "Write checkpoints; --save-interval sets how often.")
-    async_save: bool = option(
-        True, "Write checkpoints while training goes on; off: training waits until they are written.", needs=SAVES
+    async_save: bool = of_saves(
+        True, "Write checkpoints while training goes on; off: training waits until they are written."
     )
     checkpoint_dir: str | None = option(
         None,

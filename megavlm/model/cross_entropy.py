@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megavlm.arch.language_ends import LOSS_WORK
+from megavlm.arch.ends import LOSS_WORK
 from megavlm.model.weight_gradients import LaterGradient, WeightGradients, has_halves
 
 # As `vocab_parallel_cross_entropy`.

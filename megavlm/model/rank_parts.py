@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megavlm.arch.encoder_ends import Projector
+from megavlm.arch.ends import Projector
 from megavlm.arch.kinds import KINDS
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of
 from megavlm.arch.tensor_split import Part, language_split, mlp_share, share_runs

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
+from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.kind import FP32, ROUND, HiddenWeight
 from megavlm.arch.kinds import (
     hidden_bytes,
@@ -25,7 +26,6 @@ from megavlm.arch.kinds import (
     saved_bytes,
     waiting_bytes,
 )
-from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
 from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logit_columns
 from megavlm.arch.kind import FP32, Exchange
 from megavlm.arch.kinds import (
     KINDS,
@@ -33,7 +34,6 @@ from megavlm.arch.kinds import (
     rank_parameters,
     saved_bytes,
 )
-from megavlm.arch.language_ends import LOSS_WORK, computes_logits_again, logit_columns
 from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,

@@ -64,12 +64,5 @@ def value_hint(word: str, choices: Collection[str]) -> str:
     return f": did you mean {found}?" if (found := next(same, None)) else ""
 
 
-def trainer_of(keys: Collection[str]) -> str:
-    """Return the name of the trainer whose file has these keys, or "another trainer"."""
-    return next(
-        (name for name, signs in _table()["signs"].items() if not set(signs).isdisjoint(keys)), "another trainer"
-    )
-
-
 def _bare(word: str) -> str:
     return word.lstrip("-").replace("_", "-").lower()

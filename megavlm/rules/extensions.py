@@ -10,7 +10,7 @@ import hashlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megavlm.config.messages import described, plain
@@ -22,19 +22,18 @@ from megavlm.rules.fields import options, value_at
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def words_after(flag: str, argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the words that follow a flag on a command line, wherever it occurs. Other flags may not be known yet."""
-    return tuple(
-        word for word, said in zip(argv, _belonging(flag, argv), strict=True) if said and word != flag
-    ) + tuple(word.partition("=")[2] for word in argv if word.startswith(f"{flag}="))
-
-
-def _belonging(flag: str, argv: Sequence[str]) -> Iterator[bool]:
-    """Yield of each word whether it is the flag, or follows it."""
-    inside = False
+def split_words(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line that follow a flag, wherever it occurs, and all others. Other flags may not be
+    known yet.
+    """
+    following, rest, inside = list[str](), list[str](), False
     for word in argv:
         inside = word == flag or (inside and not word.startswith("-"))
-        yield inside
+        if word.startswith(f"{flag}="):
+            following.append(word.partition("=")[2])
+        elif word != flag:
+            (following if inside else rest).append(word)
+    return following, rest
 
 
 def without_extensions(argv: Sequence[str]) -> list[str]:
@@ -42,9 +41,9 @@ def without_extensions(argv: Sequence[str]) -> list[str]:
 
     Raises UserError.
     """
-    load_extensions(words_after(FLAG, argv))
-    kept = (word for word, said in zip(argv, _belonging(FLAG, argv), strict=True) if not said)
-    return [word for word in kept if not word.startswith(f"{FLAG}=")]
+    names, rest = split_words(FLAG, argv)
+    load_extensions(names)
+    return rest
 
 
 def load_extensions(names: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,10 @@ from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.paths import read_bytes
-from megavlm.rules.elsewhere import exact_hint, hint, meaning_of, trainer_of
+from megavlm.rules.elsewhere import exact_hint, hint
 from megavlm.rules.fields import Option, options, with_values
 from megavlm.storage import without_secrets
 
-_MOST_KEYS = 20  # of another trainer's file that a message translates
 _LARGEST, _MOST_NODES = 2**19, 10**5  # bytes of a file of options (a complete one has 10,000); values in it
 
 
@@ -129,25 +127,6 @@ def in_yaml(text: str) -> str:
     return by_flag[flag].key + (f": {value}" if values or value == "false" else "") + comma + note
 
 
-def _of_another_trainer(data: object) -> str | None:
-    """Return what a file of another trainer's options is here, if at least two of its keys are such; else None."""
-    if not isinstance(data, Mapping):
-        return None
-    if "architectures" in data:
-        return "describes a model: give its folder to --init-from, or to --hf of megavlm plan"
-    foreign = [str(key) for key in data if meaning_of(str(key))]
-    unset = [key for key in foreign if data.get(key) in (None, False)]
-    ours = [key for key in data if hasattr(Config(), str(key)) and isinstance(data[key], Mapping)]
-    if len(foreign) < 2 or len(ours) > len(foreign):
-        return None
-    meant = {key: in_yaml(meaning_of(key)) for key in foreign if key not in unset and meaning_of(key)[0] == "-"}
-    said = "; ".join(f"{key} is {meaning.partition(',')[0]}" for key, meaning in [*meant.items()][:_MOST_KEYS])
-    return (
-        f"is a file of {trainer_of([str(key) for key in data])}: write its options as here or give them as flags "
-        f"({said}{'; …' if len(meant) > _MOST_KEYS else ''}); --print-config prints a whole file"
-    )
-
-
 def from_yaml_file(path: str | Path) -> Config:
     """Return the configuration in a YAML file. Raises UserError, which names the file, if it cannot be used."""
     return with_values(Config(), values_in_file(path))
@@ -161,11 +140,14 @@ def values_in_file(path: str | Path) -> dict[tuple[str, ...], Any]:
             f"--config {plain(without_secrets(str(path)))}"
             f" is empty: write options (`train: {{train_iters: 10}}`) or leave out --config"
         )
+    if isinstance(data, Mapping) and "architectures" in data:
+        raise UserError(
+            f"--config {plain(without_secrets(str(path)))} describes a model: give its folder to --init-from, or to "
+            "--hf of megavlm plan"
+        )
     try:
         return values_in(data)
     except UserError as error:
-        if foreign := _of_another_trainer(data):
-            raise UserError(f"--config {plain(without_secrets(str(path)))} {foreign}") from None
         raise UserError(f"--config {plain(without_secrets(str(path)))}: {error}") from None
 
 
@@ -201,59 +183,31 @@ def read_yaml(path: str | Path, *, what: str) -> Any:
 def data_of(text: str, *, what: str) -> Any:
     """Return the data in a YAML text; None if it is empty. Raises UserError as `read_yaml`, beginning with `what`."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if _expanded(root) > _MOST_NODES:
-            raise UserError(f"{what} has more than {_MOST_NODES} values with its aliases expanded: write fewer")
-        duplicate = _duplicate_key(root)
-        data = yaml.safe_load(text)
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), what=what)
+        return yaml.safe_load(text)
     except UserError:
         raise
     # PyYAML raises many types on malformed text: YAMLError, ValueError (dates), KeyError (tags), RecursionError.
     except Exception as error:
         raise UserError(f"{what} is not valid YAML{_place(error)}") from None
-    if duplicate is not None:
-        raise UserError(f"{what} has {plain(duplicate)} twice in one mapping: merge them or remove one")
-    return data
 
 
-def _expanded(root: Any) -> float:
-    """Return how many values a YAML document has once aliases stand for what they name; infinite for a circle."""
-    sizes: dict[int, float] = {}  # of nodes; infinite as long as what they hold is not counted
-    waiting = [root]
+def _check_nodes(root: Any, *, what: str) -> None:
+    """Raise UserError for a key that a mapping has twice, of which YAML would keep the last one, and for a document
+    that is huge once aliases stand for what they name.
+    """
+    waiting, count = [root], 0
     while waiting:
-        node = waiting[-1]
-        held = _held(node)
-        if new := [each for each in held if id(each) not in sizes] if id(node) not in sizes else []:
-            sizes[id(node)] = math.inf
-            waiting += new
-        else:
-            sizes[id(node)] = 1 + sum(sizes[id(each)] for each in held)
-            waiting.pop()
-    return sizes[id(root)]
-
-
-def _held(node: Any) -> list[Any]:
-    """Return the nodes that a node of a YAML document holds."""
-    if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _duplicate_key(root: Any) -> str | None:
-    """Return a key that occurs twice in a mapping, or None; YAML would silently keep the last value."""
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        # Anchors may make the graph cyclic.
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
+        node, count = waiting.pop(), count + 1
+        if count > _MOST_NODES:
+            raise UserError(f"{what} has more than {_MOST_NODES} values with its aliases expanded: write fewer")
         if isinstance(node, yaml.MappingNode):
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            if twice := [key for key, count in keys.items() if count > 1]:
-                return str(twice[0])
-        waiting += _held(node)
-    return None
+            if twice := [key for key, number in keys.items() if number > 1]:
+                raise UserError(f"{what} has {plain(str(twice[0]))} twice in one mapping: merge them or remove one")
+            waiting += [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def _place(error: Exception) -> str:

@@ -195,8 +195,8 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     import torch.distributed as dist
 
     from megavlm import backend
+    from megavlm.arch.ends import vocabulary_shard
     from megavlm.arch.kinds import local_parameters
-    from megavlm.arch.language_ends import vocabulary_shard
     from megavlm.command_line.parsing import parse
     from megavlm.parallel.groups import destroy_groups
     from megavlm.planner.auto import predict

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.connector import Connector, HfNames
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, stream_bytes
+from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
@@ -68,17 +68,14 @@ class AdaptivePool(Connector):
             model.vision.hidden_size, self.own(model).hidden_size, model.language.hidden_size, gated=False, bias=True
         )
 
-    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
-        return self.mlp(model).splits("mlp")
+    def blocks(self, model: ModelConfig) -> Mapping[str, MlpBlock]:
+        return {"mlp": self.mlp(model)}
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         return ({name: name for name in self.mlp(model).names("mlp")},)
 
     def exported(self, model: ModelConfig) -> int:
         return 0
-
-    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        return self.mlp(model).hidden_weights("mlp")
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         return self.mlp(model).parameters(tp)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.connector import Block, Connector, HfNames, Split
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import (
     FP32,
@@ -142,7 +142,10 @@ class CAbstractor(Connector):
         """Return the rows and columns of the table of learned positions: those of an image of the tower's own size."""
         return model.vision.image_size // model.vision.patch_size
 
-    def blocks(self, model: ModelConfig) -> dict[str, ConvBlock]:
+    def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
+        return {"mlp": self.mlp(model), **self.conv_blocks(model)}
+
+    def conv_blocks(self, model: ModelConfig) -> dict[str, ConvBlock]:
         """Return the blocks before the pooling, `before.N`, and after it, `after.N`."""
         own = self.own(model)
         places = [(stage, number) for stage in ("before", "after") for number in range(own.depth)]
@@ -158,40 +161,28 @@ class CAbstractor(Connector):
         own = self.own(model)
         return MlpBlock(own.hidden_size, own.ffn_hidden_size, model.language.hidden_size, gated=False, bias=True)
 
-    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
-        found = self.mlp(model).splits("mlp")
-        for name, block in self.blocks(model).items():
-            found |= block.splits(name)
-        return found
-
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         # A folder does not say how wide its tower is, so whether it has a shortcut shows in its weights.
         return tuple(self._names(model, projects=projects) for projects in (False, True))
 
     def exported(self, model: ModelConfig) -> int:
-        return int(self.blocks(model)["before.0"].projects)
+        return int(self.conv_blocks(model)["before.0"].projects)
 
     def _names(self, model: ModelConfig, *, projects: bool) -> HfNames:
-        blocks = self.blocks(model)
+        blocks = self.conv_blocks(model)
         first = blocks["before.0"]
         blocks["before.0"] = replace(first, inputs=first.width + projects)
         names = [leaf for name, block in blocks.items() for leaf in block.names(name)]
         return {name: name for name in ("positions", *self.mlp(model).names("mlp"), *names)}
 
-    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        found = self.mlp(model).hidden_weights("mlp")
-        for name, block in self.blocks(model).items():
-            found |= block.hidden_weights(name)
-        return found
-
     def parameters(self, model: ModelConfig, tp: int) -> int:
         blocks = sum(block.parameters(tp) for block in self.blocks(model).values())
-        return blocks + self.mlp(model).parameters(tp) + self.table(model) ** 2 * model.vision.hidden_size
+        return blocks + self.table(model) ** 2 * model.vision.hidden_size
 
     def _seen(self, model: ModelConfig, work: Workload) -> dict[str, tuple[ConvBlock, float]]:
         """Return each block and how many positions it sees."""
         seen = {"before": work.patches, "after": work.features}
-        return {name: (block, seen[name.partition(".")[0]]) for name, block in self.blocks(model).items()}
+        return {name: (block, seen[name.partition(".")[0]]) for name, block in self.conv_blocks(model).items()}
 
     def _images(self, model: ModelConfig, work: Workload) -> float:
         return float(work.features / self.own(model).side ** 2)
@@ -219,7 +210,7 @@ class CAbstractor(Connector):
         reductions = [features, work.features * width]
         for block, positions in self._seen(model, work).values():
             reductions += block.reductions(scenario, positions, images)
-        projected = sum(block.projects for block in self.blocks(model).values())
+        projected = sum(block.projects for block in self.conv_blocks(model).values())
         gathers = (patches,) * scenario.sequence_parallel + (work.patches * width,) * projected
         return Communication(gathers, tuple(reductions))
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.connector import Block, Connector, HfNames
 from megavlm.arch.image_tokens import Grid
-from megavlm.arch.kind import FP32, Communication, HiddenWeight, LayerCost, Stream, stream_bytes
+from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
@@ -84,24 +84,16 @@ class Perceiver(Connector):
         inner = self.own(model).projection_ffn_hidden_size
         return MlpBlock(model.vision.hidden_size, inner, model.language.hidden_size, gated=True, bias=False)
 
-    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
-        found = self.projection(model).splits("projection")
+    def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
+        found: dict[str, Block] = {"projection": self.projection(model)}
         for layer in range(self.own(model).num_layers):
-            found |= self.attention(model).splits(f"layers.{layer}.attention")
-            found |= self.mlp(model).splits(f"layers.{layer}.mlp")
-        return found
-
-    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        found = self.projection(model).hidden_weights("projection")
-        for layer in range(self.own(model).num_layers):
-            found |= self.attention(model).hidden_weights(f"layers.{layer}.attention")
-            found |= self.mlp(model).hidden_weights(f"layers.{layer}.mlp")
+            found |= {f"layers.{layer}.attention": self.attention(model), f"layers.{layer}.mlp": self.mlp(model)}
         return found
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         own, width = self.own(model), model.language.hidden_size
-        layer = self.attention(model).parameters(tp) + self.mlp(model).parameters(tp) + 3 * width
-        return int(self.projection(model).parameters(tp) + own.num_layers * layer + (own.num_latents + 1) * width)
+        divided = sum(block.parameters(tp) for block in self.blocks(model).values())
+        return int(divided + (3 * own.num_layers + own.num_latents + 1) * width)
 
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
         own, latents = self.own(model), work.features

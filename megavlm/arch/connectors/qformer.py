@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.arch.connector import Connector, HfNames, Split
+from megavlm.arch.connector import Block, Connector, HfNames
 from megavlm.arch.image_tokens import Grid
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, hidden_weight, stream_bytes
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
@@ -68,30 +68,23 @@ class QFormer(Connector):
         own = self.own(model)
         return MlpBlock(own.hidden_size, own.ffn_hidden_size, own.hidden_size, gated=False, bias=True)
 
-    def splits(self, model: ModelConfig) -> Mapping[str, Split]:
-        found: dict[str, Split] = {}
+    def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
+        found: dict[str, Block] = {}
         for layer in range(self.own(model).num_layers):
-            found |= self.attention(model, cross=False).splits(f"layers.{layer}.self_attention")
-            found |= self.mlp(model).splits(f"layers.{layer}.mlp")
+            found[f"layers.{layer}.self_attention"] = self.attention(model, cross=False)
+            found[f"layers.{layer}.mlp"] = self.mlp(model)
         for layer in self.crossing(model):
-            found |= self.attention(model, cross=True).splits(f"layers.{layer}.cross_attention")
+            found[f"layers.{layer}.cross_attention"] = self.attention(model, cross=True)
         return found
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        own = self.own(model)
-        found = {"projection.weight": hidden_weight(own.hidden_size, model.language.hidden_size)}
-        for layer in range(own.num_layers):
-            found |= self.attention(model, cross=False).hidden_weights(f"layers.{layer}.self_attention")
-            found |= self.mlp(model).hidden_weights(f"layers.{layer}.mlp")
-        for layer in self.crossing(model):
-            found |= self.attention(model, cross=True).hidden_weights(f"layers.{layer}.cross_attention")
-        return found
+        projection = hidden_weight(self.own(model).hidden_size, model.language.hidden_size)
+        return {"projection.weight": projection, **super().hidden_weights(model)}
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         own, crossing = self.own(model), len(self.crossing(model))
         norms = 2 * own.hidden_size * (1 + 2 * own.num_layers + crossing)
-        blocks = own.num_layers * (self.attention(model, cross=False).parameters(tp) + self.mlp(model).parameters(tp))
-        blocks += crossing * self.attention(model, cross=True).parameters(tp)
+        blocks = sum(block.parameters(tp) for block in self.blocks(model).values())
         projection = (own.hidden_size + 1) * model.language.hidden_size
         return int(own.num_queries * own.hidden_size + norms + blocks + projection)
 

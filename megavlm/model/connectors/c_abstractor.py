@@ -181,7 +181,7 @@ class CAbstractor(ConnectorModule):
         self.table_side, self.side = C_ABSTRACTOR.table(model), own.side
         places, width = self.table_side**2, model.vision.hidden_size
         self.positions = nn.Parameter(torch.empty(places, width, dtype=self.config.params_dtype))
-        of_name = C_ABSTRACTOR.blocks(model)
+        of_name = C_ABSTRACTOR.conv_blocks(model)
 
         def blocks(stage: str) -> Part:
             made = (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -150,48 +148,3 @@ def test_a_command_of_another_trainer_becomes_ours(trainer: str) -> None:
         seen.append(message)
         theirs = followed(message, theirs)[0]
     assert parse(theirs) == parse(ours)
-
-
-FILES = {
-    "LLaMA-Factory": (
-        {
-            "model_name_or_path": "m",
-            "finetuning_type": "lora",
-            "cutoff_len": 9,
-            "bf16": True,
-            "trust_remote_code": True,
-        },
-        (
-            "model_name_or_path is checkpoint.init_from",
-            "cutoff_len is train.seq_length",
-            "bf16 is precision.dtype: bf16",
-        ),
-    ),
-    "ms-swift": (
-        {"model": "m", "train_type": "lora", "dataset": ["a"], "seed": 1},
-        ("model is checkpoint.init_from", "dataset is data.datasets"),
-    ),
-    "DeepSpeed": (
-        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}},
-        ("zero_optimization is parallel.data_parallel_sharding",),
-    ),
-    "Axolotl": (
-        {"base_model": "m", "sequence_len": 9, "micro_batch_size": 1, "bf16": False},
-        ("base_model is checkpoint.init_from; sequence_len is train.seq_length)",),
-    ),
-    "Transformers": (
-        {"per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-5},
-        ("num_train_epochs is train.epochs", "learning_rate is optimizer.lr"),
-    ),
-}
-
-
-@pytest.mark.parametrize("trainer", FILES)
-def test_a_file_of_another_trainer_is_recognised(trainer: str, tmp_path: Path) -> None:
-    data, says = FILES[trainer]
-    path = tmp_path / "args.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(UserError) as caught:
-        parse(["--config", str(path)])
-    assert f" is a file of {trainer}: " in str(caught.value)  # a long path is shortened
-    assert all(each in str(caught.value) for each in says)
