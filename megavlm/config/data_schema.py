@@ -32,9 +32,7 @@ of_files, of_synthetic = partial(option, needs=DATASETS), partial(option, needs=
 class DatasetConfig:
     """One data set of the user (`data.datasets`, or `--datasets PATH,weight=2,image_root=DIR …`)."""
 
-    path: str = option(
-        "", "File of records, or for webdataset the folder of tars or its meta-dataset file; or its URL."
-    )
+    path: str = option("", "File of records, or for webdataset the folder of tars; or its URL.")
     kind: Literal["auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "webdataset"] = (
         option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
     )
@@ -158,9 +156,8 @@ class DataConfig:
     )
     worker_timeout: float = of_files(
         150.0,  # three times that are less than a default --distributed-timeout-minutes
-        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced, and the "
-        "sample is skipped after three; where the training process reads by itself (--num-workers 0, and tars), the "
-        "run saves and ends. 0: no limit.",
+        "Files: time limit in seconds for reading a sample. A worker process that exceeds it is replaced; after three "
+        "at the same samples the run saves and ends. 0: no limit.",
         flag="--data-worker-timeout",
         valid=AT_LEAST_0,
     )

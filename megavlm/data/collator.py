@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megavlm.data.collate import CollateSpec, collate, collate_images
-from megavlm.data.reads import Reads
 from megavlm.data.sampler import Window, window_of
 from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment, Segments
-from megavlm.data.workers import TellingSource, WorkerPool
+from megavlm.data.workers import WorkerPool
 from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
 
@@ -45,8 +44,6 @@ class CollatedBatch:
 class Collator(Protocol):
     """Makes the sequences of a window and the micro-batches of a step."""
 
-    reads: Reads  # what it is reading
-
     def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
         """Return the sequences of a window of samples, or why one is skipped; None: it is held out."""
         ...
@@ -65,7 +62,6 @@ class ComputedCollator:
 
     def __init__(self, source: Source, spec: CollateSpec, *, own_images: OwnImages | None = None) -> None:
         """`own_images` is None on a rank that encodes no images."""
-        self.reads = Reads(0)
         self._source = source
         self._spec = spec
         self._own_images = own_images
@@ -103,10 +99,8 @@ class FileCollator:
         *,
         packing: bool,
         pool: WorkerPool | None = None,
-        reads: Reads | None = None,
     ) -> None:
-        """Without `pool` the calling thread does the work and tells `reads` of each sample. `close` closes the pool."""
-        self.reads = reads or Reads(0)
+        """Without `pool` the calling thread does the work. `close` closes the pool."""
         self._source = source
         self._spec = spec
         self._packing = packing
@@ -147,9 +141,7 @@ class FileCollator:
         """Return `function(source, task)` of each task."""
         if self._pool is not None:
             return self._pool.map(function, tasks)
-        telling = TellingSource(self._source, lambda told: self.reads.begin(lambda: f"sample {told[2]}"))
-        with self.reads.reading(lambda: "data"):
-            return [function(telling, task) for task in tasks]
+        return [function(self._source, task) for task in tasks]
 
 
 def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[EncodedRecord]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -15,15 +15,14 @@ from megavlm.data.collator import Collator, FileCollator, OwnImages
 from megavlm.data.encoder import Encoder
 from megavlm.data.order import Order, spread, weights_of
 from megavlm.data.prompts import choose_prompts
-from megavlm.data.reads import Reads
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
 from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
 from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, StreamSample
-from megavlm.data.workers import Told, WorkerPool
+from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
-from megavlm.resilience.events import events, record
+from megavlm.resilience.events import record
 
 MEASURED = 8192  # records that are encoded at most to count sequences, and a window more: about ten seconds
 _LOOKED_AT = 100  # most validation samples that are encoded to find one that can be used
@@ -46,7 +45,6 @@ class FilesSource(Encoder, Source):
         super().__init__(config)
         self.names = tuple(name_of(source) for source in config.data.datasets)
         self.validation_names = tuple(name_of(source) for source in self._validation)
-        self.reads = Reads(config.data.worker_timeout)
 
     def warnings(self) -> list[str]:
         """Return the warnings to print before a run. Raises UserError for a data set that cannot be opened."""
@@ -159,10 +157,6 @@ class FilesSource(Encoder, Source):
         A record is encoded once; a bad one is reported in `skipped`. Encoded images have a number and no bytes, so
         that a window of encoded samples stays small. A sample of the training data that is held out has no tokens.
         """
-        with self.reads.reading(lambda: f"sample {self.name(sample_id)[1]}"):
-            return self._encode(sample_id)
-
-    def _encode(self, sample_id: SampleId) -> EncodedRecord:
         if isinstance(sample_id, int) and self.config.data.validation_split:
             ref = self.order.record(sample_id)
             if self._is_held_out(self.records[ref.source], ref.record):
@@ -212,30 +206,21 @@ class FilesSource(Encoder, Source):
     # --- What other parts ask every source
 
     def worker_pool(self) -> WorkerPool | None:
-        """Start the processes of `--num-workers`, whose replacements are printed and recorded; none for 0.
-
-        What the run gave up before it was started again stays given up, so that its sequences are the same.
-        """
+        """Start the processes of `--num-workers`, whose replacements are printed and recorded; none for 0."""
         data, run_dir = self.config.data, Path(self.config.run.run_dir)
+
+        def report(line: str) -> None:
+            print(f"warning: {one_line(line)}", file=sys.stderr, flush=True)
+            record(run_dir, "worker", reason=line)
+
         if not data.num_workers:
             return None
-
-        def report(line: str, given_up: Told | None) -> None:
-            print(f"warning: {one_line(line)}", file=sys.stderr, flush=True)
-            record(run_dir, "worker", reason=line, given_up=given_up)
-
-        given_up: list[Told] = []
-        for event in [] if self.config.checkpoint.accept_changed_data else events(run_dir):
-            match event.get("given_up"):
-                case [str(part), str(name), str(sample)]:
-                    given_up.append((part, name, sample))
-        return WorkerPool(self, data.num_workers, timeout=data.worker_timeout, given_up=given_up, report=report)
+        return WorkerPool(self, data.num_workers, timeout=data.worker_timeout, report=report)
 
     def collator(
         self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None
     ) -> FileCollator:
-        data = self.config.data
-        return FileCollator(self, spec, packing=data.packing, pool=pool, reads=Reads(data.worker_timeout))
+        return FileCollator(self, spec, packing=self.config.data.packing, pool=pool)
 
     def sampler(
         self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
@@ -277,12 +262,12 @@ class FilesSource(Encoder, Source):
         return self.collator(CollateSpec.of(self.config, self)).encode(range(self.config.data.packing_window))
 
     def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
-        return self.reads.wait(lambda: [(self.place(sample), self.encode(sample)) for sample in range(number)])
+        return [(self.place(sample), self.encode(sample)) for sample in range(number)]
 
     def first_sequences(self, config: Config, records: int) -> FirstSequences:
         number = min(records, sum(map(len, self.records.values())))
         collator = self.collator(CollateSpec.of(config, self))
-        found = self.reads.wait(lambda: collator.encode(range(number)))
+        found = collator.encode(range(number))
         window = collator.packed(found)
         if not window.sequences:
             raise UserError(
@@ -304,7 +289,7 @@ class FilesSource(Encoder, Source):
             )
         skipped = SkipSummary()
         for sample in (first := samples[:_LOOKED_AT]):
-            record = self.reads.wait(partial(self.encode, sample))
+            record = self.encode(sample)
             if record.samples:
                 return samples
             skipped.add(record.skipped)

@@ -71,13 +71,10 @@ class RankLoader:
         self._prefetched: Future[tuple[StepData, LoaderState]] | None = None
 
     def next_step(self) -> StepData:
-        """Return the data of the next optimizer step. Errors of the data are raised here, UserError for a read that
-        hangs.
-        """
+        """Return the data of the next optimizer step. Errors of the data are raised here."""
         pending = self._prefetched or self._thread.submit(self._make, self._state)
         self._prefetched = pending  # `close` looks whether it is done
-        while not wait([pending], timeout=_LOOK).done:
-            self._collator.reads.check()
+        wait([pending])
         self._prefetched = None
         step, self._state = pending.result()
         self._prefetched = self._thread.submit(self._make, self._state)
@@ -92,10 +89,6 @@ class RankLoader:
         while (pending := self._prefetched) is not None and not unless():
             if wait([pending], timeout=_LOOK).done:
                 return pending.exception()
-            try:
-                self._collator.reads.check()
-            except UserError as error:
-                return error
         return None
 
     def state_dict(self) -> LoaderState:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -40,16 +39,12 @@ def choose_prompts(config: Config, source: FilesSource, samples: Sequence[HeldOu
     Raises UserError if none of the first samples can be used.
     """
     options = config.evaluation
-
-    def ask(sample: HeldOut) -> HeldOutPrompt:
-        with source.reads.reading(lambda: f"sample {source.name(sample)[1]}"):
-            return _prompt(source, sample, last=config.data.train_on == "last", most=options.sample_max_new_tokens)
-
+    last, most = config.data.train_on == "last", options.sample_max_new_tokens
     found: list[HeldOutPrompt] = []
     refused = SkipSummary()
     for sample in islice(in_turn(samples), options.sample_count + _LOOKED_AT):
         try:
-            found.append(source.reads.wait(partial(ask, sample)))
+            found.append(_prompt(source, sample, last=last, most=most))
         except BadSample as error:
             refused.add([source.skipped(sample, error)])
         if len(found) == options.sample_count:

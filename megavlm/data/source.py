@@ -20,7 +20,6 @@ from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, ComputedCollator, OwnImages
 from megavlm.data.order import in_turn, spread
-from megavlm.data.reads import Reads
 from megavlm.data.sampler import BatchSampler, SequentialBatchSampler, Windows
 from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool
@@ -73,7 +72,6 @@ class Source(ABC):
     is_read = False
     # Whether each data-parallel replica reads a part of its own, and does not know the position of the others.
     is_divided = False
-    reads = Reads(0)  # which record is read, for those who wait for the first ones
 
     @abstractmethod
     def load(self, segment: Segment) -> Sample:

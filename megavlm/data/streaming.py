@@ -11,7 +11,6 @@ from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator
 from megavlm.data.files import FilesSource
-from megavlm.data.reads import Reads
 from megavlm.data.records import is_stream, open_stream, prepare_stream
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Window, Windows
 from megavlm.data.source import FirstSequences
@@ -32,8 +31,8 @@ class StreamSource(FilesSource):
 
     is_divided = True
 
-    def reader(self, *, rank: int, ranks: int, reads: Reads | None = None) -> StreamReader:
-        """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning; tell `reads` of reads."""
+    def reader(self, *, rank: int, ranks: int) -> StreamReader:
+        """Open the streams for data-parallel rank `rank` of `ranks`, from their beginning."""
         train, data = self.config.train, self.config.data
         streams = {
             index: open_stream(
@@ -49,7 +48,7 @@ class StreamSource(FilesSource):
             if is_stream(given)
         }
         self.lengths = {index: stream.length for index, stream in streams.items()}
-        return StreamReader(self, streams, rank=rank, ranks=ranks, reads=reads or self.reads)
+        return StreamReader(self, streams, rank=rank, ranks=ranks)
 
     @property
     def _run_dir(self) -> Path:
@@ -60,7 +59,7 @@ class StreamSource(FilesSource):
     ) -> BatchSampler:
         windows, train = self.windows(config, epoch), config.train
         return StreamBatchSampler(
-            self.reader(rank=rank, ranks=ranks, reads=collator.reads),
+            self.reader(rank=rank, ranks=ranks),
             collator,
             count=train.global_batch_size // ranks,
             windows=replace(windows, epoch=epoch / ranks),
@@ -103,11 +102,8 @@ class StreamReader:
     next sample of this rank's part of the stream.
     """
 
-    def __init__(
-        self, source: FilesSource, streams: dict[int, EnergonStream], *, rank: int, ranks: int, reads: Reads
-    ) -> None:
+    def __init__(self, source: FilesSource, streams: dict[int, EnergonStream], *, rank: int, ranks: int) -> None:
         self._source = source
-        self._reads = reads
         self._streams = streams
         self._rank = rank
         self._ranks = ranks
@@ -138,8 +134,7 @@ class StreamReader:
         stream = self._streams[index]
         if index not in self._iterators:
             self._iterators[index] = iter(stream)
-        with self._reads.reading(lambda: f"the sample of {stream.name} after {stream.label or 'its beginning'}"):
-            found = next(self._iterators[index])
+        found = next(self._iterators[index])
         if found is None:
             return None
         if isinstance(found, BadSample):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.arch.kinds import forward_share
 from megavlm.arch.packing import pack
 from megavlm.arch.workload import FIELDS, DataWindow, image_workload, sliding_squares
 from megavlm.config.messages import aligned, several
@@ -99,10 +98,6 @@ def run_length(config: Config, source: Source, epoch: int) -> RunLength:
 
     Raises UserError if none of the samples that it looks at can be used.
     """
-    return source.reads.wait(lambda: _run_length(config, source, epoch))
-
-
-def _run_length(config: Config, source: Source, epoch: int) -> RunLength:
     epochs, windows = config.train.epochs, source.windows(config, epoch)
     assert epochs, "the caller looks"
     assert epoch, "only data sets with an end have epochs"
@@ -164,13 +159,6 @@ def rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def samples_per_sequence(config: Config, source: Source) -> float | None:
-    """Return how many records fill a sequence on average, from the first ones; None for streams, which have no number,
-    and if none can be used.
-    """
-    return _per_sequence(config, [record for _, record in source.first_records(_LOOKED_AT)])
-
-
 def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | None:
     lengths = [sample.cost.length for record in looked for sample in record.samples]
     usable = sum(bool(record.samples) for record in looked)
@@ -190,31 +178,6 @@ def validation_line(names: Sequence[str], samples: Sequence[HeldOut]) -> str:
     return "validation: " + ", ".join(
         f"{several(sources.count(number), 'sample')} of {name}" for number, name in enumerate(names)
     )
-
-
-def cost_line(config: Config, source: FilesSource) -> str | None:
-    """Return what a dry run says of validation: how much of it there is, and its share of the run's time, where a pass
-    takes the time of its floating-point operations. None with tars, whose samples nobody has counted.
-
-    Its samples are taken to be as long as the first ones of the training data.
-    """
-    train, interval, data = config.train, config.evaluation.eval_interval, config.data
-    streams = any(map(is_stream, data.validation))
-    held = None if streams else samples_per_sequence(config, source)
-    if held is None:
-        return None
-    samples = sum(map(len, source.validation_records)) * (data.validation_split or 1)
-    sequences = samples / held
-    if config.evaluation.eval_iters is not None:
-        sequences = min(sequences, config.evaluation.eval_iters * train.global_batch_size)
-    times = -(-train.train_iters // interval) if interval else 1
-    cost = times * sequences * forward_share(config)
-    share = cost / (cost + train.train_iters * train.global_batch_size)
-    line = (
-        f"validation: about {samples:,.0f} samples, {sequences:,.1f} full sequences, "
-        f"{'once' if times == 1 else f'{times:,} times'}: {share:.1%} of the time, by floating-point operations"
-    )
-    return f"{line}; {cheaper(interval, share)}" if share > DEAR and times > 1 else line
 
 
 def cheaper(interval: int, share: float) -> str:

@@ -2,8 +2,7 @@
 
 Tasks have no side effects, so they can be repeated. Each worker has a pipe of its own, and a thread of this process
 that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. A worker sends
-the name of each sample before it begins it, so that a message can name the sample at which a worker died, and a sample
-at which several hung can be left out.
+the name of each sample before it begins it, so that a message can name the sample at which it died or hung.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -28,7 +26,6 @@ import torch.multiprocessing  # tensors travel in shared memory
 
 from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.resilience.ended import how_it_ended
 from megavlm.resilience.signals import SIGNALS
 
@@ -37,10 +34,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-Told = tuple[str, str, str]  # what is done with a sample (ENCODE or LOAD), its data set and its name
-ENCODE, LOAD = "encode", "load"  # a sample that is too slow to load is encoded still: sequences do not change
-
-ATTEMPTS = 3  # workers that may die at one task before the run fails, or hang at a sample before it is left out
+ATTEMPTS = 3  # workers that may be lost at one task before the run fails
 _ROOM = "give /dev/shm more room (docker run --shm-size=16g), or read without workers (--num-workers 0)"
 _START = 300.0  # seconds that a worker may take for its imports, at least
 _LOOK = 1.0  # seconds between checks for workers that hang
@@ -57,23 +51,17 @@ class WorkerPool:
         workers: int,
         *,
         timeout: float,
-        given_up: Collection[Told] = (),
-        report: Callable[[str, Told | None], None] = lambda line, given_up: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start the workers.
 
         A worker that sends nothing for `timeout` seconds is replaced (0: never). `report` is called with a line about
-        each replacement, and with the sample that is given up, if one is: it is skipped from now on, as `given_up` are.
-        Raises UserError if processes cannot be started.
+        each replacement. Raises UserError if processes cannot be started.
         """
         self._source = source
         self._timeout = timeout
-        self._given_up = set(given_up)
-        self._in_a_row = 0  # samples that were given up since a task was done
         self._report = report
         self._closed = threading.Event()
-        self._answered = False  # whether a task was ever done
-        self._stillborn = 0  # workers that were lost before they were ready
         try:
             self._workers = [_Worker(source) for _ in range(workers)]  # start now, while the model is built
         except OSError as error:
@@ -90,8 +78,7 @@ class WorkerPool:
     def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
         """Return `function(source, task)` of each task, in order.
 
-        A sample at which several workers hang is skipped. Raises UserError, with its name, if several die at one task,
-        and if none can begin.
+        Raises UserError, with the name of the sample, if several workers die or hang at one task.
         """
         return list(self._threads.map(self._call, [function] * len(tasks), tasks))
 
@@ -103,54 +90,36 @@ class WorkerPool:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
-        worker = self._idle.get()
-        deaths, hangs = 0, Counter[Told | None]()
+        worker, losses = self._idle.get(), 0
         try:
             while True:
-                self._refuse_stillborn("ended before")
                 if worker.lost:
                     worker.start()
                     if self._closed.is_set():  # `close` has killed the one before
                         worker.kill()
                 try:
-                    result: Result = worker.call(function, task, frozenset(self._given_up))
-                    self._answered, self._in_a_row = True, 0
+                    result: Result = worker.call(function, task)
                     return result
                 except _WorkerLost as lost:
                     if self._closed.is_set():
                         raise
-                    self._stillborn += not worker.ready
-                    self._refuse_stillborn(lost)
-                    deaths += not worker.hangs
-                    hangs[worker.sample] += worker.hangs
-                    self._judge(worker, lost, deaths=deaths, hangs=hangs[worker.sample])
+                    losses += 1
+                    self._report_loss(worker, lost, last=losses == ATTEMPTS)
         finally:
             self._idle.put(worker)
 
-    def _refuse_stillborn(self, how: object) -> None:
-        """Raise UserError, in every task, if no worker has done anything yet and several were lost at their start."""
-        if self._stillborn >= ATTEMPTS and not self._answered:
-            raise UserError(
-                f"--num-workers: no data worker can start: {self._stillborn} were lost before their first sample, one "
-                f"{how}. What they printed above says why; --num-workers 0 reads without them"
-            )
-
-    def _judge(self, worker: _Worker, lost: _WorkerLost, *, deaths: int, hangs: int) -> None:
-        """Report a worker that was lost; raise UserError if that must not go on, or give its sample up."""
-        place = "before it began a sample" if worker.sample is None else f"at sample {worker.sample[2]}"
-        line, last = f"a data worker {lost} {place}", deaths >= ATTEMPTS or hangs >= ATTEMPTS
+    def _report_loss(self, worker: _Worker, lost: _WorkerLost, *, last: bool) -> None:
+        """Report a worker that was lost; raise UserError if it was the last one of a task."""
+        place = "before it began a sample" if worker.sample is None else f"at sample {worker.sample}"
+        line = f"a data worker {lost} {place}"
         if not last:
-            return self._report(f"{line}: another takes its place", None)
-        line += f", as {ATTEMPTS - 1} before it"
-        self._in_a_row += 1
-        if hangs < ATTEMPTS or worker.sample is None or self._in_a_row == ATTEMPTS:
-            mended = "" if worker.sample is None else "repair or remove that sample; "
-            raise UserError(
-                f"{line}: {mended}if memory ran out, lower --num-workers or --max-image-pixels; if storage does not "
-                "answer, look at it; if it is only slow, raise --data-worker-timeout"
-            ) from lost
-        self._given_up.add(worker.sample)
-        self._report(f"{line}: the sample is skipped, by this run and those that continue it", worker.sample)
+            return self._report(f"{line}: another takes its place")
+        remedy = "--num-workers 0 reads without them" if worker.sample is None else "repair or remove that sample"
+        raise UserError(
+            f"{line}, as {ATTEMPTS - 1} before it: {remedy}; if memory ran out, lower --num-workers or "
+            "--max-image-pixels; if storage does not answer, look at it; if it is only slow, raise "
+            "--data-worker-timeout"
+        ) from lost
 
     def _end_hanging(self) -> None:
         """Kill workers that sent nothing for too long; the thread that waits for one then finds its pipe closed."""
@@ -182,19 +151,17 @@ class _Worker:
             process.start()
         self._process = process
         theirs.close()  # so that the pipe ends with the process
-        self.sample: Told | None = None  # the last one that it began
+        self.sample: str | None = None  # the name of the last one that it began
         self.ready = self.lost = False
         self.hangs = False
         self._heard: float | None = None  # time of its last message; None while it has no task
 
-    def call(self, function: Callable[[Any, Any], Result], task: Any, given_up: Collection[Told]) -> Result:
-        """Return `function(source, task)`, without samples that were given up. Raises _WorkerLost if the process ends,
-        and what the function raises.
-        """
+    def call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
+        """Return `function(source, task)`. Raises _WorkerLost if the process ends, and what the function raises."""
         self.sample = None
         self._heard = time.monotonic()
         try:
-            self._pipe.send((function, task, given_up))
+            self._pipe.send((function, task))
             while True:
                 kind, value = self._pipe.recv()
                 self._heard = time.monotonic()
@@ -251,32 +218,22 @@ def _alone() -> Iterator[None]:
 
 
 class TellingSource:
-    """Wraps a source: calls `tell` with each sample before it is read, and skips those of `given_up`."""
+    """Wraps a source: calls `tell` with the name of each sample before it is read."""
 
-    def __init__(self, source: FilesSource, tell: Callable[[Told], None]) -> None:
+    def __init__(self, source: FilesSource, tell: Callable[[str], None]) -> None:
         self._source = source
         self._tell = tell
-        self.given_up: Collection[Told] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
     def encode(self, sample_id: SampleId) -> EncodedRecord:
-        try:
-            self._begin(ENCODE, sample_id)
-        except BadSample as error:
-            return EncodedRecord((), (self._source.skipped(sample_id, error),))
+        self._tell(self._source.name(sample_id)[1])
         return self._source.encode(sample_id)
 
     def load(self, segment: Segment) -> Sample:
-        self._begin(LOAD, segment.sample_id)
+        self._tell(self._source.name(segment.sample_id)[1])
         return self._source.load(segment)
-
-    def _begin(self, part: str, sample_id: SampleId) -> None:
-        told = (part, *self._source.name(sample_id))
-        if told in self.given_up:
-            raise BadSample(Reason.TOO_SLOW, f"data workers hung at it {ATTEMPTS} times (--data-worker-timeout)")
-        self._tell(told)
 
 
 def _work(source: FilesSource, pipe: Connection) -> None:
@@ -284,12 +241,12 @@ def _work(source: FilesSource, pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    telling = TellingSource(source, lambda told: pipe.send(("sample", told)))
+    telling = TellingSource(source, lambda name: pipe.send(("sample", name)))
     with contextlib.suppress(BrokenPipeError):  # of a run that has ended meanwhile
         pipe.send(("ready", None))
     while True:
         try:
-            function, task, telling.given_up = pipe.recv()
+            function, task = pipe.recv()
         except (EOFError, ConnectionError):
             return
         try:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 from megavlm.config.schema import Config
 from megavlm.data.source import ComputedSource, HeldOutPrompt, generator
 from megavlm.data.synthetic import joined
-from megavlm.data.tokenizers.sentence_piece import Tokenizer, ensure_tokenizer
+from megavlm.data.tokenizers.sentence_piece import SentencePieceTokenizer, ensure_tokenizer
 from megavlm.data.types import POSITIVE, QUERY, HeldOut, Sample, identity_of
 from megavlm.demo.canvases import MAX_DIGITS, PHRASINGS, WORDS, Canvases, Scene
 from megavlm.errors import UserError
@@ -27,14 +29,50 @@ _TOKENIZER_TEXTS = 500
 _KIND = "which digits"  # its answer is all that a canvas shows: the text of a pair
 
 
-def tokenizer_of(canvases: Canvases, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> Tokenizer:
-    """Return the run's tokenizer; if there is none yet, rank 0 trains it on the first captions."""
-    captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
-    path = run_dir / "tokenizer.model"
-    return ensure_tokenizer(captions, path, vocab_size=VOCABULARY, rank=rank, barrier=barrier)
+class _Canvas(ComputedSource):
+    """What the sources of canvases share: a tokenizer of their captions, and the images."""
+
+    def __init__(self, config: Config, canvases: Canvases, tokenizer: SentencePieceTokenizer) -> None:
+        vision = config.model.vision
+        self.image_token, self.pad_token = tokenizer.image, tokenizer.pad
+        self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
+        self._canvases, self._tokenizer = canvases, tokenizer
+        self._channels, self._patch_size = vision.in_channels, vision.patch_size
+        assert tokenizer.begin is not None, "it is trained with one"
+        grid = grid_of(canvases.height, canvases.width, vision.patch_size)
+        self._begin, self._end = tokenizer.begin, tokenizer.eos
+        self._image_tokens = [tokenizer.image] * tokens_per_grid(grid, config.model.projector)
+
+    @classmethod
+    def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> Self:
+        """Return the source with the run's tokenizer; if there is none yet, rank 0 trains it on the first captions."""
+        canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
+        captions = (" ".join(canvases.dialogue(canvases.training_scene(index))) for index in range(_TOKENIZER_TEXTS))
+        path = run_dir / "tokenizer.model"
+        return cls(
+            config,
+            canvases,
+            ensure_tokenizer(captions, path, vocab_size=VOCABULARY, rank=rank, barrier=barrier),
+        )
+
+    def _encoded(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text).ids.tolist()
+        return tokens
+
+    def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
+        """Return the pixels [height, width, channels] of a scene; the scans are grey, so all channels are equal."""
+        return np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2)
+
+    def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:
+        height, width = self._canvases.height, self._canvases.width
+        return Image(height=height, width=width, patch_size=self._patch_size, render=render)
 
 
-class DigitsSource(ComputedSource):
+def _untrained(tokens: Sequence[int], images: tuple[Image, ...] = ()) -> Sample:
+    return Sample(np.array(tokens, dtype=np.int64), np.zeros(len(tokens), dtype=np.bool_), images)
+
+
+class DigitsSource(_Canvas):
     """An endless stream of canvases, each with a question and its answer; held-out questions for evaluation.
 
     A sequence is: begin token, image tokens, question, answer, end token. The answer and the end token are trained.
@@ -42,22 +80,13 @@ class DigitsSource(ComputedSource):
 
     validation_names = tuple(kind.replace(" ", "_") for kind in PHRASINGS)
 
-    def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, canvases: Canvases, tokenizer: SentencePieceTokenizer) -> None:
         """Raises UserError if the sequence or the vocabulary is too small."""
-        vision = config.model.vision
-        self.image_token = tokenizer.image
-        self.pad_token = tokenizer.pad
-        self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
+        super().__init__(config, canvases, tokenizer)
         # Tokens of the longest answer, end token included.
-        self.max_answer_tokens = MAX_DIGITS * max(len(tokenizer.encode(word)) for word in WORDS) + 1
-        self._canvases = canvases
-        self._tokenizer = tokenizer
-        self._channels = vision.in_channels
-        self._patch_size = vision.patch_size
-        grid = grid_of(canvases.height, canvases.width, vision.patch_size)
-        image_tokens = tokens_per_grid(grid, config.model.projector)
+        self.max_answer_tokens = MAX_DIGITS * max(len(self._encoded(word)) for word in WORDS) + 1
         self._prompts = {
-            text: (tokenizer.bos, *[tokenizer.image] * image_tokens, *tokenizer.encode(text))
+            text: (self._begin, *self._image_tokens, *self._encoded(text))
             for phrasings in PHRASINGS.values()
             for text in phrasings
         }
@@ -69,15 +98,9 @@ class DigitsSource(ComputedSource):
         needed = max(len(prompt) for prompt in self._prompts.values()) + self.max_answer_tokens
         if needed > config.train.seq_length:
             raise UserError(
-                f"--seq-length {config.train.seq_length} is too short for --data digits with {image_tokens} image "
-                f"tokens: set --seq-length to at least {needed}"
+                f"--seq-length {config.train.seq_length} is too short for --data digits with {len(self._image_tokens)} "
+                f"image tokens: set --seq-length to at least {needed}"
             )
-
-    @classmethod
-    def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitsSource:
-        """Return the source with the run's tokenizer."""
-        canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
-        return cls(config, canvases, tokenizer_of(canvases, run_dir=run_dir, rank=rank, barrier=barrier))
 
     def sample(self, index: int) -> Sample:
         """Return training sample `index`."""
@@ -93,7 +116,7 @@ class DigitsSource(ComputedSource):
 
     @property
     def answer_ends(self) -> tuple[int, ...]:
-        return (self._tokenizer.eos,)
+        return (self._end,)
 
     def _held_out_scene(self, held_out: HeldOut) -> Scene:
         kinds = list(PHRASINGS)
@@ -103,7 +126,7 @@ class DigitsSource(ComputedSource):
     def _sample(self, scene: Scene) -> Sample:
         question, answer = self._canvases.dialogue(scene)
         prompt = self._prompts[question]
-        reply = (*self._tokenizer.encode(answer), self._tokenizer.eos)
+        reply = (*self._encoded(answer), self._end)
         return Sample(
             tokens=np.array(prompt + reply, dtype=np.int64),
             trained=np.arange(len(prompt) + len(reply)) >= len(prompt),
@@ -132,26 +155,18 @@ class DigitsSource(ComputedSource):
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated tokens up to the end token."""
-        return self._tokenizer.decode(token_ids)
+        kept = takewhile(lambda token: token != self._end, map(int, token_ids))
+        return self._tokenizer.decode([token for token in kept if token != self._begin], special=False)
 
     def _question(self, scene: Scene, number: int) -> HeldOutPrompt:
         text, answer = self._canvases.dialogue(scene)
-        tokens = np.array(self._prompts[text], dtype=np.int64)
         pixels = self._pixels(scene)
-        prompt = Sample(tokens, np.zeros(len(tokens), dtype=np.bool_), (self._image(lambda: pixels),))
+        prompt = _untrained(self._prompts[text], (self._image(lambda: pixels),))
         picture = np.repeat(pixels[:, :, :1], 3, axis=2)
         return HeldOutPrompt(prompt, f"{scene.kind} {number + 1}", text, answer, (picture,), kind=scene.kind)
 
-    def _pixels(self, scene: Scene) -> NDArray[np.uint8]:
-        """Return the pixels [height, width, channels] of a scene; the scans are grey, so all channels are equal."""
-        return np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2)
 
-    def _image(self, render: Callable[[], NDArray[np.uint8]]) -> Image:
-        height, width = self._canvases.height, self._canvases.width
-        return Image(height=height, width=width, patch_size=self._patch_size, render=render)
-
-
-class DigitPairs(ComputedSource):
+class DigitPairs(_Canvas):
     """An endless stream of canvases with what they show in words; one record in two asks for the canvas.
 
     Texts are: begin token, image tokens or words, end token. Canvases of the same digits are the same document. Of the
@@ -161,27 +176,15 @@ class DigitPairs(ComputedSource):
 
     validation_names = ("find_the_canvas", "find_the_text", "shuffled_canvases")
 
-    def __init__(self, config: Config, canvases: Canvases, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, canvases: Canvases, tokenizer: SentencePieceTokenizer) -> None:
         """Raises UserError if the sequence is too short."""
-        vision = config.model.vision
-        self.image_token, self.pad_token = tokenizer.image, tokenizer.pad
-        self.vocab_size = resolve(config, vocab_size=tokenizer.vocab_size).model.language.vocab_size
-        self._canvases, self._tokenizer = canvases, tokenizer
-        self._channels, self._patch_size = vision.in_channels, vision.patch_size
-        grid = grid_of(canvases.height, canvases.width, vision.patch_size)
-        self._image_tokens = tokens_per_grid(grid, config.model.projector)
-        needed = 2 * (2 + max(self._image_tokens, 3 * MAX_DIGITS))
+        super().__init__(config, canvases, tokenizer)
+        needed = 2 * (2 + max(len(self._image_tokens), 3 * MAX_DIGITS))
         if needed > config.train.seq_length:
             raise UserError(
                 f"--seq-length {config.train.seq_length} is too short for a canvas and its text: set it to at least "
                 f"{needed}"
             )
-
-    @classmethod
-    def build(cls, config: Config, *, run_dir: Path, rank: int, barrier: Callable[[], None]) -> DigitPairs:
-        """Return the source with the run's tokenizer; if there is none yet, rank 0 trains it."""
-        canvases = Canvases(seed=config.train.seed, width=config.model.vision.image_size)
-        return cls(config, canvases, tokenizer_of(canvases, run_dir=run_dir, rank=rank, barrier=barrier))
 
     def sample(self, index: int) -> Sample:
         """Return training record `index`."""
@@ -195,24 +198,9 @@ class DigitPairs(ComputedSource):
         shown = canvas if shuffled else scene
         return self._record(scene, shown, asks_for_canvas=not asks_for_text, source=held_out.source)
 
-    def _record(self, told: Scene, shown: Scene, *, asks_for_canvas: bool, source: int = 0) -> Sample:
-        words = self._canvases.digits_of(told)
-        text, canvas = self._text(words), self._canvas(shown)
+    def _record(self, said: Scene, shown: Scene, *, asks_for_canvas: bool, source: int = 0) -> Sample:
+        words = self._canvases.digits_of(said)
+        text = _untrained([self._begin, *self._encoded(words), self._end])
+        canvas = _untrained([self._begin, *self._image_tokens, self._end], (self._image(lambda: self._pixels(shown)),))
         query, document = (text, canvas) if asks_for_canvas else (canvas, text)
         return joined([(QUERY, query, 0), (POSITIVE, document, identity_of(words))], source=source)
-
-    def _text(self, words: str) -> Sample:
-        tokens = np.array([self._tokenizer.bos, *self._tokenizer.encode(words), self._tokenizer.eos], dtype=np.int64)
-        return Sample(tokens, np.zeros(len(tokens), dtype=np.bool_))
-
-    def _canvas(self, scene: Scene) -> Sample:
-        inside = [self._tokenizer.image] * self._image_tokens
-        tokens = np.array([self._tokenizer.bos, *inside, self._tokenizer.eos], dtype=np.int64)
-        height, width = self._canvases.height, self._canvases.width
-        image = Image(
-            height=height,
-            width=width,
-            patch_size=self._patch_size,
-            render=lambda: np.repeat(self._canvases.draw(scene)[:, :, None], self._channels, axis=2),
-        )
-        return Sample(tokens, np.zeros(len(tokens), dtype=np.bool_), (image,))

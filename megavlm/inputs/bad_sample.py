@@ -21,7 +21,6 @@ class Reason(StrEnum):
     UNSUPPORTED = "unsupported"  # an image on the network, a video where the model reads none
     IMAGE_COUNT = "image_count"  # number of <image> tags differs from number of images
     TOO_LONG = "too_long"  # no turn fits --seq-length
-    TOO_SLOW = "too_slow"  # data workers hung at it
     # its images
     MISSING = "missing_file"
     OUTSIDE = "path_outside_root"
@@ -67,7 +66,6 @@ REMEDIES: dict[Reason, str] = {
     Reason.MISSING: _ROOT,
     Reason.OUTSIDE: f"{_ROOT}, in which absolute paths must lie, too (image_root=/ allows any)",
     Reason.TOO_LONG: "raise --seq-length; with Qwen's models, --max-pixels makes images shorter",
-    Reason.TOO_SLOW: "leave the records out; if storage is only slow, raise --data-worker-timeout",
     Reason.TOO_LARGE: "raise --max-image-pixels; with Qwen's models, --max-pixels then shrinks large images",
     Reason.NOT_AN_IMAGE: f"write images of other formats (SVG, PDF, HEIC) as PNG or JPEG, and {_COPY}",
     Reason.TRUNCATED: _COPY,

@@ -16,7 +16,6 @@ from pathlib import Path
 from megavlm.command_line.commands import complaint
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import launches_in_order, replica_size
-from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
 from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
@@ -113,15 +112,13 @@ def dry_run(config: Config, *, world: int) -> None:
         print(offloaded)
     if config.data.datasets:
         from megavlm.data.streaming import files_source
-        from megavlm.data.survey import cost_line, data_table, with_counted_length
+        from megavlm.data.survey import data_table, with_counted_length
 
         source = files_source(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
         for warning in source.warnings():
             print(f"warning: {warning}")
-        if has_validation(config) and config.train.train_iters is not None and (line := cost_line(config, source)):
-            print(line)
     if config.evaluation.sample_interval:
         from megavlm.data.survey import samples_line
 

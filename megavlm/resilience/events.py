@@ -37,8 +37,7 @@ KINDS = {
     "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
     "mismatch": "a device computes or stores wrongly; `reason` names the rank, the tensor and the machine",
     "rewind": "after a bad step the run went back to the weights of a checkpoint, that of iteration `back_to`",
-    "worker": "a data worker died or hung, and another took its place; `reason` names the sample, `given_up` one that "
-    "is skipped",
+    "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
     "slow": "a rank stays slower than the median: `slow_rank`, `phase`, `excess` (0.5: by half), `seconds` per step",
     "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",
     "takeover": "the run took its folder over from a run that is dead",

@@ -6,10 +6,12 @@ sample into a conversation, or into a BadSample if it cannot be read. It needs e
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -29,13 +31,11 @@ from megatron.energon import (
 )
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.sample_loader import SliceState
-from megatron.energon.metadataset.loader import load_dataset
-from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset, LoadedDatasetList
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.state import FlexState
 
 from megavlm.data.records.containers import is_held_out, key_of_parts
-from megavlm.data.records.energon_files import check_yaml, from_plain, to_plain
 from megavlm.data.records.tar_sample import Part, conversation_of_parts
 from megavlm.data.records.tars import Member
 from megavlm.data.types import Conversation
@@ -143,7 +143,7 @@ class Encoder(DefaultTaskEncoder):
 class EnergonStream:
     """Iterates, without end, over the samples of `path` that belong to data-parallel rank `rank` of `world`.
 
-    `path` is a prepared folder of tars, a meta-dataset (YAML), or the URL of either; messages call it `source`.
+    `path` is a prepared folder of tars, or the URL of one; messages call it `source`.
 
     The process that iterates also reads the tars: energon's own worker processes may lose a sample when their position
     is asked for before they have started, and would tie the position to their number. The state is plain data, which
@@ -172,7 +172,7 @@ class EnergonStream:
         self._shuffle = shuffle
         self._worker_config = WorkerConfig(rank=rank, world_size=world, num_workers=0, seed_offset=seed)
         self._loaded = self._load()
-        self.length = total = sum(len(loaded.dataset) for loaded in self._loaded.datasets)
+        self.length = total = len(self._loaded.dataset)
         """Is the number of samples of all ranks."""
         if total < world:
             raise self._wrong(f"has {total} samples for {world} data-parallel ranks: use fewer ranks, or more data")
@@ -229,35 +229,30 @@ class EnergonStream:
                 f"cannot go on at its position in the checkpoint ({what}): resume from another"
             ) from error
 
-    def _load(self) -> LoadedDatasetList:
-        """Return the opened data sets with their weights. Raises UserError if energon cannot open them."""
-        options = {
-            "training": True,
-            "worker_config": self._worker_config,
-            "max_samples_per_sequence": _RUN_OF_SAMPLES,
-            "parallel_shard_iters": None if self._shuffle else 1,
-            "decoder": None,
-        }
-        epochs = 1 if self._shuffle else None
+    def _load(self) -> LoadedDataset:
+        """Return the opened data set. Raises UserError if energon cannot open it."""
         try:
-            path = EPath(self._path)
-            if path.name.endswith((".yaml", ".yml")):
-                check_yaml(path, seen=set())
-                return load_dataset(path).get_datasets(
-                    split_part="train", shuffle_over_epochs_multiplier=epochs, **options
-                )
-            crude = CrudeWebdataset(path, split_part="train", shuffle_over_epochs=epochs, **options)
+            crude = CrudeWebdataset(
+                EPath(self._path),
+                split_part="train",
+                training=True,
+                worker_config=self._worker_config,
+                max_samples_per_sequence=_RUN_OF_SAMPLES,
+                shuffle_over_epochs=1 if self._shuffle else None,
+                parallel_shard_iters=None if self._shuffle else 1,
+                decoder=None,
+            )
         except Exception as error:
             what = _shortened(str(error)) or type(error).__name__
             raise self._wrong(f"is nothing that megatron-energon can open ({what}): see docs/data.md") from error
-        return LoadedDatasetList(datasets=[LoadedDataset(dataset=crude)], blend_mode=DatasetBlendMode.NONE)
+        return LoadedDataset(dataset=crude)
 
     def _build(self) -> Any:
         dataset = Encoder(with_keys=self._held_out > 0).build_train_datasets(
-            datasets=self._load().datasets,
+            datasets=[self._load()],
             worker_config=self._worker_config,
             batch_size=None,
-            blend_mode=self._loaded.blend_mode,
+            blend_mode=DatasetBlendMode.NONE,
         )
         loader = get_savable_loader(dataset, gc_collect_every_n_steps=0, watchdog_timeout_seconds=None)
         loader.pin_memory = False  # samples hold no tensors
@@ -268,10 +263,9 @@ class EnergonStream:
         return loader
 
     def _fingerprint(self) -> str:
+        loaded = self._loaded
         shards = [
-            (str(loaded.weight), str(loaded.repetitions), shard.name, shard.count)
-            for loaded in self._loaded.datasets
-            for shard in loaded.dataset.shards
+            (str(loaded.weight), str(loaded.repetitions), shard.name, shard.count) for shard in loaded.dataset.shards
         ]
         return hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
 
@@ -305,3 +299,54 @@ def _reason(error: Exception) -> Reason:
     if isinstance(error, tarfile.TarError | ValueError | EOFError):
         return Reason.TRUNCATED
     return Reason.CORRUPT
+
+
+# energon's position is nested dicts, lists and tuples of numbers and strings, with bytes and a few dataclasses in
+# between. In JSON, a value that JSON does not have is `{"<kind>": …}`; only the dataclasses that the caller names are
+# created again.
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` in JSON types. Raises TypeError for a type that energon's state is not known to hold."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
+        case list():
+            return [to_plain(item) for item in value]
+        case tuple():
+            return {"tuple": [to_plain(item) for item in value]}
+        case dict():
+            kind = "dict" if type(value) is dict else type(value).__name__
+            return {kind: [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {type(value).__name__: {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}}
+    raise TypeError(f"no plain form of {type(value).__name__}")
+
+
+def from_plain(value: Any, classes: Mapping[str, type]) -> Any:
+    """Return the value that `to_plain` converted; `classes` are the dataclasses that may be created, by name.
+
+    Raises ValueError for data that `to_plain` does not write, or for another class.
+    """
+    if isinstance(value, list):
+        return [from_plain(item, classes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"not a stored value: fields {sorted(map(str, value))}")
+    [(kind, content)] = value.items()
+    match kind, content:
+        case "bytes", str():
+            return base64.b64decode(content)
+        case "tuple", list():
+            return tuple(from_plain(item, classes) for item in content)
+        case "dict", list():
+            return {from_plain(key, classes): from_plain(item, classes) for key, item in content}
+    made = classes.get(kind)
+    if made is not None and isinstance(content, dict):
+        return made(**{name: from_plain(item, classes) for name, item in content.items()})
+    if made is not None and isinstance(content, list):  # a subclass of dict
+        return made({from_plain(key, classes): from_plain(item, classes) for key, item in content})
+    raise ValueError(f"a stored value of the unknown kind {kind!r}")

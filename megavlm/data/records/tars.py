@@ -56,7 +56,11 @@ def prepare_stream(source: DatasetConfig, *, run_dir: Path, log: Callable[[str],
         raise UserError(
             f"--datasets {source.path} is tars, which columns= does not reach: rename the fields in their json"
         )
-    if not _is_local(source):
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"--datasets {source.path}: meta-datasets are not read: name each of its folders of tars, with weight="
+        )
+    if is_url(source.path):
         return
     if not path.exists():
         raise UserError(f"--datasets {source.path} is not a file or folder: check the path")
@@ -82,9 +86,9 @@ def open_stream(
             f"--datasets {source.path} is WebDataset, for which megatron-energon is missing ({error}): "
             "pip install 'megatron-energon>=7.4,<8'"
         ) from error
-    local = _is_local(source)
+    home = _home_of(Path(source.path), cache=cache_of(run_dir))
     return EnergonStream(
-        str(_home_of(Path(source.path), cache=cache_of(run_dir))) if local else for_energon(source.path),
+        for_energon(source.path) if is_url(source.path) else str(home),
         source=source.path,
         name=name_of(source),
         rank=rank,
@@ -100,7 +104,7 @@ def open_tars(source: DatasetConfig, *, cache: Path) -> TarRecords:
 
     Raises UserError for data elsewhere.
     """
-    if not _is_local(source):
+    if is_url(source.path):
         raise UserError(
             f"{source.path} has no samples that can be read by number, as validation samples are: name local tars or "
             "files with --validation PATH"
@@ -270,10 +274,6 @@ def _index_tar(path: Path) -> int:
     offsets = sample_offsets(path)
     replace_file(target, struct.pack(f"<{len(offsets)}Q", *offsets))
     return max(len(offsets) - 1, 0)
-
-
-def _is_local(source: DatasetConfig) -> bool:
-    return not is_url(source.path) and Path(source.path).suffix not in (".yaml", ".yml")
 
 
 def _is_prepared(folder: Path) -> bool:

@@ -46,58 +46,6 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
     replace_file(path, model.getvalue())
 
 
-def ensure_tokenizer(
-    texts: Iterable[str], path: Path, *, vocab_size: int, rank: int, barrier: Callable[[], None]
-) -> Tokenizer:
-    """Return the tokenizer stored at `path`; where there is none, rank 0 trains it while the others wait in `barrier`.
-
-    Every rank calls `barrier` once, whether or not the file was there, so the ranks need not agree on what they saw.
-    """
-    if rank == 0 and not path.exists():
-        train_tokenizer(texts, path, vocab_size=vocab_size)
-    barrier()
-    return Tokenizer(path)
-
-
-class Tokenizer:
-    """Text ↔ token ids of a stored SentencePiece model.
-
-    Raises UserError when the file is missing, is not a SentencePiece model, or lacks `<image>`, `<pad>` or the
-    sentence marks.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
-            raise UserError(
-                f"{path} is not a readable SentencePiece model ({error}): delete it so that the next run trains it "
-                "again, or choose another --run-dir"
-            ) from error
-        self.vocab_size: int = self._model.get_piece_size()
-        self.pad: int = self._model.pad_id()
-        self.bos: int = self._model.bos_id()
-        self.eos: int = self._model.eos_id()
-        self.image: int = self._model.piece_to_id(IMAGE)
-        if min(self.pad, self.bos, self.eos) < 0 or self.image == self._model.unk_id():
-            raise UserError(f"{path} has no {IMAGE}, padding or sentence marks: choose another --run-dir")
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without sentence marks."""
-        ids: list[int] = self._model.encode(text)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids up to the first end mark; padding and the begin mark leave no trace."""
-        kept: list[int] = []
-        for token in ids:
-            if token == self.eos:
-                break
-            kept.append(int(token))
-        text: str = self._model.decode(kept)
-        return text
-
-
 _NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of sentencepiece's ModelProto (before, and after decoding), NormalizerSpec
 
 
@@ -217,3 +165,23 @@ def _fields(proto: bytes, wanted: int) -> list[bytes]:
 def _any_of(words: Mapping[str, int]) -> re.Pattern[str]:
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+
+def ensure_tokenizer(
+    texts: Iterable[str], path: Path, *, vocab_size: int, rank: int, barrier: Callable[[], None]
+) -> SentencePieceTokenizer:
+    """Return the tokenizer stored at `path`; where there is none, rank 0 trains it while the others wait in `barrier`.
+
+    Every rank calls `barrier` once, whether or not the file was there, so the ranks need not agree on what they saw.
+    Raises UserError where the file cannot be used.
+    """
+    if rank == 0 and not path.exists():
+        train_tokenizer(texts, path, vocab_size=vocab_size)
+    barrier()
+    try:
+        return SentencePieceTokenizer(path)
+    except UserError as error:
+        raise UserError(
+            f"{path} is not a readable tokenizer: delete it so that the next run trains it again, or choose another "
+            "--run-dir"
+        ) from error

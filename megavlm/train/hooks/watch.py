@@ -82,7 +82,7 @@ def _limits(config: Config) -> Limits:
     files = data_kind(config) == "files"
     return Limits(
         hang=config.run.hang_timeout,
-        # Workers are replaced and samples are skipped until the data themselves end the run: it need not end meanwhile.
+        # Workers are replaced until the data themselves end the run. A process that reads by itself may take longer.
         data=ATTEMPTS**2 * config.data.worker_timeout + 60 if files else 0.0,
         collective=60 * config.parallel.distributed_timeout_minutes,
     )

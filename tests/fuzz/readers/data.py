@@ -1,4 +1,4 @@
-"""Readers of data sets: records, tables, tars and the files beside them, meta-datasets, images."""
+"""Readers of data sets: records, tables, tars and the files beside them, images."""
 
 from __future__ import annotations
 
@@ -110,16 +110,6 @@ def described(folder: Path, data: bytes) -> None:
         pass
 
 
-def meta_dataset(folder: Path, data: bytes) -> None:
-    (folder / "data").mkdir()
-    (folder / "data" / "0.tar").write_bytes(tar())
-    prepare_stream(DatasetConfig(str(folder / "data"), kind="webdataset"), run_dir=folder)
-    (folder / "meta.yaml").write_bytes(data)
-    stream = open_stream(DatasetConfig(str(folder / "meta.yaml")), run_dir=folder, rank=0, world=1, seed=0)
-    for _ in itertools.islice(stream, 3):
-        pass
-
-
 def position(folder: Path, data: bytes) -> None:
     """Go on from a position that a checkpoint has for a stream."""
     source = DatasetConfig(str(folder / "data"), kind="webdataset")
@@ -161,11 +151,6 @@ def image(folder: Path, data: bytes) -> None:
 
 
 LINES = [json.dumps(record).encode() for record in RECORDS]
-BLEND = {
-    "__module__": "megatron.energon",
-    "__class__": "MetadatasetV2",
-    "splits": {"train": {"blend": [{"weight": 1, "path": "data"}]}},
-}
 CRUDE = b'{"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}'
 STATE = json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}).encode()
 READERS = {
@@ -175,7 +160,6 @@ READERS = {
     "text": Reader(records("a.txt"), lambda: [b"one\ntwo\r\nthree\n"]),
     "saved data set": Reader(saved, lambda: [STATE]),
     "dataset.yaml": Reader(described, lambda: [CRUDE], few=4),
-    "meta-dataset": Reader(meta_dataset, lambda: [json.dumps(BLEND).encode()], few=5),
     "stream position": Reader(position, positions, few=5),
     "tar sample": Reader(parts, lambda: LINES),
     "image": Reader(image, pictures, memory=2**31, few=100),

@@ -6,50 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.data.tokenizers.sentence_piece import IMAGE, Tokenizer, ensure_tokenizer, train_tokenizer
+from megavlm.data.tokenizers.sentence_piece import (
+    IMAGE,
+    SentencePieceTokenizer,
+    ensure_tokenizer,
+    train_tokenizer,
+)
 from megavlm.errors import UserError
 
 TEXTS = ["How many digits? two", "Which is the largest? seven", "three seven one two", "Which digits? nine two"] * 50
 
 
-def trained(path: Path) -> Tokenizer:
+def trained(path: Path) -> SentencePieceTokenizer:
     train_tokenizer(TEXTS, path, vocab_size=120)
-    return Tokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
-def test_texts_survive_the_round_trip(tmp_path: Path) -> None:
-    tokenizer = trained(tmp_path / "tokenizer.model")
-    for text in TEXTS[:4]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_frequent_words_are_one_piece(tmp_path: Path) -> None:
-    tokenizer = trained(tmp_path / "tokenizer.model")
-    assert len(tokenizer.encode("three seven one")) == 3
-
-
-def test_decoding_stops_at_the_end_mark(tmp_path: Path) -> None:
-    tokenizer = trained(tmp_path / "tokenizer.model")
-    seven, two = tokenizer.encode("seven"), tokenizer.encode("two")
-    assert tokenizer.decode([tokenizer.bos, *seven, tokenizer.eos, *two]) == "seven"
-    assert tokenizer.decode([*seven, tokenizer.pad, tokenizer.pad]) == "seven"
-    assert tokenizer.decode([]) == ""
-
-
-def test_special_tokens_are_distinct_and_the_image_is_one_token(tmp_path: Path) -> None:
-    tokenizer = trained(tmp_path / "tokenizer.model")
-    special = {tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.image}
+def test_training_is_deterministic_and_words_are_pieces(tmp_path: Path) -> None:
+    first, second = (trained(tmp_path / name / "tokenizer.model") for name in "ab")
+    text = " ".join(TEXTS[:4])
+    assert first.encode(text).ids.tolist() == second.encode(text).ids.tolist()
+    assert first.decode(first.encode(text).ids.tolist()) == text
+    assert len(first.encode("three seven one")) == 3
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["tokenizer.model"]
+    special = {first.pad, first.begin, first.eos, first.image}
     assert len(special) == 4
-    assert max(special) < tokenizer.vocab_size <= 120
-    assert tokenizer.encode(f"seven{IMAGE}two").count(tokenizer.image) == 1
-
-
-def test_training_is_deterministic_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    first, second = tmp_path / "a" / "tokenizer.model", tmp_path / "b" / "tokenizer.model"
-    trained(first), trained(second)
-    ids = [Tokenizer(path).encode(" ".join(TEXTS[:4])) for path in (first, second)]
-    assert ids[0] == ids[1]
-    assert [path.name for path in first.parent.iterdir()] == ["tokenizer.model"]
+    assert first.vocab_size <= 120
+    assert first.encode(f"seven{IMAGE}two").ids.tolist().count(first.image) == 1
 
 
 def test_the_first_rank_trains_before_the_barrier_and_the_others_read_after_it(tmp_path: Path) -> None:
@@ -75,10 +58,9 @@ def test_a_stored_model_is_reused_and_the_barrier_still_called(tmp_path: Path) -
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("content", [None, b"no model", b""])
-def test_a_missing_or_broken_model_is_the_users_to_repair(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"no model", b""])
+def test_a_broken_model_is_the_users_to_repair(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.model"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match="--run-dir"):
-        Tokenizer(path)
+        ensure_tokenizer(TEXTS, path, vocab_size=120, rank=0, barrier=lambda: None)

@@ -8,20 +8,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.data import workers
 from megavlm.data.files import FilesSource
-from megavlm.data.types import EncodedRecord, Sample, Segment
-from megavlm.data.workers import ENCODE, LOAD, TellingSource, Told, WorkerPool, _work, _WorkerLost
+from megavlm.data.workers import WorkerPool, _work, _WorkerLost
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason, Skipped
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
 
@@ -59,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> FilesSource:
 @pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_worker_that_is_lost_in_a_task_is_replaced(source: FilesSource, tmp_path: Path, how: str) -> None:
     lines: list[str] = []
-    pool = WorkerPool(source, 2, timeout=20, report=lambda line, given_up: lines.append(line))
+    pool = WorkerPool(source, 2, timeout=20, report=lines.append)
     pool.map(encode, [range(1), range(1)])  # both have started
     pool._timeout = 2.0 if how == "hangs" else 0.0
     tasks = [(tmp_path / f"{number}", how, task) for number, task in enumerate(TASKS[:2])]
@@ -91,11 +88,12 @@ def test_a_worker_that_starts_after_the_run_has_ended_says_nothing() -> None:
 
 
 def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path: Path) -> None:
-    pool = WorkerPool(source, 1, timeout=300)
-    with pytest.raises(UserError) as raised:
+    lines: list[str] = []
+    pool = WorkerPool(source, 1, timeout=300, report=lines.append)
+    told = rf"{source.label(6)[1]}, as 2 before it: repair or remove that sample; .*--num-workers"
+    with pytest.raises(UserError, match=told):
         pool.map(trip, [(tmp_path / "0", "always dies", TASKS[1])])
-    assert source.label(6)[1] in str(raised.value)
-    assert "--num-workers" in str(raised.value)
+    assert len(lines) == 2
     assert pool.map(encode, TASKS[:1]) == [encode(source, TASKS[0])]  # the pool goes on
     pool.close()
 
@@ -150,125 +148,18 @@ def test_a_worker_that_starts_while_its_pool_is_closed_is_killed(
     pool.close()
 
 
-class Slow:
-    """A source of which some samples take too long."""
+@pytest.mark.parametrize("fate", ["hung (--data-worker-timeout)", "ended with exit status 3"])
+def test_workers_that_cannot_begin_end_the_run(source: FilesSource, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    def lost(worker: Any, function: Any, task: Any) -> None:
+        worker.lost = True
+        raise _WorkerLost(fate)
 
-    def name(self, sample_id: int) -> tuple[str, str]:
-        return "set", f"line {sample_id}"
-
-    def skipped(self, sample_id: int, error: BadSample) -> Skipped:
-        return Skipped(self.name(sample_id)[1], "set", error.reason, error.detail)
-
-    def encode(self, sample_id: int) -> EncodedRecord:
-        return EncodedRecord((), sample_id=sample_id)
-
-    def load(self, segment: Segment) -> Sample:
-        return Sample(np.array([segment.sample_id]), np.array([True]))
-
-
-class FakeWorker:
-    """A worker without a process: `fate` says how it is lost at a sample, if it is."""
-
-    fate: ClassVar[Callable[[Told | None], str | None]]
-    started = 0
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self.start()
-
-    def start(self) -> None:
-        type(self).started += 1
-        self.lost = self.hangs = False
-        self.ready = True
-        self.sample: Told | None = None
-
-    def call(self, function: Callable[[Any, Any], Any], task: Any, given_up: Any) -> Any:
-        self._begin(None)
-        telling = TellingSource(self._source, self._begin)
-        telling.given_up = given_up
-        return function(telling, task)
-
-    def _begin(self, told: Told | None) -> None:
-        self.sample = told
-        if (fate := type(self).fate(told)) is not None:
-            self.lost, self.hangs, self.ready = True, fate == "hung", fate != "ended at once"
-            raise _WorkerLost(fate)
-
-    def silence(self) -> float:
-        return 0.0
-
-    def kill(self) -> None: ...
-
-
-class Fakes:
-    """Makes pools of fake workers, and keeps what they report."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(workers, "_Worker", FakeWorker)
-        self.lines: list[str] = []
-        self.given_up: list[Told] = []
-
-    def pool(self, fate: Callable[[Told | None], str | None]) -> WorkerPool:
-        FakeWorker.fate, FakeWorker.started = staticmethod(fate), 0  # type: ignore[assignment]
-        return WorkerPool(Slow(), 1, timeout=1, given_up=self.given_up, report=self._report)  # type: ignore[arg-type]
-
-    def _report(self, line: str, given_up: Told | None) -> None:
-        self.lines.append(line)
-        if given_up is not None:
-            self.given_up.append(given_up)
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    return Fakes(monkeypatch)
-
-
-@pytest.mark.parametrize("part", [ENCODE, LOAD])
-def test_the_third_hang_at_a_sample_skips_it_for_good(fakes: Fakes, part: str) -> None:
-    """It is skipped where it hung, and only there: what is too slow to load is encoded, and sequences stay."""
-
-    def both(source: Any, samples: Sequence[int]) -> list[Any]:
-        found = []
-        for sample in samples:
-            found.append([each.reason for each in source.encode(sample).skipped])
-            try:
-                source.load(Segment(sample))
-            except BadSample as error:
-                found[-1].append(error.reason)
-        return found
-
-    slow = (part, "set", "line 6")
-    expected = [[], [], [Reason.TOO_SLOW], []]
-    for start in (4, 1):  # a second run knows
-        pool = fakes.pool(lambda told: "hung" if told == slow else None)
-        assert pool.map(both, [TASKS[1]]) == [expected]
-        assert FakeWorker.started == start
-        pool.close()
-    assert fakes.given_up == [slow]
-    assert ["line 6" in line for line in fakes.lines] == [True] * 3
-    assert "is skipped" in fakes.lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("fate", "told", "started"),
-    [
-        (lambda told: "hung" if told else None, r"line 6, as 2 before it: .*storage", 9),  # every sample
-        (lambda told: "hung" if told is None else None, r"before it began a sample, as 2 before it: if memory", 3),
-        (lambda told: "died" if told and told[2] == "line 6" else None, r"line 6, as 2 .*--num-workers", 3),
-        (lambda told: "ended at once", r"no data worker can start: 3 were lost .*--num-workers 0", 3),
-    ],
-    ids=["storage", "before a sample", "dies", "cannot start"],
-)
-def test_what_cannot_be_skipped_ends_the_run(fakes: Fakes, fate: Any, told: str, started: int) -> None:
-    pool = fakes.pool(fate)
+    monkeypatch.setattr(workers._Worker, "call", lost)
+    pool = WorkerPool(source, 1, timeout=0)
+    told = r"before it began a sample, as 2 before it: --num-workers 0 reads without them; .*storage"
     with pytest.raises(UserError, match=told):
-        pool.map(encode_all, TASKS[1:2])  # of several, the next may begin before this thread sees the error
+        pool.map(encode, TASKS[:1])
     pool.close()
-    assert FakeWorker.started == started
-
-
-def encode_all(source: Any, samples: Sequence[int]) -> list[EncodedRecord]:
-    return [source.encode(sample) for sample in samples]
 
 
 def test_close_waits_for_no_worker(source: FilesSource) -> None:

@@ -176,37 +176,6 @@ def _reader_of(stream: Any) -> Any:
     return dataset.join_readers[0]
 
 
-def test_a_meta_dataset_blends(folder: Path, tmp_path: Path) -> None:
-    opened(folder)
-    write_tar(tmp_path / "other" / "0.tar", [sample("other")] * 4)
-    opened(tmp_path / "other")
-    blend = tmp_path / "blend.yaml"
-    parts = [{"weight": 1, "path": "data"}, {"weight": 3, "path": "other"}]
-    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": parts}}}
-    blend.write_text(json.dumps(content))
-    found = take(opened(blend), 400)
-    assert 240 < found.count("other") < 360
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"__module__": "os", "__class__": "system"},
-        {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"path": "evil"}}},
-        {"splits": {"train": {"join": [], "joiner": {"__module__": "os", "__function__": "system"}}}},
-    ],
-)
-def test_a_meta_dataset_runs_no_code(folder: Path, tmp_path: Path, content: dict[str, Any]) -> None:
-    meta = tmp_path / "evil" / ".nv-meta"
-    meta.mkdir(parents=True)
-    (meta / "dataset.yaml").write_text(
-        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsample_loader: loader.py:run\n"
-    )
-    (tmp_path / "blend.yaml").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="run no code out of the data"):
-        opened(tmp_path / "blend.yaml")
-
-
 def test_the_code_beside_a_prepared_folder_is_not_run(folder: Path) -> None:
     opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: os\n__class__: system\n")
@@ -214,21 +183,14 @@ def test_the_code_beside_a_prepared_folder_is_not_run(folder: Path) -> None:
     assert len(take(opened(folder), 3)) == 3
 
 
-def test_a_meta_dataset_has_nothing_beside_samples(folder: Path, tmp_path: Path) -> None:
-    opened(folder)
-    train = {"path": "data", "aux": {"images": "data"}}
-    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
-    (tmp_path / "blend.yaml").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="has aux"):
-        opened(tmp_path / "blend.yaml")
-
-
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="is not a file or folder"):
         opened(tmp_path / "nowhere")
-    (tmp_path / "blend.yaml").write_text(json.dumps({"splits": {"train": {"path": "nowhere"}}}))
-    with pytest.raises(UserError, match="megatron-energon can open") as caught:
+    with pytest.raises(UserError, match="name each of its folders of tars, with weight="):
         opened(tmp_path / "blend.yaml")
+    prepared = DatasetConfig(str(tmp_path), kind="webdataset")
+    with pytest.raises(UserError, match="megatron-energon can open") as caught:
+        open_stream(prepared, run_dir=tmp_path, rank=0, world=1, seed=0)
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(UserError, match="60 samples for 64 data-parallel ranks"):
         opened(folder, world=64)
