@@ -146,7 +146,7 @@ def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
     """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
     if size is None or size == 1:
         return None
-    return levels_of(groups.shard, size, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    return levels_of(groups.shard, size, groups.maker)
 
 
 def with_whole_gradients(config: Config) -> Config:

@@ -34,7 +34,7 @@ def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
     parallel = config.parallel
     levels, size = None, parallel.compress_group_size or 1
     if size > 1:
-        levels = levels_of(groups.shard, size, timeout_minutes=parallel.distributed_timeout_minutes)
+        levels = levels_of(groups.shard, size, groups.maker)
     for group in _bucket_groups(wrapped):
         if parallel.compress_gradients != "none":
             coded, feedback = Coded(parallel.compress_gradients), parallel.compress_error_feedback

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,51 @@ Found = TypeVar("Found")
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
 
 
+class GroupMaker:
+    """Makes the groups of this rank alone, each once: groups of the same ranks are one group.
+
+    torch's `new_group` is called by all ranks for every group, which is work that grows with the world: 3,185 calls at
+    TP8·PP8 on 1,024 ranks. With `use_local_synchronization` only members call it. The members of a group find each
+    other by its ranks and by how many groups each of them has made, so that all ranks make each kind of group, or skip
+    it, in the same order.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return the group of these ranks, of which this rank is one."""
+        key = tuple(sorted(map(int, ranks)))
+        if key not in self._made:
+            self._made[key] = _new_group(list(key), timeout=self._timeout, use_local_synchronization=True)
+        return self._made[key]
+
+    def skip(self) -> None:
+        """Make a group of this rank in place of one that others make now, so that all have made as many."""
+        _new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
+
+    def among(self, rows: np.ndarray) -> dist.ProcessGroup:
+        """Return the group of the row that has this rank; each rank of the world is in one row."""
+        return self.of(rows[(rows == dist.get_rank()).any(axis=1)][0].tolist())
+
+    @contextmanager
+    def for_megatron(self) -> Iterator[None]:
+        """Let megatron-core's `initialize_model_parallel` take its groups from here; those of others are None."""
+
+        def group_of(ranks: Sequence[int], *_: Any, **__: Any) -> dist.ProcessGroup | None:
+            return self.of(ranks) if dist.get_rank() in ranks else None
+
+        parallel_state.create_group = group_of
+        try:
+            yield
+        finally:
+            parallel_state.create_group = _new_group
+
+
+_new_group = parallel_state.create_group
+
+
 @dataclass(frozen=True)
 class ContextGroups:
     """The groups in which context-parallel ranks exchange heads, and gather keys and values."""
@@ -36,7 +83,7 @@ class ContextGroups:
 
     @classmethod
     def of(
-        cls, dims: Dims, collection: ProcessGroupCollection, alone: dist.ProcessGroup, *, timeout: timedelta
+        cls, dims: Dims, collection: ProcessGroupCollection, alone: dist.ProcessGroup, maker: GroupMaker
     ) -> ContextGroups:
         """Make the groups; every rank calls it. `alone` is a group of this rank only."""
         split = dims.row_split
@@ -47,7 +94,7 @@ class ContextGroups:
         ranks = np.arange(dims.world).reshape(-1, split.groups, split.heads, dims.tp)
         heads = ranks.transpose(0, 1, 3, 2).reshape(-1, split.heads)
         keys = ranks.transpose(0, 2, 3, 1).reshape(-1, split.groups)
-        return cls(split, _group_among(heads.tolist(), timeout=timeout), _group_among(keys.tolist(), timeout=timeout))
+        return cls(split, maker.among(heads), maker.among(keys))
 
 
 @dataclass(frozen=True)
@@ -61,6 +108,7 @@ class Groups:
     context: ContextGroups
     alone: dist.ProcessGroup  # this rank only
     tied: dist.ProcessGroup | None  # the two ranks that hold a copy of tied embeddings, if two stages do
+    maker: GroupMaker
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -118,31 +166,75 @@ def meet(*, timeout_minutes: float) -> Meeting:
     return Meeting(dist.HashStore(), 0, 1)
 
 
-def start(backend: Backend, *, timeout_minutes: float, meeting: Meeting | None = None) -> None:
+def start(
+    backend: Backend, *, timeout_minutes: float, meeting: Meeting | None = None, shared_devices: bool = False
+) -> None:
     """Initialize torch.distributed with the ranks of `meet`, unless it is initialized.
 
-    NCCL is told this process's device. A barrier would guess it from the rank, which is wrong if machines have
-    different numbers of GPUs.
+    NCCL is not given the device (`device_id`): it would connect each group at once, by a split of the world's
+    communicator in which all ranks take part, and send what pipeline stages exchange through one queue.
+
+    Args:
+        shared_devices: whether ranks may share a GPU, as those of tests do.
     """
     if dist.is_initialized():
         return
     met = meeting or meet(timeout_minutes=timeout_minutes)
-    told = backend.communication == "nccl" and (met.world > 1 or dist.is_torchelastic_launched())
-    if told:
+    if backend.communication == "nccl" and met.world > 1 and not shared_devices:
         refuse_shared_devices(met, device=str(torch.cuda.get_device_properties(backend.device).uuid))
-    begin(backend, met, timeout_minutes=timeout_minutes, told=told)
+    World(backend.communication, met, timedelta(minutes=timeout_minutes)).begin()
 
 
-def begin(backend: Backend, met: Meeting, *, timeout_minutes: float, told: bool) -> None:
-    """Initialize torch.distributed; `told`: NCCL is told this process's device, and connects each group at once."""
-    dist.init_process_group(
-        backend.communication,
-        store=met.store,
-        rank=met.rank,
-        world_size=met.world,
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=backend.device if told else None,
-    )
+@dataclass
+class World:
+    """The ranks of this start, which begin anew for each layout that the same processes build."""
+
+    backend: str
+    met: Meeting
+    timeout: timedelta
+    layouts: int = 0
+    turns: int = 0  # of rank 0, for which others waited
+
+    def begin(self) -> None:
+        """Initialize torch.distributed with keys in the store that no group has had: ranks name a group alike again."""
+        global _begun
+        _begun = self
+        store = dist.PrefixStore(f"layout-{self.layouts}", self.met.store)
+        dist.init_process_group(
+            self.backend, store=store, rank=self.met.rank, world_size=self.met.world, timeout=self.timeout
+        )
+        self.layouts += 1
+
+    def await_rank_0(self) -> None:
+        """Wait until rank 0 calls this, too, however long: in the store, as collectives end a run that waits.
+
+        A process that is gone ends its world by torchrun, or by the end of the store.
+        """
+        self.turns += 1
+        key, began = f"turn-{self.turns}", time.monotonic()
+        if self.met.rank == 0:
+            self.met.store.set(key, "")
+            return
+        while not self._came(key):
+            if self.met.rank == self.met.world - 1 and time.monotonic() - began > _SAY:
+                print(f"rank 0 has worked alone for {(time.monotonic() - began) / 60:.0f} min; others wait", flush=True)
+
+    def _came(self, key: str) -> bool:
+        try:
+            self.met.store.wait([key], _LOOK)
+        except dist.DistStoreError:  # in time, it has not
+            return False
+        return True
+
+
+_LOOK, _SAY = timedelta(seconds=60), 300.0
+_begun: World | None = None  # torch has one world in a process, too
+
+
+def barrier() -> None:
+    """Wait until all ranks are here. NCCL would guess the device from the rank, which may be wrong."""
+    on_gpu = dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
 
 
 def on_rank_0(action: Callable[[], None]) -> None:
@@ -153,6 +245,8 @@ def on_rank_0(action: Callable[[], None]) -> None:
             action()
         except UserError as error:
             message = [str(error)]
+    if _begun is not None:
+        _begun.await_rank_0()
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise UserError(message[0])
@@ -174,7 +268,13 @@ def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
 
 
 def build_groups(
-    dims: Dims, *, tied_owners: tuple[int, ...], seed: int, timeout_minutes: float, shard_size: int | None = None
+    dims: Dims,
+    *,
+    tied_owners: tuple[int, ...],
+    seed: int,
+    timeout_minutes: float,
+    shard_size: int | None = None,
+    encoder_tp: int = 1,
 ) -> Groups:
     """Make every process group of a layout and seed the dropout generators; return this rank's groups.
 
@@ -182,51 +282,48 @@ def build_groups(
         tied_owners: pipeline ranks that hold tied embeddings (first language stage and last stage), maybe the same.
         timeout_minutes: collectives that take longer end the run.
         shard_size: number of neighbouring DP × CP ranks that shard optimizer state; default: all of them.
+        encoder_tp: tensor-parallel degree of a colocated encoder, if there is one (`encoder_groups`).
         seed: dropout seed; pipeline stages, context- and data-parallel ranks draw different numbers.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=dims.tp,
-        pipeline_model_parallel_size=dims.pp,
-        context_parallel_size=dims.cp,
-        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        expert_model_parallel_size=dims.ep,
-        expert_tensor_parallel_size=dims.expert_tp,
-        distributed_timeout_minutes=timeout_minutes,
-        # `tied` synchronises tied embeddings: megatron-core only knows copies on the first and last stage.
-        get_embedding_ranks=lambda ranks, split=None: ranks[:1],
-        create_gloo_process_groups=False,
-    )
-    coords, timeout = dims.coordinates(dist.get_rank()), timedelta(minutes=timeout_minutes)
+    maker = GroupMaker(timedelta(minutes=timeout_minutes))
+    alone = maker.of([dist.get_rank()])
+    with maker.for_megatron():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            context_parallel_size=dims.cp,
+            virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+            expert_model_parallel_size=dims.ep,
+            expert_tensor_parallel_size=dims.expert_tp,
+            distributed_timeout_minutes=timeout_minutes,
+            # `tied` synchronises tied embeddings: megatron-core only knows copies on the first and last stage.
+            get_embedding_ranks=lambda ranks, split=None: ranks[:1],
+            create_gloo_process_groups=False,
+        )
+    coords = dims.coordinates(dist.get_rank())
     batch_part = coords.cp + dims.cp * coords.dp
     model_parallel_cuda_manual_seed(seed + 100 * coords.pp + 10_000 * batch_part, force_reset_rng=True)
-    tied = _tied_group(dims, sorted(set(tied_owners)), timeout=timeout)
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    replica = collection.mp
-    if dims.cp > 1:  # megatron-core's has the TP × PP ranks alone, over which it sums the gradient norm
-        replica = _group_among([dims.replica_ranks(dp) for dp in range(dims.dp)], timeout=timeout)
+    # megatron-core's has the TP × PP ranks alone, over which it sums the gradient norm.
+    replica = maker.of(dims.replica_ranks(coords.dp)) if dims.cp > 1 else collection.mp
     if shard_size is not None and shard_size < dims.dp_cp:
-        _share_in_groups(collection, dims, shard_size, timeout=timeout)
-    alone = _alone(dims, collection, timeout=timeout)
+        _share_in_groups(collection, dims, shard_size, maker)
+    context = ContextGroups.of(dims, collection, alone, maker)
+    if encoder_tp > 1:
+        _encoder_groups(dims, encoder_tp, maker)
     return Groups(
         dims=dims,
         coords=coords,
         collection=collection,
         replica=replica,
-        context=ContextGroups.of(dims, collection, alone, timeout=timeout),
+        context=context,
         alone=alone,
-        tied=tied,
+        tied=_tied_group(dims, sorted(set(tied_owners)), maker),
+        maker=maker,
     )
 
 
-def _alone(dims: Dims, collection: ProcessGroupCollection, *, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of this rank only: one of those that are there, if any degree is 1."""
-    for group in (collection.ep, collection.cp, collection.pp, collection.tp, collection.dp):
-        if group.size() == 1:
-            return group
-    return _group_among([[rank] for rank in range(dims.world)], timeout=timeout)
-
-
-def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, *, timeout: timedelta) -> None:
+def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, maker: GroupMaker) -> None:
     """Set the groups of HSDP in `collection`: each `size` neighbouring DP × CP ranks are a shard group.
 
     Ranks that hold the same shard are replicas of one another. megatron-core can make the same groups
@@ -237,37 +334,37 @@ def _share_in_groups(collection: ProcessGroupCollection, dims: Dims, size: int, 
     shards = ranks.transpose(0, 1, 3, 2).reshape(-1, size)
     replicas = ranks.transpose(0, 2, 3, 1).reshape(-1, copies)
     instances = ranks.transpose(1, 0, 2, 3).reshape(copies, -1)  # all ranks that shard one copy
-    collection.intra_dp_cp = collection.intra_expt_dp = _group_among(shards.tolist(), timeout=timeout)
-    collection.inter_dist_opt = _group_among(replicas.tolist(), timeout=timeout)
-    collection.intra_dist_opt = _group_among(instances.tolist(), timeout=timeout)
+    collection.intra_dp_cp = collection.intra_expt_dp = maker.among(shards)
+    collection.inter_dist_opt = maker.among(replicas)
+    collection.intra_dist_opt = maker.among(instances)
 
 
-def _tied_group(dims: Dims, owners: list[int], *, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return this rank's group of ranks with tied embeddings; None if it holds none, or if only one stage does.
-
-    Every rank makes every group, as torch requires.
-    """
+def _tied_group(dims: Dims, owners: list[int], maker: GroupMaker) -> dist.ProcessGroup | None:
+    """Return this rank's group of ranks with tied embeddings; None if it holds none, or if only one stage does."""
+    stage = dims.tp * dims.dp_cp
+    owner, column = divmod(dist.get_rank(), stage)
     if len(owners) < 2:
         return None
-    stage = dims.tp * dims.dp_cp
-    columns = [[column + owner * stage for owner in owners] for column in range(stage)]
-    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in columns]
-    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+    if owner not in owners:
+        maker.skip()
+        return None
+    return maker.of([column + each * stage for each in owners])
 
 
-def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, timeout_minutes: float) -> Groups:
+def _encoder_groups(dims: Dims, tp: int, maker: GroupMaker) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the ranks that share one colocated encoder, and those that hold the same shard of theirs."""
+    encoders = np.array(dims.encoders(tp))
+    return maker.among(encoders), maker.among(encoders.T)
+
+
+def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int) -> Groups:
     """Return the groups of a colocated encoder: TP over `tp` neighbouring ranks of a replica, DP over all others.
 
     Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
-    Every rank of the world calls it.
+    `tp` is the `encoder_tp` that the groups were built with.
     """
     alone, world = groups.alone, groups.collection.intra_dist_opt
-    together, apart = alone, world
-    if tp > 1:
-        timeout = timedelta(minutes=timeout_minutes)
-        encoders = groups.dims.encoders(tp)
-        together = _group_among(encoders, timeout=timeout)
-        apart = _group_among(list(zip(*encoders, strict=True)), timeout=timeout)  # ranks that hold the same shard
+    together, apart = _encoder_groups(groups.dims, tp, groups.maker) if tp > 1 else (alone, world)
     collection = copy(groups.collection)
     for name in ("cp", "pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
         setattr(collection, name, alone)
@@ -282,14 +379,15 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int, ti
     coords = Coordinates(tp=together.rank(), dp=apart.rank(), pp=0)
     context = ContextGroups(RowSplit(), alone, alone)
     return Groups(
-        dims=dims, coords=coords, collection=collection, replica=together, context=context, alone=alone, tied=None
+        dims=dims,
+        coords=coords,
+        collection=collection,
+        replica=together,
+        context=context,
+        alone=alone,
+        tied=None,
+        maker=groups.maker,
     )
-
-
-def _group_among(candidates: Sequence[Sequence[int]], *, timeout: timedelta) -> dist.ProcessGroup:
-    """Return the group that this rank is in. Every rank makes every group, as torch requires."""
-    made = [(ranks, parallel_state.create_group(sorted(ranks), timeout=timeout)) for ranks in candidates]
-    return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
 @dataclass(frozen=True)
@@ -300,18 +398,10 @@ class Levels:
     across: dist.ProcessGroup
 
 
-def levels_of(group: dist.ProcessGroup, size: int, *, timeout_minutes: float) -> Levels:
-    """Return the two levels of a group that is cut into subgroups of `size` neighbours.
-
-    Every rank of the world calls it, each with its own of groups that divide the world.
-    """
-    ranks: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(ranks, dist.get_process_group_ranks(group))
-    groups = sorted({tuple(each) for each in ranks})
-    timeout = timedelta(minutes=timeout_minutes)
-    inside = [each[start : start + size] for each in groups for start in range(0, len(each), size)]
-    across = [each[place::size] for each in groups for place in range(size)]
-    return Levels(_group_among(inside, timeout=timeout), _group_among(across, timeout=timeout))
+def levels_of(group: dist.ProcessGroup, size: int, maker: GroupMaker) -> Levels:
+    """Return the two levels of a group of one stage, which is cut into subgroups of `size` neighbours."""
+    ranks = np.array(dist.get_process_group_ranks(group)).reshape(-1, size)
+    return Levels(maker.among(ranks), maker.among(ranks.T))
 
 
 def destroy_groups() -> None:
@@ -322,11 +412,11 @@ def destroy_groups() -> None:
     """
     if not parallel_state.is_initialized():
         return
-    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
-    dist.barrier()  # no rank may still wait in one of the groups
-    for group in made:
-        dist.destroy_process_group(group)
+    barrier()  # no rank may still wait in one of the groups
+    dist.destroy_process_group()
+    if _begun is not None:
+        _begun.begin()
     gc.collect()
 
 

@@ -26,7 +26,7 @@ from megavlm.config.schema import Config
 from megavlm.data.source import Source
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
-from megavlm.parallel.groups import Groups, build_groups, from_rank_0, meet, on_rank_0, start
+from megavlm.parallel.groups import Groups, barrier, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases
@@ -154,7 +154,7 @@ def _choose(asked: Config, backend: Backend) -> _Chosen:
         check(given, world=world)
     dims = dims_of(given, world=world)
     run_dir = Path(given.run.run_dir)
-    source = build_source(given, run_dir=run_dir, rank=dist.get_rank(), barrier=dist.barrier)
+    source = build_source(given, run_dir=run_dir, rank=dist.get_rank(), barrier=barrier)
     config = resolve(given, vocab_size=source.vocab_size)
     config = overlapped(with_device_defaults(config, on_gpu=not backend.is_cpu), dp=dims.dp_cp)
     return _Chosen(asked, given, config, source, make_plan(config, dims))
@@ -167,6 +167,7 @@ def _groups(config: Config, plan: Plan) -> Groups:
         seed=config.train.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         shard_size=config.parallel.hybrid_shard_size,
+        encoder_tp=plan.vision_tp if plan.encoder else 1,
     )
 
 
@@ -200,7 +201,7 @@ def _restored(
     with _closed_on_error(engine):
         position = restore(engine, data.loaders.training, config, chosen.plan, choices, data.identity)
         on_rank_0(write_files)
-    dist.barrier()  # others may still read what rank 0 holds for them
+    barrier()  # others may still read what rank 0 holds for them
     holds.release()
     return engine, position, began
 

@@ -120,7 +120,6 @@ class _EncoderModel:
             tp=plan.vision_tp,
             same_dropout=not sequence_parallel(alone),
             seed=config.train.seed,
-            timeout_minutes=config.parallel.distributed_timeout_minutes,
         )
         whole = Plan(dims=spread.dims, chunks=(plan.encoder,))
         pipeline = pipeline_config(alone, spread.dims)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megavlm.parallel import groups
-from tests.support.pool import Pool, begin
+from tests.support.pool import Pool
 
 
 def wait_in_vain() -> None:
@@ -30,24 +27,3 @@ def test_a_rank_that_is_stuck_shows_its_stack_and_a_slow_one_is_waited_for() -> 
     with pytest.raises(AssertionError, match=r"ranks \[0\] of 1 gave no result.*(?s:.*)in wait_in_vain"):
         pool.run(wait_in_vain, timeout=1)
     assert pool.broken
-
-
-@pytest.mark.parametrize(
-    ("communication", "devices", "eager", "expected"),
-    [
-        ("gloo", 0, "", "start"),
-        ("nccl", 2, "", "start"),
-        ("nccl", 1, "", "begin, told: False"),
-        ("nccl", 1, "1", "begin, told: True"),
-    ],
-)
-def test_ranks_join_as_the_program_does_unless_they_share_a_gpu(
-    communication: str, devices: int, eager: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-    monkeypatch.setenv("MEGAVLM_TEST_EAGER", eager)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(groups, "start", lambda *_, **__: called.append("start"))
-    monkeypatch.setattr(groups, "begin", lambda *_, told, **__: called.append(f"begin, told: {told}"))
-    begin(SimpleNamespace(communication=communication), SimpleNamespace(world=2))
-    assert called == [expected]

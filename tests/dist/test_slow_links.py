@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def sums(code: str, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megavlm.optim.codes import Coded, all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
-    from megavlm.parallel.groups import levels_of
+    from megavlm.parallel.groups import GroupMaker, levels_of
 
     world, rank = dist.get_world_size(), dist.get_rank()
     group, coded, size = dist.group.WORLD, Coded(code), 300  # type: ignore[arg-type]
@@ -42,7 +43,7 @@ def sums(code: str, steps: int) -> dict[str, Any]:
         dist.all_reduce(total)
     both = torch.zeros(size)
     if world == 4:  # the second step sends what the first has lost
-        levels, kept = levels_of(group, 2, timeout_minutes=1), torch.zeros(world * size // 2)
+        levels, kept = levels_of(group, 2, GroupMaker(timedelta(minutes=1))), torch.zeros(world * size // 2)
         for _ in range(2):
             ramp = torch.arange(world * size, dtype=torch.float32) * (rank + 1)
             reduce_scatter_in_two_levels(ramp, levels, coded, kept)

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from megavlm.resilience.signals import STOPPED
@@ -13,6 +15,29 @@ from megavlm.resilience.status import read_status
 from tests.support.forked import start_program, status_of
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import assert_same_curve, metrics, train
+
+LIMIT = 2.0  # seconds of a collective, below
+
+
+def slow_rank_0() -> str:
+    import torch.distributed as dist
+
+    from megavlm.parallel import groups
+
+    as_before = groups._begun
+    assert as_before is not None
+    dist.destroy_process_group()
+    replace(as_before, timeout=timedelta(seconds=LIMIT)).begin()
+    try:
+        return groups.from_rank_0(lambda: time.sleep(2 * LIMIT) or "prepared", "")
+    finally:
+        dist.destroy_process_group()
+        replace(groups._begun, timeout=as_before.timeout).begin()
+
+
+def test_what_rank_0_does_alone_may_take_longer_than_a_collective(pools):
+    assert pools(2).run(slow_rank_0) == ["prepared"] * 2
+
 
 BY_SRUN = {
     **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "1"},

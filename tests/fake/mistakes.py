@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def begin() -> None:
-    dist.init_process_group("nccl", timeout=timedelta(minutes=1), device_id=torch.device("cuda", 0))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=1))
 
 
 def _on_device(*shape: int) -> torch.Tensor:

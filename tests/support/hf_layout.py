@@ -94,7 +94,13 @@ def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
     destroy_groups()
     plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
     tied = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
-    groups = build_groups(plan.dims, tied_owners=tied, seed=1, timeout_minutes=30)
+    groups = build_groups(
+        plan.dims,
+        tied_owners=tied,
+        seed=1,
+        timeout_minutes=30,
+        encoder_tp=plan.vision_tp if plan.encoder else 1,
+    )
     vocabulary = config.model.language.vocab_size or 0
 
     def fill(chunks: Any) -> None:

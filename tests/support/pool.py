@@ -128,33 +128,6 @@ class Pools:
             pool.close()
 
 
-def begin(chosen: Any, met: Any) -> None:
-    """Join the world as the program does, but for ranks that share a GPU, which `start` refuses.
-
-    Those let NCCL connect a group at its first message; MEGAVLM_TEST_EAGER=1 tells it the device, as the program does.
-    MEGAVLM_TEST_P2P_SYNC=0: the host does not wait for the device after each batch of transfers of a pipeline.
-    """
-    import torch
-
-    from megavlm.parallel import groups
-    from megavlm.train import build_engine
-
-    if os.environ.get("MEGAVLM_TEST_P2P_SYNC") == "0":
-        config_of = build_engine.pipeline_config
-
-        def without_waiting(config: Any, dims: Any) -> Any:
-            config = config_of(config, dims)
-            config.batch_p2p_sync = False
-            return config
-
-        build_engine.pipeline_config = without_waiting
-    if chosen.communication == "nccl" and torch.cuda.device_count() < met.world:
-        told = os.environ.get("MEGAVLM_TEST_EAGER") == "1"
-        groups.begin(chosen, met, timeout_minutes=MINUTES, told=told)
-    else:
-        groups.start(chosen, timeout_minutes=MINUTES, meeting=met)
-
-
 def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR2, open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (open while it runs)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -163,7 +136,7 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
     from megavlm import backend
 
     chosen = backend.activate()
-    from megavlm.parallel.groups import destroy_groups
+    from megavlm.parallel import groups
     from megavlm.parallel.rendezvous import Meeting
 
     if rank == 0:  # takes any free port, and holds it before another rank hears of it
@@ -171,7 +144,7 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
         end.send(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", end.recv(), world, is_master=False)
-    begin(chosen, Meeting(store, rank, world))
+    groups.start(chosen, timeout_minutes=MINUTES, meeting=Meeting(store, rank, world), shared_devices=True)
     while True:
         try:
             function, args = end.recv()
@@ -186,4 +159,4 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
         except Exception:
             end.send((False, traceback.format_exc()))
         else:
-            destroy_groups()  # while the test looks at results: each of their threads wakes up all the time
+            groups.destroy_groups()  # while the test looks at results: each of their threads wakes up all the time
