@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,17 @@ def read_checkpoints_with(reader: type) -> None:
     """Let megatron-core load checkpoints through this class: its own unpickles whatever a file holds. Idempotent."""
     strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
+
+
+@contextmanager
+def groups_of_members(state: Any, of: Callable[[Sequence[int]], dist.ProcessGroup]) -> Iterator[None]:
+    """Return a context in which megatron-core's `state` takes this rank's groups from `of`, and makes no others."""
+    theirs = state.create_group
+    state.create_group = lambda ranks, *_, **__: of(ranks) if dist.get_rank() in ranks else None
+    try:
+        yield
+    finally:
+        state.create_group = theirs
 
 
 @contextmanager

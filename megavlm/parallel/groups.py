@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 from megavlm.arch.dims import Coordinates, Dims, RowSplit
 from megavlm.backend import Backend
+from megavlm.backend.patches import groups_of_members
 from megavlm.errors import RanksMissing, UserError
 from megavlm.parallel.rendezvous import Meeting, join, refuse_shared_devices
 
@@ -45,32 +45,16 @@ class GroupMaker:
         """Return the group of these ranks, of which this rank is one."""
         key = tuple(sorted(map(int, ranks)))
         if key not in self._made:
-            self._made[key] = _new_group(list(key), timeout=self._timeout, use_local_synchronization=True)
+            self._made[key] = dist.new_group(list(key), timeout=self._timeout, use_local_synchronization=True)
         return self._made[key]
 
     def skip(self) -> None:
         """Make a group of this rank in place of one that others make now, so that all have made as many."""
-        _new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
 
     def among(self, rows: np.ndarray) -> dist.ProcessGroup:
         """Return the group of the row that has this rank; each rank of the world is in one row."""
         return self.of(rows[(rows == dist.get_rank()).any(axis=1)][0].tolist())
-
-    @contextmanager
-    def for_megatron(self) -> Iterator[None]:
-        """Let megatron-core's `initialize_model_parallel` take its groups from here; those of others are None."""
-
-        def group_of(ranks: Sequence[int], *_: Any, **__: Any) -> dist.ProcessGroup | None:
-            return self.of(ranks) if dist.get_rank() in ranks else None
-
-        parallel_state.create_group = group_of
-        try:
-            yield
-        finally:
-            parallel_state.create_group = _new_group
-
-
-_new_group = parallel_state.create_group
 
 
 @dataclass(frozen=True)
@@ -194,11 +178,11 @@ class World:
     timeout: timedelta
     layouts: int = 0
     turns: int = 0  # of rank 0, for which others waited
+    current: ClassVar[World | None] = None  # torch has one world in a process, too
 
     def begin(self) -> None:
         """Initialize torch.distributed with keys in the store that no group has had: ranks name a group alike again."""
-        global _begun
-        _begun = self
+        World.current = self
         store = dist.PrefixStore(f"layout-{self.layouts}", self.met.store)
         dist.init_process_group(
             self.backend, store=store, rank=self.met.rank, world_size=self.met.world, timeout=self.timeout
@@ -228,7 +212,6 @@ class World:
 
 
 _LOOK, _SAY = timedelta(seconds=60), 300.0
-_begun: World | None = None  # torch has one world in a process, too
 
 
 def barrier() -> None:
@@ -245,8 +228,8 @@ def on_rank_0(action: Callable[[], None]) -> None:
             action()
         except UserError as error:
             message = [str(error)]
-    if _begun is not None:
-        _begun.await_rank_0()
+    if World.current is not None:
+        World.current.await_rank_0()
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise UserError(message[0])
@@ -287,7 +270,7 @@ def build_groups(
     """
     maker = GroupMaker(timedelta(minutes=timeout_minutes))
     alone = maker.of([dist.get_rank()])
-    with maker.for_megatron():
+    with groups_of_members(parallel_state, maker.of):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dims.tp,
             pipeline_model_parallel_size=dims.pp,
@@ -415,8 +398,8 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
     barrier()  # no rank may still wait in one of the groups
     dist.destroy_process_group()
-    if _begun is not None:
-        _begun.begin()
+    if World.current is not None:
+        World.current.begin()
     gc.collect()
 
 
