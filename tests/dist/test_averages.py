@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from tests.support import hf  # noqa: E402
 from tests.support.flags import HALF  # noqa: E402
 from tests.support.pool import Pools  # noqa: E402
 from tests.support.tiny_models import FAMILIES, square  # noqa: E402
-from tests.support.training import SMALL, train, train_composed  # noqa: E402
+from tests.support.training import SMALL, started, train, train_composed  # noqa: E402
 
 RUN = [
     *SMALL,
@@ -105,18 +103,9 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     """The loss of averages after two steps, that of weights, and the loss of a third step."""
     import torch.distributed as dist
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     batches = [run.data_loader.next_step().batches for _ in range(3)]
     for batch in batches[:2]:
         run.engine.train_step(batch)

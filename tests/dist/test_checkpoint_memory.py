@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from tests.support.flags import PADDED
 from tests.support.pool import Pools
-from tests.support.training import SMALL, train
+from tests.support.training import SMALL, started, train
 
 MODEL = (
     "--global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard --set "
@@ -29,22 +27,13 @@ def bytes_taken(argv: list[str], run_dir: str) -> dict[str, int]:
     """
     import torch.distributed as dist
 
-    from megavlm import backend
     from megavlm.checkpoint import state
     from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.live_bytes import LiveBytes, standing_tensors
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     run.engine.train_step(run.data_loader.next_step().batches)
     trained, position = run.engine.trained(), state.Position(iteration=1, loader={})
     weights = [param for chunk in run.engine.model_chunks for param in chunk.parameters()]
@@ -118,26 +107,16 @@ def test_a_save_takes_a_ranks_share_and_a_load_one_tensor(pools: Pools, tmp_path
 
 def saved_again(argv: list[str], run_dir: str, into: str) -> None:
     """Resume a run, and save it as it is."""
-    import torch.distributed as dist
 
-    from megavlm import backend
     from megavlm.checkpoint import state
     from megavlm.checkpoint.folders import Keep
     from megavlm.checkpoint.saving import Saver
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     position = state.Position(iteration=run.position.iteration, loader=run.position.loader)
     saver = Saver(Path(into), Keep(0))
-    state.save(run.engine.trained(), position, config=config, plan=run.plan, saver=saver)
+    state.save(run.engine.trained(), position, config=run.config, plan=run.plan, saver=saver)
     saver.wait()
     saver.close()
     close(run)

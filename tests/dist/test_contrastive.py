@@ -11,7 +11,7 @@ from tests.support.covering import axes_of, covering, pairs
 from tests.support.flags import DROPOUT, HALF, MODELS
 from tests.support.float64 import float64, train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, started, train
 
 # Records of two or three texts, of none, one and two images, some of which are the same as another's.
 PAIRS = [*SMALL, *"--objective contrastive --seq-length 80 --global-batch-size 8".split()]
@@ -210,15 +210,10 @@ def outputs_of_both_passes(argv: list[str], run_dir: str) -> tuple[list[Any], li
     """Return what the last stage made of the micro-batches of the second step, pass by pass, and routers' loads."""
     from unittest.mock import patch
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
     from megavlm.pipeline import gradient_cache
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    destroy_groups()
-    run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
+    run = started(argv, run_dir)
     first, second = gradient_cache._kept, gradient_cache._inner_product
     seen: tuple[list[Any], list[Any]] = ([], [])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 from unittest.mock import patch
 
 from tests.support.pool import Pools
+from tests.support.training import started
 
 # Each expert gets equally many tokens, so that every rank sends as many.
 MIXTURE = (
@@ -94,19 +93,8 @@ def rows_sent(argv: list[str], run_dir: str) -> tuple[int, float]:
 
 def built(argv: list[str], run_dir: str) -> tuple[Any, Any]:
     """Return a run, and the first micro-batch of its first step."""
-    import torch.distributed as dist
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
-
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     return run, run.data_loader.next_step().batches[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import SMALL, assert_same_curve, metrics, started, train, without_wall_time
 
 SAVING = [
     *SMALL,
@@ -72,15 +72,10 @@ def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(
 
 def _resumed_histories(argv: Sequence[str], run_dir: str) -> dict[str, Tensor]:
     """The histories of a run that has resumed, before it goes on."""
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
     from megavlm.precision.fp8_state import histories
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    destroy_groups()
-    run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
+    run = started(argv, run_dir)
     found = {name: tensor for chunk in run.engine.chunks for name, tensor in histories(chunk).items()}
     close(run)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.support.pool import Pools
+from tests.support.training import started
 
 # Equal images and layers wide enough that what is left out (positions, statistics of norms) is small.
 MODEL = (
@@ -192,26 +192,16 @@ def offloaded_apart(counter: Any) -> Iterator[None]:
 
 def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, int], tuple[float, float], int, int]:
     """(measured peaks of device and host, predicted memory of both, parameters there are, and counted) of this rank."""
-    import torch.distributed as dist
 
-    from megavlm import backend
     from megavlm.arch.ends import vocabulary_shard
     from megavlm.arch.kinds import local_parameters
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
     from megavlm.planner.auto import predict
     from megavlm.planner.hardware import PROFILES
     from megavlm.planner.host_memory import HostMemory
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.live_bytes import step_counts
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     counts = step_counts(run.engine, run.data_loader.next_step().batches, offloaded_apart)
     config, plan, rank = run.config, run.plan, run.engine.groups.coords.pp
     step = predict(config, plan.dims, PROFILES["cpu"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.pool import Pools
-from tests.support.training import SMALL
+from tests.support.training import SMALL, started
 
 _WRITES_ONLY = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")  # of what they change
 
@@ -59,21 +57,11 @@ def _is(x: Any) -> bool:
 
 def bytes_per_parameter(argv: list[str], run_dir: str) -> dict[str, float]:
     """Of a step after the first, over the trained parameters of this rank; "total" is all of it."""
-    import torch.distributed as dist
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.live_bytes import standing_tensors
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     batches = run.data_loader.next_step().batches
     run.engine.train_step(batches)
     weights = {param.untyped_storage()._cdata for chunk in run.engine.model_chunks for param in chunk.parameters()}

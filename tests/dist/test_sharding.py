@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from tests.support.training import (
     assert_resumed,
     assert_same_curve,
     metrics,
+    started,
     train,
     without_wall_time,
 )
@@ -198,23 +197,6 @@ def test_backward_passes_gather_inside_the_node(pools: Pools, tmp_path: Path):
     inside = pools(4).run(gathered, [*argv, *SECONDARY.split()], str(tmp_path / "inside"))[0]
     assert whole.keys() == {4}
     assert inside == {4: whole[4] // 2, 2: whole[4] // 2}
-
-
-def started(argv: list[str], run_dir: str) -> Any:
-    """Return a run that has not made a step."""
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
-
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return build(config, backend.activate())
 
 
 def standing_bytes(argv: list[str], run_dir: str) -> int:

@@ -10,7 +10,15 @@ import pytest
 
 from tests.support.flags import FOUR, TWO
 from tests.support.pool import Pools
-from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, train, without_wall_time
+from tests.support.training import (
+    SMALL,
+    TEXT_TO_LEARN,
+    assert_within_a_hundredth,
+    metrics,
+    started,
+    train,
+    without_wall_time,
+)
 
 BF16 = "--precision bf16"
 FULL = "--data-parallel-sharding full"
@@ -90,23 +98,11 @@ def test_what_is_lost_is_sent_later(pools: Pools, world: int, code: str) -> None
 def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
     """What units gave to their reductions and gathers in a step, and what they got: arrays, call by call."""
     import contextlib
-    import io
 
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
     from megavlm.optim.slow_links import CodedUnitGather, CodedUnitReduction, coded_reductions, forget_errors
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     found: dict[str, Any] = {"reduced": [], "gathered": []}
     comms: list[Any] = []
     with contextlib.ExitStack() as undo:

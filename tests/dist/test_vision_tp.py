@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 from tests.support.pool import Pools
-from tests.support.training import SMALL
+from tests.support.training import SMALL, started
 
 
 def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
@@ -15,18 +13,9 @@ def largest_difference(argv: list[str], run_dir: str) -> tuple[int, float]:
     import torch
     import torch.distributed as dist
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=2)
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     for _ in range(3):
         run.engine.train_step(run.data_loader.next_step().batches)
     apart = []

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tests.support.training import started
+
 NEW_TOKENS = 7
 
 
 def answers(argv: Sequence[str], run_dir: str, *, with_cache: bool = True, stop: Sequence[int] = ()) -> list[list[int]]:
     """Return the answers to five prompts of several lengths, with no image up to two."""
-    import torch.distributed as dist
 
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
     from megavlm.data.collate import CollateSpec
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.generate import generate
     from megavlm.train.loop import close
 
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build(config, backend.activate())
+    run = started(argv, run_dir)
     source: Any = run.source  # of samples that are computed
     spec = CollateSpec.of(run.config, run.source)
     prompts = [_prompt(source.sample(index), spec.image_token, number) for number, index in enumerate(range(5))]

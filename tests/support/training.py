@@ -48,8 +48,8 @@ WALL_TIME = {
 }
 
 
-def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:
-    """One run of the program on this process's world, in place of whatever layout ran before."""
+def started(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> Any:
+    """Return a run that has not made a step, on this process's world, in place of whatever layout ran before."""
     import torch.distributed as dist
 
     from megavlm import backend
@@ -57,13 +57,21 @@ def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lam
     from megavlm.parallel.groups import destroy_groups
     from megavlm.rules.check import check
     from megavlm.train.build import build
-    from megavlm.train.loop import fit
 
     config = prepare(parse([*argv, *PRECISION, "--run-dir", run_dir]))
     check(config, world=dist.get_world_size())
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fit(build(config, backend.activate()))
+        return build(config, backend.activate())
+
+
+def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:
+    """One run of the program on this process's world."""
+    from megavlm.train.loop import fit
+
+    run = started(argv, run_dir, prepare)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        fit(run)
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
