@@ -16,7 +16,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -165,10 +165,8 @@ class Saver:
         self._root, self._keep = root, keep
         self._staging = Staging()
         self.division = Division()
-        self._metadata: Metadata | None = None  # of the last save
         self._job: Job | None = None  # under way
         self._began = 0.0
-        self._again = False  # whether another writer may do the job
         self._reports: list[SaveReport] = []
         self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
         self._start()
@@ -189,7 +187,6 @@ class Saver:
         whole = dict(share.whole)
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()
-        self._metadata = share.metadata or self._metadata
         self._job = Job(
             root=self._root,
             iteration=int(summary["iteration"]),
@@ -203,8 +200,11 @@ class Saver:
             memory=self._staging.bytes,
             failure=failure,
         )
-        self._again = True
-        self._send(self._job)
+        self._pulse.beat()
+        try:
+            self._connection.send(self._job)
+        except (BrokenPipeError, ConnectionResetError):
+            self._lost()
 
     def poll(self) -> list[SaveReport]:
         """Return the reports of saves that have ended since the last call, without waiting."""
@@ -218,6 +218,8 @@ class Saver:
         while self._job is not None:
             self.waits()  # not for ever: a writer that does not go on is ended
             self._receive(_LOOK)
+        if not self._process.is_alive():
+            self._replace_writer()
 
     def close(self) -> None:
         """End the writer. A save that is under way has some seconds to end."""
@@ -239,13 +241,6 @@ class Saver:
         self._process.start()
         theirs.close()
 
-    def _send(self, job: Job) -> None:
-        self._pulse.beat()
-        try:
-            self._connection.send(job)
-        except (BrokenPipeError, ConnectionResetError):
-            self._lost()
-
     def _receive(self, patience: float) -> None:
         """Take the outcome of the save that is under way; waits `patience` seconds for it."""
         try:
@@ -258,21 +253,19 @@ class Saver:
             self._lost()
 
     def _lost(self, reason: str | None = None) -> None:
-        """Start another writer after one has died, and let it do the same work once more from the same memory."""
+        """Give up the save whose writer has died, and start another writer for the next."""
         assert self._job is not None
-        self._connection.close()
         ended = how_it_ended(self._process, _GIVEN_UP)
-        reason = reason or f"the process that writes checkpoints {ended}"
+        reason = f"rank {self._job.rank}: {reason or f'the process that writes checkpoints {ended}'}"
+        self._replace_writer()
+        with suppress(OSError):  # the others do not wait for this rank
+            reports_of(self._job).leave(self._job.rank, None, reason)
+        self._end(Outcome(None if is_committed(self._job) else reason))
+
+    def _replace_writer(self) -> None:
+        self._connection.close()
         self._start()
-        if not self._again:
-            reason = f"rank {self._job.rank}: {reason}"
-            with suppress(OSError):  # the others do not wait for this rank
-                reports_of(self._job).leave(self._job.rank, None, reason)
-            self._end(Outcome(None if is_committed(self._job) else reason))
-            return
-        self._again = False
-        self._job = replace(self._job, metadata=self._metadata)
-        self._send(self._job)
+        self.division = Division()  # the new writer knows of no tensors: ranks tell of theirs anew
 
     def _end(self, outcome: Outcome) -> None:
         assert self._job is not None

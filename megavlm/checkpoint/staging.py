@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,7 +144,7 @@ class NotFinite(SaveError):
 
 def write_share(
     folder: Path,
-    files: Mapping[str, Sequence[Item]],
+    files: Mapping[str, Iterable[Item]],
     whole: Mapping[str, bytes],
     *,
     go_on: Callable[[], None] = lambda: None,
@@ -173,7 +173,7 @@ def write_share(
 
 
 def write_file(
-    path: Path, content: Sequence[Item] | bytes, go_on: Callable[[], None] = lambda: None
+    path: Path, content: Iterable[Item] | bytes, go_on: Callable[[], None] = lambda: None
 ) -> tuple[list[Spot], FileSum]:
     """Write and flush one file; return where its items are and its sum. Raises SaveError."""
     places: list[Spot] = []

@@ -5,8 +5,7 @@ rank goes on. Each writer leaves a report of its files, and that of rank 0 commi
 has the reports of all. Without the rank it ends: a checkpoint that nobody waits for is not finished.
 
 A writer gives a sign of life whenever it goes on. One that gives none for two minutes is ended by its rank, and a rank
-whose files do not grow for as long is named by rank 0's, which gives the save up. A writer that takes the place of one
-that died goes on where that one's report, or the manifest, says that it was.
+whose files do not grow for as long is named by rank 0's, which gives the save up.
 
 megavlm does not use megatron-core's two background writers: one forks a process with threads at every save, the other
 needs a CUDA device, both finish by collectives of the training ranks, and neither computes checksums.
@@ -188,20 +187,12 @@ def _check(connection: Connection, pulse: Pulse) -> None:
 
 
 def do(job: Job, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome:
-    """Write a rank's files, report them, and on rank 0 commit the checkpoint.
-
-    A writer that died may have done some of it: what it has reported is not written again, as others rely on it.
-    """
+    """Write a rank's files, report them, and on rank 0 commit the checkpoint."""
     folder, reports = folder_of(job), reports_of(job)
     failures: list[str] = []
     try:
-        written = reports.of(job.rank)
-        if is_committed(job):
-            _clear(job)
-            return Outcome(None, bytes=written.bytes if written is not None else 0)
-        if written is None:
-            written = _written(job, folder, memory, failures, go_on)
-            reports.leave(job.rank, written, None)
+        written = _written(job, folder, memory, failures, go_on)
+        reports.leave(job.rank, written, None)
         if job.rank == 0:
             _commit(job, folder, reports, go_on)
         return Outcome(None, failures[0] if failures else None, bytes=written.bytes)
@@ -262,12 +253,6 @@ def _commit(job: Job, folder: Path, reports: Reports, go_on: Callable[[], None])
         sums = {name: total for each in written for name, total in each.sums.items()}
         go_on()
         folders.commit(job.root, job.iteration, sums, temporary=folder, attempt=job.attempt)
-        _clear(job)
-
-
-def _clear(job: Job) -> None:
-    """Delete, on rank 0, what a checkpoint that counts makes superfluous."""
-    if job.rank == 0:
         try:
             folders.prune(job.root, job.keep)
             folders.sweep(job.root)

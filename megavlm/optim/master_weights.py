@@ -25,26 +25,6 @@ from megavlm.optim.fully_sharded import FullyShardedChunk, ShardedOptimizer
 from megavlm.parallel.shards import ShardLayout, local_part, shard_layout
 
 
-def held_state(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-    """Yield each trained parameter with its fp32 weights ("param", unless they are the parameter) and moments by name.
-
-    With sharded state they are this rank's part. Moments are missing before the first update.
-    """
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        if isinstance(part, DistributedOptimizer):
-            for param in part.model_param_gbuf_map:
-                yield param, part._get_main_param_and_optimizer_states(param)
-            continue
-        model = _model_params(part)
-        for main in (param for group in part.optimizer.param_groups for param in group["params"]):
-            param = model.get(main, main)
-            weights = {} if param is main else {"param": main}
-            state = part.optimizer.state.get(main, {})
-            yield param, weights | {kind: local_part(held) for kind, held in state.items()}
-
-
 def held_layouts(part: Any, entries: Mapping[int, Any]) -> Iterator[tuple[Tensor, Tensor, ShardLayout]]:
     """Yield the trained parameters of one of megatron-core's optimizers, each with the fp32 weights that this rank
     updates, and their layout.

@@ -1,4 +1,4 @@
-"""What an export of a model that embeds says about pooling: files for programs, and a README for people."""
+"""Write and read the files by which an export says how its model embeds."""
 
 from __future__ import annotations
 
@@ -27,81 +27,21 @@ FILE = "megavlm_embedding.json"
 _TOLD = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
 PARTS_FILE = "megavlm_parts.json"
 
-_README = """# Embeddings
-
-These weights turn texts and images into vectors (objective: {kind}). They were exported by megavlm; `megavlm embed` or
-`megavlm embed` writes vectors of a file of records. With Transformers:
-
-```python
-import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-model = AutoModelForImageTextToText.from_pretrained(FOLDER).eval()
-text = {query!r} + "what do you look for?"  # a document: {document!r} + its text
-inputs = tokenizer(text{end}, return_tensors="pt")
-states = model.model(**inputs).last_hidden_state[0]
-vector = torch.nn.functional.normalize({pooled}, dim=-1)
-```
-
-{sentences}A text is its instruction, its words and the end token; an image stands where the processor of the folder
-puts it. The vector is the {pooling}, normalised to length 1. {scores}{widths}The language model's output
-layer (`lm_head`) is that of the model that training began with, and has no meaning for embeddings.
-"""
-
-_SENTENCES = """With sentence-transformers, whose files are here as well:
-
-```python
-import PIL.Image
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer(FOLDER)
-vectors = model.encode_query(["what do you look for?"])  # or model.encode_document
-picture = PIL.Image.open("a.png")  # beside images the instruction is to be written, and their places
-vectors = model.encode([{{"image": picture, "text": {document!r} + "<image> and words"}}])
-```
-
-"""
-
 
 def write_embedding_files(folder: Path, model: ModelConfig, scores: Mapping[str, float]) -> None:
     """Write what says how an export's model embeds; `scores` is what turns cosines into the scores of its loss.
 
     `tokenizer.json` gets the end token, which the vector may be the state of, as what it adds to each text.
     """
-    options, width = model.objective, model.language.hidden_size
-    write_embedding_file(folder, options, scores)
-    ends = end_texts(folder)
-    if ends:
-        write_sentence_transformers_files(folder, options, width=width)
-    last = options.pooling == "last"
-    listed = ", ".join(map(str, options.matryoshka_widths))
-    widths = f"The first {listed} channels alone are vectors, too, once they are normalised. " if listed else ""
-    readme = _README.format(
-        kind=options.kind,
-        query=options.query_prefix,
-        document=options.document_prefix,
-        end="" if ends else " + tokenizer.eos_token",
-        sentences=_SENTENCES.format(document=options.document_prefix) if ends else "",
-        pooled="states[-1]" if last else "states.mean(0)",
-        pooling="state of the end token" if last else "mean over the states of all tokens",
-        scores=_said_of(scores),
-        widths=widths,
-    )
-    replace_file(folder / "README.md", readme)
+    write_embedding_file(folder, model.objective, scores)
+    if end_texts(folder):
+        write_sentence_transformers_files(folder, model.objective, width=model.language.hidden_size)
 
 
 def write_file_of_parts(folder: Path, model: ModelConfig) -> None:
     """Write what the folders of an export in parts do not say of the model."""
     beside = {"vision_feature_layer": model.vision.feature_layer, "image_token": model.image_token}
     replace_file(folder / PARTS_FILE, json.dumps(beside, indent=2) + "\n")
-
-
-def _said_of(scores: Mapping[str, float]) -> str:
-    if "temperature" not in scores:
-        return ""
-    bias = f", plus {scores['sigmoid_bias']:g}" if "sigmoid_bias" in scores else ""
-    return f"The loss has read cosines divided by {scores['temperature']:g}{bias}. "
 
 
 def write_embedding_file(folder: Path, options: ObjectiveConfig, scores: Mapping[str, float]) -> None:

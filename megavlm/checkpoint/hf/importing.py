@@ -1,45 +1,41 @@
 """Load Hugging Face weights: into the chunks of a rank, which reads only its slices, or into a checkpoint, streamed.
 
-torch's checkpoint writer asks its planner for each item's values when it writes them. The planner here declares all
-items from the files' headers, and reads values when it is asked for them. The result is what a run would have saved,
-without optimizer state.
+A checkpoint's pieces are declared from the files' headers, and each is read when it is written. The result is what a
+run would have saved, without optimizer state.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.checkpoint_reader import Stored
-from megavlm.checkpoint.hf.files import PIECE_BYTES, THREADS, for_each
+from megavlm.checkpoint.hf.files import PIECE_BYTES
 from megavlm.checkpoint.hf.pretrained import Pretrained, refuse
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
-from megavlm.checkpoint.items import STATE, write_items
-from megavlm.checkpoint.manifest import SUMMARY, FileSum, SummingFile
-from megavlm.checkpoint.staging import alone, without_record_sums
+from megavlm.checkpoint.items import STATE
+from megavlm.checkpoint.manifest import SUMMARY
+from megavlm.checkpoint.staging import THREADS, Item, SaveError, write_metadata, write_share
 from megavlm.checkpoint.summary import FORMAT
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
-from megavlm.files import open_new, replace_file
+from megavlm.files import replace_file
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, initialize, named_shards, real_shape
 
@@ -52,16 +48,25 @@ def import_checkpoint(
     `shapes` has the shape of each parameter by global name, without the padding that tensor parallelism adds.
     """
     temporary = folders.prepare(root, 0)
-    stored = {key: Stored(shape, pretrained.dtype_of(key)) for key, shape in shapes.items()}
-    writer = _StreamingWriter(temporary, sync_files=False)  # `commit` flushes the files
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process converts
-        dcp.save(
-            dict.fromkeys(stored),
-            storage_writer=writer,
-            planner=_StreamingPlanner(pretrained, stored),
-            no_dist=True,
-        )
+    described, pieces = Metadata({}), list[tuple[MetadataIndex, ChunkStorageMetadata]]()
+    for key, shape in shapes.items():
+        found = list(_pieces(key, shape, dtype := pretrained.dtype_of(key)))
+        chunks = [chunk for _, chunk in found]
+        described.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+        pieces += found
+
+    def values(number: int) -> Iterator[Item]:
+        for index, chunk in pieces[number::THREADS]:
+            part = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            read = pretrained.read_slice(index.fqn, shapes[index.fqn], part)
+            yield index, read.to(pretrained.dtype_of(index.fqn))
+
+    try:
+        files = {f"__0_{number}.distcp": values(number) for number in range(THREADS)}
+        written = write_share(temporary, files, {})
+        write_metadata(temporary, described, [written])
+    except SaveError as error:
+        raise UserError(f"{temporary}: {error}") from error
     save_config(CheckpointingConfig("torch_dist"), str(temporary))
     torch.save({}, temporary / "common.pt")
     replace_file(temporary / STATE, "{}\n")
@@ -75,84 +80,16 @@ def import_checkpoint(
         "model": json.loads(json.dumps(asdict(config.model))),
     }
     replace_file(temporary / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    return folders.commit(root, 0, writer.sums)
+    return folders.commit(root, 0, written.sums)
 
 
-class _StreamingPlanner(DefaultSavePlanner):
-    def __init__(self, pretrained: Pretrained, stored: Mapping[str, Stored]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pretrained = pretrained
-        self.stored = stored
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for key, tensor in self.stored.items() for item in _items(key, tensor)])
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        assert write_item.tensor_data is not None
-        chunk, key = write_item.tensor_data.chunk, write_item.index.fqn
-        index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        values = self.pretrained.read_slice(key, self.stored[key].shape, index)
-        return values.to(self.stored[key].dtype)
-
-
-class _StreamingWriter(dcp.FileSystemWriter):
-    """Writes one file per thread and frees each item once it is written; torch's writer keeps all tensors of a file.
-
-    torch's sums of records are left out, which no reader looks at; `sums` has those of the files.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sums: dict[str, FileSum] = {}
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        places = {each.index: each.storage_data for part in results for each in part}
-        write_items(Path(self.path), metadata, places)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items, lock = iter(plan.items), threading.Lock()
-        results: list[WriteResult] = []
-
-        def next_item() -> WriteItem | None:
-            with lock:
-                return next(items, None)
-
-        def fill(name: str) -> None:
-            with open_new(Path(self.path) / name, buffering=0) as unsummed, without_record_sums():
-                file = SummingFile(unsummed)
-                while (item := next_item()) is not None:
-                    offset = file.tell()
-                    torch.save(alone(cast(Tensor, planner.resolve_data(item))), cast("IO[bytes]", file))
-                    file.end_item()
-                    length = file.tell() - offset
-                    results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-                self.sums[name] = file.sum
-
-        with without_record_sums():
-            for_each(fill, [f"__0_{number}.distcp" for number in range(THREADS)])
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _items(key: str, tensor: Stored) -> Iterator[WriteItem]:
-    """Yield the items that make up a tensor: consecutive rows, at most PIECE_BYTES (at least one row) each."""
-    row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-    rows = max(1, PIECE_BYTES // row)
-    for number, start in enumerate(range(0, tensor.shape[0], rows)):
-        offsets = torch.Size([start, *(0 for _ in tensor.shape[1:])])
-        sizes = torch.Size([min(rows, tensor.shape[0] - start), *tensor.shape[1:]])
-        yield WriteItem(
-            index=MetadataIndex(key, offsets, number),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, sizes),
-                properties=TensorProperties(dtype=tensor.dtype),
-                size=torch.Size(tensor.shape),
-            ),
-        )
+def _pieces(key: str, shape: Shape, dtype: torch.dtype) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
+    """Yield the pieces that make up a tensor: consecutive rows, at most PIECE_BYTES (at least one row) each."""
+    rows = max(1, PIECE_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
+    for start in range(0, shape[0], rows):
+        offsets = torch.Size([start, *(0 for _ in shape[1:])])
+        sizes = torch.Size([min(rows, shape[0] - start), *shape[1:]])
+        yield MetadataIndex(key, offsets), ChunkStorageMetadata(offsets, sizes)
 
 
 @torch.no_grad()

@@ -50,11 +50,10 @@ def test_texts_end_with_the_end_token_and_are_else_the_same(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
-def test_without_a_tokenizer_of_its_own_format_the_readme_adds_the_token(tmp_path: Path, missing: str) -> None:
+def test_without_a_tokenizer_of_its_own_format_there_is_no_pipeline(tmp_path: Path, missing: str) -> None:
     write_tokenizer(tmp_path, CLASSES[0], begins=False)
     (tmp_path / missing).unlink()
     write_embedding_files(tmp_path, ModelConfig(objective=ObjectiveConfig(kind="contrastive")), {})
-    assert "tokenizer.eos_token" in (tmp_path / "README.md").read_text()
     assert not (tmp_path / "modules.json").exists()
 
 
@@ -62,8 +61,6 @@ def test_the_pipeline_says_what_the_run_did(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, CLASSES[0], begins=False)
     options = ObjectiveConfig(kind="sigmoid", pooling="mean", query_prefix="find: ", document_prefix="see: ")
     write_embedding_files(tmp_path, ModelConfig(objective=options), {"temperature": 0.25, "sigmoid_bias": -8.0})
-    assert "divided by 0.25, plus -8" in (tmp_path / "README.md").read_text()
-    assert "tokenizer.eos_token" not in (tmp_path / "README.md").read_text()
     assert json.loads((tmp_path / "1_Pooling/config.json").read_text())["pooling_mode"] == "mean"
     settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
     assert settings["prompts"] == {"query": "find: ", "document": "see: "}
