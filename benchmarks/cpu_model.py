@@ -198,15 +198,17 @@ def save_as_ours(model: torch.nn.Module, options: Config, path: Path) -> None:
     """Write Transformers' weights under megavlm's names and in its shapes."""
     from megavlm.families.llava import FAMILY as LLAVA
     from megavlm.rules.defaults import resolve
-    from tests.support.mapping import to_ours
 
     theirs = {name: param.detach() for name, param in model.named_parameters()}
     prefixes = next(each for each in LLAVA.name_prefixes if f"{each.vision}embeddings.patch_embedding.weight" in theirs)
     table = LLAVA.table(resolve(options, vocab_size=VOCABULARY).model, prefixes)
     flat = {name: param.flatten(1) if param.dim() > 1 else param for name, param in theirs.items()}
     shapes = {key: tuple(torch.cat([flat[name] for name in rule.hf_names]).shape) for key, rule in table.items()}
-    weights = to_ours(flat, table, shapes)
-    torch.save({name: weight.clone() for name, weight in weights.items()}, path)
+    weights = {
+        key: torch.cat([flat[rows.name][rows.start : rows.start + rows.count] for rows in rule.hf_rows(shapes[key])])
+        for key, rule in table.items()
+    }
+    torch.save(weights, path)
 
 
 def their_step(

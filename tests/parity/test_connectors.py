@@ -1,4 +1,4 @@
-"""Connectors and those of Transformers: the same features and gradients from the weights of the same folder."""
+"""Connectors and those of Transformers, of their papers or written out: the same features and gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.layers import PROJECTOR
@@ -25,8 +26,10 @@ from megavlm.rules.defaults import resolve
 from tests.support.flags import resolved
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, randomize
 
-GRIDS = ((2, 3), (4, 4), (4, 4), (1, 5))
-WIDTH, OUTPUTS = 20, 24
+# Smaller than a square of tokens, equal neighbours, and sides that nothing divides.
+GRIDS = ((2, 3), (4, 4), (4, 4), (1, 5), (7, 6))
+LENGTHS = [rows * columns for rows, columns in GRIDS]
+WIDTH, OUTPUTS, SQUEEZE = 20, 24, 5
 SIZES = (
     f"--set model.vision.hidden_size={WIDTH} model.vision.num_attention_heads=2 model.vision.patch_size=4 "
     f"model.vision.image_size=16 model.language.hidden_size={OUTPUTS} model.language.num_attention_heads=2 "
@@ -65,7 +68,7 @@ def of_qformer(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
     """Their features of one image, with our queries and projection."""
     inner = getattr(theirs, "qformer", None) or getattr(getattr(theirs, "model", None), "qformer", theirs)
     out = inner(query_embeds=ours["queries"][None], encoder_hidden_states=patches[None]).last_hidden_state
-    return torch.nn.functional.linear(out[0], ours["projection.weight"], ours["projection.bias"])
+    return F.linear(out[0], ours["projection.weight"], ours["projection.bias"])
 
 
 PERCEIVER: dict[str, Any] = {
@@ -100,8 +103,7 @@ def whole_idefics2() -> transformers.PreTrainedModel:
 def of_perceiver(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
     """Their features of one image, with our projection."""
     gate, up, down = (ours[f"projection.{name}.weight"] for name in ("gate", "up", "fc2"))
-    linear = torch.nn.functional.linear
-    projected = linear(torch.nn.functional.silu(linear(patches, gate)) * linear(patches, up), down)
+    projected = F.linear(F.silu(F.linear(patches, gate)) * F.linear(patches, up), down)
     mask = torch.ones(1, len(patches), dtype=torch.long)
     return theirs(context=projected[None], attention_mask=mask)[0]
 
@@ -128,18 +130,111 @@ def test_features_and_gradients_are_those_of_transformers(single: Single, name: 
     config = resolve(with_pretrained_model(parse([*SIZES, *flags.split(), "--projector-from", str(tmp_path)])))
     chunk = single.chunk(config, (PROJECTOR,), vocab_size=97)
     load_weights([chunk], pretrained_of(config), config, vocab_size=97)
-    part: Any = chunk.parts[PROJECTOR]
-    count = sum(rows * columns for rows, columns in GRIDS)
-    patches = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    ours = dict(chunk.parts[PROJECTOR].named_parameters())
+    assert_alike(chunk.parts[PROJECTOR], lambda patches, grid: features(theirs, ours, patches))
+
+
+def assert_alike(part: Any, features: Callable[[Tensor, tuple[int, int]], Tensor]) -> None:
+    """Features of all images, and the gradient of their patches, are those of a function of one image."""
+    patches = torch.randn(sum(LENGTHS), WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
     layout = VisionLayout.of(GRIDS, class_token=False, multiple=1, blank=(1, 1))
     mine = part(patches[:, None], layout, tile_groups=(), sequence_parallel=False)[:, 0]
-    ours = dict(part.named_parameters())
-    lengths = [rows * columns for rows, columns in GRIDS]
-    wanted = torch.cat([features(theirs, ours, each) for each in patches.split(lengths)])
+    wanted = torch.cat([features(each, grid) for each, grid in zip(patches.split(LENGTHS), GRIDS, strict=True)])
     assert_same(mine, wanted, tolerance=OUTPUT_TOLERANCE, what="features")
     toward = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3))
-    gradients = [torch.autograd.grad((each * toward).sum(), patches)[0] for each in (mine, wanted)]
+    gradients = []
+    for out in (mine, wanted):
+        (out * toward).sum().backward()
+        gradients.append(patches.grad)
+        patches.grad = None
     assert_same(gradients[0], gradients[1], tolerance=GRADIENT_TOLERANCE, what="gradient of the patches")
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Layer norm of the channels of [N, C, rows, columns]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class RegNetBlock(nn.Module):
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, channels, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+        self.conv3 = nn.Conv2d(channels, channels, 1, bias=False)
+        self.norm1, self.norm2, self.norm3 = (ChannelNorm(channels) for _ in range(3))
+        self.squeeze, self.excite = nn.Conv2d(channels, SQUEEZE, 1), nn.Conv2d(SQUEEZE, channels, 1)
+        self.shortcut: nn.Module = nn.Identity()
+        self.shortcut_norm: nn.Module = nn.Identity()
+        if inputs != channels:
+            self.shortcut, self.shortcut_norm = nn.Conv2d(inputs, channels, 1, bias=False), ChannelNorm(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.norm2(self.conv2(F.silu(self.norm1(self.conv1(x))))))
+        y = y * torch.sigmoid(self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return F.silu(self.norm3(self.conv3(y)) + self.shortcut_norm(self.shortcut(x)))
+
+
+class Honeybee(nn.Module):
+    """[C, rows, columns] of an image → [side², outputs]."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(16, width))
+        self.before = nn.Sequential(*(RegNetBlock(channels if n else width, channels) for n in range(2)))
+        self.after = nn.Sequential(*(RegNetBlock(channels, channels) for _ in range(2)))
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(channels, 14), "fc2": nn.Linear(14, OUTPUTS)})
+
+    def forward(self, image: Tensor) -> Tensor:
+        table = self.positions.T.unflatten(1, (4, 4))[None]
+        x = image[None] + F.interpolate(table, size=image.shape[1:], mode="bicubic")
+        y = self.after(F.adaptive_avg_pool2d(self.before(x), (3, 3)))
+        return self.mlp["fc2"](F.silu(self.mlp["fc1"](y.flatten(2)[0].T)))
+
+
+@pytest.mark.parametrize("channels", [12, WIDTH], ids=["projected", "as-wide-as-the-tower"])
+def test_a_c_abstractor_is_that_of_its_paper(single: Single, channels: int) -> None:
+    """Cha et al. 2024, in torch's own layers: Transformers has no such model."""
+    theirs = randomize(Honeybee(WIDTH, channels), seed=1)
+    sizes = {"side": 3, "depth": 2, "squeeze_size": SQUEEZE, "ffn_hidden_size": 14, "hidden_size": channels}
+    flags = [f"model.projector.connectors.c_abstractor.{name}={value}" for name, value in sizes.items()]
+    config = resolved([*SIZES, "--projector-kind", "c_abstractor", "--set", *flags])
+    part: Any = single.chunk(config, (PROJECTOR,), vocab_size=97).parts[PROJECTOR]
+    weights, ours = dict(theirs.named_parameters()), dict(part.named_parameters())
+    assert ours.keys() == weights.keys()
+    with torch.no_grad():
+        for name, param in ours.items():
+            param.copy_(weights[name].view_as(param))  # a 1 × 1 convolution is a matrix here
+    assert_alike(part, lambda patches, grid: theirs(patches.T.unflatten(1, grid)))
+    for name, param in ours.items():
+        gradient = weights[name].grad.view_as(param)
+        assert_same(param.grad, gradient, tolerance=GRADIENT_TOLERANCE, what=f"gradient of {name}")
+
+
+def spans(patches: int, tokens: int) -> list[slice]:
+    """Return the patches of each token along a side: from ⌊i·n/t⌋ to ⌈(i+1)·n/t⌉."""
+    return [slice(i * patches // tokens, -(-(i + 1) * patches // tokens)) for i in range(tokens)]
+
+
+@pytest.mark.parametrize(("name", "number"), [("side", 3), ("factor", 2)])
+def test_pooled_tokens_are_means_over_rectangles_row_by_row(single: Single, name: str, number: int) -> None:
+    flags = ["--projector-kind", "adaptive_pool", "--set", "model.projector.connectors.adaptive_pool.hidden_size=14"]
+    config = resolved([*SIZES, *flags, f"model.projector.connectors.adaptive_pool.{name}={number}"])
+    part: Any = single.chunk(config, (PROJECTOR,), vocab_size=97).parts[PROJECTOR]
+    with torch.no_grad():
+        for seed, param in enumerate(part.parameters()):
+            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)))
+    weights = dict(part.named_parameters())
+
+    def pooled(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        (rows, columns), image = grid, patches.view(*grid, WIDTH)
+        down, right = (3, 3) if name == "side" else (-(-rows // 2), -(-columns // 2))
+        means = [image[y, x].flatten(0, 1).mean(0) for y in spans(rows, down) for x in spans(columns, right)]
+        inner = F.gelu(F.linear(torch.stack(means), weights["mlp.fc1.weight"], weights["mlp.fc1.bias"]))
+        return F.linear(inner, weights["mlp.fc2.weight"], weights["mlp.fc2.bias"])
+
+    assert_alike(part, pooled)
 
 
 def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import filecmp
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from megavlm.rules.defaults import resolve
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
 from megavlm.train.single_process import unpadded_shapes
-from tests.support.gates import hold
+from tests.support.gates import TOLERANCES, hold
 from tests.support.harness import Single, difference, random_image, randomize
 
 LENGTH = 48
@@ -211,24 +211,39 @@ def assert_same_logits_and_gradients(folder: Path, theirs: Any, single: Single, 
         loss_sum, tokens = engine.schedule.train([given]).tolist()
         assert abs(loss_sum / tokens - loss.item()) <= 1e-5 * loss.item()
         gradients = Pretrained.of(save_gradients(theirs, folder / f"gradients{number}"), *ALL_PARTS)
-        for name, ours in gradients_of(chunk, tokens).items():
-            wanted = gradients.read_slice(name, shapes[name], tuple(slice(0, size) for size in shapes[name]))
-            if wanted.abs().max() > 1e-7:
-                what = f"gradient of {name}"
-                hold(family, f"{seen}gradients", difference(ours, wanted, what), what)
-            else:
-                assert ours.abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
+        assert_same_gradients(gradients_of(chunk, tokens), gradients, shapes, family, f"{seen}gradients")
 
 
-def gradients_of(chunk: VLMChunk, tokens: float) -> dict[str, Tensor]:
-    """Return the gradients of a whole model by global name, in the shapes of checkpoints; buffers as they are.
+def assert_same_gradients(
+    found: Mapping[str, Tensor],
+    gradients: Pretrained,
+    shapes: Mapping[str, tuple[int, ...]],
+    family: str,
+    gate: str,
+    *,
+    tolerance: float = TOLERANCES["gradients"],
+) -> None:
+    """All gradients are those of a folder of `save_gradients`."""
+    for name, ours in found.items():
+        wanted = gradients.read_slice(name, shapes[name], tuple(slice(0, size) for size in shapes[name]))
+        if wanted.abs().max() > 1e-7:
+            off = difference(ours, wanted, f"gradient of {name}")
+            hold(family, gate, off, f"gradient of {name}")
+            assert off < tolerance, f"gradient of {name}: differs by {off:.1e}"
+        else:
+            assert ours.abs().max() < 1e-6, f"gradient of {name} where Transformers has none"
 
-    `tokens` is how many trained tokens the gradients are of.
+
+def gradients_of(chunk: VLMChunk, tokens: float | None = None) -> dict[str, Tensor]:
+    """Return the gradients of a model by global name, in the shapes of checkpoints; buffers as they are.
+
+    `tokens` is how many trained tokens the gradients are of that an optimizer has summed, if one has.
     """
     weights = [(param, param.data) for param in chunk.parameters()]
     found: dict[str, Tensor] = {}
     for param, _ in weights:
-        param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
+        gradient = param.main_grad / tokens if tokens is not None else param.grad
+        param.data = torch.zeros_like(param) if gradient is None else gradient  # so that each shard is a slice of it
     for shard in named_shards(chunk):
         found.setdefault(shard.key, torch.zeros(shard.global_shape))[index_of(shard)] = shard.data
     for param, data in weights:

@@ -1,0 +1,129 @@
+"""Towers and language models of Transformers, and ours from their folders: the same outputs and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
+
+from megavlm.arch.image_tokens import grid_of
+from megavlm.arch.layers import EMBEDDING, PROJECTOR, layer_names
+from megavlm.checkpoint.hf.importing import load_weights
+from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.command_line.parsing import parse
+from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch, TextBatch
+from megavlm.inputs.patches import patchify
+from megavlm.rules.defaults import resolve
+from megavlm.train.single_process import unpadded_shapes
+from tests.support import hf
+from tests.support.gates import hold
+from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
+
+TOWER: dict[str, Any] = {
+    **{"hidden_size": 48, "num_attention_heads": 3, "image_size": 32, "patch_size": 8, "intermediate_size": 80},
+    **{"num_hidden_layers": 4, "attn_implementation": "eager"},
+}
+INTERN = {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}
+TEXT: dict[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"},
+}
+TOWERS = {
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER, hidden_act="quick_gelu")),
+    "siglip": lambda: transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(**TOWER, vision_use_head=False, layer_norm_eps=1e-5)
+    ),
+    # LayerNorm, biases of query, key and value, a last norm.
+    "internvit-300m": lambda: InternVLVisionModel(
+        InternVLVisionConfig(
+            **INTERN,
+            **{"norm_type": "layer_norm", "attention_bias": True, "use_mean_pooling": False},
+            tie_last_hidden_states=True,
+        )
+    ),
+    # RMSNorm, queries and keys normalised over all heads, no biases of query, key and value, but elsewhere.
+    "internvit-6b": lambda: InternVLVisionModel(
+        InternVLVisionConfig(**INTERN, norm_type="rms_norm", attention_bias=False, use_qk_norm=True)
+    ),
+}
+TEXTS = {
+    "llama": transformers.LlamaConfig(**{**TEXT, "num_key_value_heads": 4}, rms_norm_eps=1e-5),
+    "llama-gqa": transformers.LlamaConfig(**{**TEXT, "num_attention_heads": 6}, rms_norm_eps=1e-5),
+    "mistral": transformers.MistralConfig(**TEXT, head_dim=20, rms_norm_eps=1e-5, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**TEXT, head_dim=16),
+}
+
+
+def ours_of(part: str, theirs: Any, single: Single, root: Path) -> tuple[Any, Any, Pretrained]:
+    """Return a chunk of a part's layers with the weights of a folder, its configuration, and the folder."""
+    other = TEXTS["llama"] if part == "vision" else transformers.CLIPVisionConfig(**TOWER)
+    folders = {
+        part: hf.save(theirs, root / "hf"),
+        ("vision", "language")[part == "vision"]: hf.save(
+            (transformers.AutoModelForCausalLM if part == "vision" else transformers.AutoModel).from_config(other),
+            root / "other",
+        ),
+    }
+    argv = [word for name, folder in folders.items() for word in (f"--{name}-from", str(folder))]
+    config = resolve(with_pretrained_model(parse([*argv, "--image-token", "60", "--precision", "fp32"])))
+    names = layer_names(config.model)
+    held = names[: names.index(PROJECTOR)] if part == "vision" else names[names.index(EMBEDDING) :]
+    chunk = single.chunk(config, held, vocab_size=61)
+    pretrained = Pretrained.of(folders[part], part)
+    load_weights([chunk], [pretrained], config, vocab_size=61)
+    return chunk, config, pretrained
+
+
+def assert_alike(ours: Tensor, theirs: Tensor, chunk: Any, config: Any, pretrained: Pretrained, model: Any) -> None:
+    """Outputs, and the gradient of every parameter in a random direction, are those of Transformers."""
+    family = pretrained.family.name
+    assert_same(ours, theirs, tolerance=OUTPUT_TOLERANCE, what="outputs")
+    hold(family, "logits", difference(ours, theirs, "outputs"))
+    direction = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(4))
+    (ours * direction).sum().backward()
+    (theirs * direction).sum().backward()
+    gradients = Pretrained.of(hf.save_gradients(model, pretrained.folder.path / "gradients"), *pretrained.parts)
+    shapes, found = unpadded_shapes(chunk, config), hf.gradients_of(chunk)
+    hf.assert_same_gradients(found, gradients, shapes, family, "gradients", tolerance=GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width"), [*((name, 32, 32) for name in TOWERS), ("clip", 48, 48), ("clip", 24, 56)]
+)
+def test_a_tower_equals_transformers(name: str, height: int, width: int, single: Single, tmp_path: Path) -> None:
+    """Images of other sizes than the tower's have interpolated positions."""
+    model = TOWERS[name]()
+    chunk, config, pretrained = ours_of("vision", model, single, tmp_path)
+    images = [random_image(height, width, seed=seed) for seed in (2, 3)]
+    sizes = ImageSizes((grid_of(height, width, 8),) * 2)
+    patches = torch.cat([patchify(image, 8) for image in images])
+    features = chunk(MicroBatch.of_images(ImageBatch(sizes, patches)))[:, 0].unflatten(0, (2, -1))
+    pixels = (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    options = {} if (height, width) == (32, 32) else {"interpolate_pos_encoding": True}
+    expected = model(pixels, output_hidden_states=True, **options).hidden_states[config.model.vision.feature_layer]
+    expected = expected[:, expected.shape[1] - features.shape[1] :]
+    assert_alike(features, expected, chunk, config, pretrained, model)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_language_model_equals_transformers(name: str, single: Single, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(TEXTS[name])
+    chunk, config, pretrained = ours_of("language", model, single, tmp_path)
+    tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(2))
+    text = TextBatch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(tokens.shape),
+        positions=torch.arange(17).expand_as(tokens),
+        feature_positions=tokens.new_empty(0),
+    )
+    chunk.set_input_tensor(torch.zeros(1, 1, 48))  # the features of an imageless micro-batch
+    logits = chunk(MicroBatch(text, ImageSizes()), logits=True)
+    assert_alike(logits, model(tokens).logits, chunk, config, pretrained, model)
