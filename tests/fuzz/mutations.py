@@ -9,25 +9,8 @@ from random import Random
 from typing import Any
 
 WORDS = (
-    b"\0",
-    b"\xff" * 8,
-    b"\n",
-    b'"',
-    b"[" * 2000,
-    b"{",
-    b"}",
-    b",",
-    b"../",
-    b"NaN",
-    b"1e999",
-    b"9" * 30,
-    b"-1",
-    b"null",
-    b"link",
-    b"/etc/passwd",
-    b"\xed\xa0\x80",
-    b"\x7f\xff\xff\xff",
-    b"\0\0\0\x01",
+    *(b"\0", b"\xff" * 8, b"\n", b'"', b"[" * 2000, b"{", b"}", b",", b"../", b"NaN", b"1e999", b"9" * 30, b"-1"),
+    *(b"null", b"link", b"/etc/passwd", b"\xed\xa0\x80", b"\x7f\xff\xff\xff", b"\0\0\0\x01"),
 )
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1.5, 2**31, 2**63, 10**30, float("nan"), float("inf"), "", "x", "../x", "\0", "\ud800"),
@@ -70,9 +53,8 @@ def _bytes(data: bytes, random: Random) -> bytes:
                 written = (number % 256**size).to_bytes(size, random.choice(("little", "big")))
                 data = data[:at] + written + data[at + size :]
             case _:
-                data = (
-                    data[:at] + bytes(each ^ 1 << random.randint(0, 7) for each in data[at : at + 1]) + data[at + 1 :]
-                )
+                flipped = bytes(each ^ 1 << random.randint(0, 7) for each in data[at : at + 1])
+                data = data[:at] + flipped + data[at + 1 :]
     return data
 
 

@@ -1,4 +1,4 @@
-"""Readers of the files of a checkpoint."""
+"""Readers of the files of a checkpoint, and of the configuration of its run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
 from megavlm.checkpoint.reading import Reader, choices_in  # noqa: E402
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
+from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 from megavlm.programs.checkpoint import checkpoints_of, copy  # noqa: E402
@@ -139,7 +140,13 @@ def of(read: Callable[[Path, bytes], Any], *names: str, **options: Any) -> Fuzze
     return Fuzzed(read, lambda: [saved()[name] for name in names], **options)
 
 
+def run_config(folder: Path, data: bytes) -> None:
+    (folder / "config.yaml").write_bytes(data)
+    parse(["--config", str(folder / "config.yaml")])
+
+
 READERS = {
+    "config.yaml": Fuzzed(run_config, lambda: [json.dumps(asdict(Config())).encode()], few=10),
     ITEMS: of(items, ITEMS),
     "distcp": of(tensors, "__0_0.distcp"),
     "megavlm.json": Fuzzed(description, lambda: [summary()]),

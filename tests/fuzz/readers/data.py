@@ -1,4 +1,4 @@
-"""Readers of data sets: records, tables, tars and the files beside them, images."""
+"""Readers of data sets: records, samples of tars, the position in a stream of them, images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from PIL import Image, features
 
 from megavlm.config.schema import DatasetConfig
@@ -68,12 +67,6 @@ def pictures() -> list[bytes]:
     return [*found, picture("JPEG", exif=exif, progressive=True), picture("PNG", exif=exif)]
 
 
-@cache
-def tar() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        return write_tar(Path(folder) / "0.tar", [sample(str(number)) for number in range(3)]).read_bytes()
-
-
 def records(name: str) -> Callable[[Path, bytes], None]:
     def read(folder: Path, data: bytes) -> None:
         (folder / name).write_bytes(data)
@@ -87,53 +80,29 @@ def records(name: str) -> Callable[[Path, bytes], None]:
     return read
 
 
-def saved(folder: Path, data: bytes) -> None:
-    """Open a folder of `save_to_disk` whose state.json is `data`."""
-    (folder / "saved").mkdir()
-    table = pa.table({"text": ["a", "b"]})
-    with pa.ipc.new_stream(folder / "saved" / "data-00000-of-00001.arrow", table.schema) as file:
-        file.write_table(table)
-    (folder / "saved" / "dataset_info.json").write_bytes(b"{}")
-    (folder / "saved" / "state.json").write_bytes(data)
-    open_records(DatasetConfig(str(folder / "saved"))).read(0)
-
-
-def described(folder: Path, data: bytes) -> None:
-    """Open a prepared folder of tars whose dataset.yaml is `data`."""
+def stream(folder: Path) -> Any:
     source = DatasetConfig(str(folder / "data"), kind="webdataset")
-    (folder / "data").mkdir()
-    (folder / "data" / "0.tar").write_bytes(tar())
+    write_tar(folder / "data/0.tar", [sample(str(number)) for number in range(3)])
     prepare_stream(source, run_dir=folder)
-    (folder / "data" / ".nv-meta/dataset.yaml").write_bytes(data)
-    stream = open_stream(source, run_dir=folder, rank=0, world=1, seed=0)
-    for _ in itertools.islice(stream, 5):
-        pass
+    return open_stream(source, run_dir=folder, rank=0, world=1, seed=0)
 
 
 def position(folder: Path, data: bytes) -> None:
     """Go on from a position that a checkpoint has for a stream."""
-    source = DatasetConfig(str(folder / "data"), kind="webdataset")
-    (folder / "data").mkdir()
-    (folder / "data" / "0.tar").write_bytes(tar())
-    prepare_stream(source, run_dir=folder)
-    stream = open_stream(source, run_dir=folder, rank=0, world=1, seed=0)
+    found = stream(folder)
     with suppress(ValueError, RecursionError):
         state = json.loads(data)
-        stream.load_state_dict(state if isinstance(state, dict) else {})
-    for _ in itertools.islice(stream, 2):
+        found.load_state_dict(state if isinstance(state, dict) else {})
+    for _ in itertools.islice(found, 2):
         pass
 
 
 @cache
 def positions() -> list[bytes]:
     with tempfile.TemporaryDirectory() as name:
-        source = DatasetConfig(f"{name}/data", kind="webdataset")
-        (Path(name) / "data").mkdir()
-        (Path(name) / "data" / "0.tar").write_bytes(tar())
-        prepare_stream(source, run_dir=Path(name))
-        stream = open_stream(source, run_dir=Path(name), rank=0, world=1, seed=0)
-        next(iter(stream))
-        return [json.dumps(stream.state_dict()).encode()]
+        found = stream(Path(name))
+        next(iter(found))
+        return [json.dumps(found.state_dict()).encode()]
 
 
 def parts(folder: Path, data: bytes) -> None:
@@ -151,15 +120,9 @@ def image(folder: Path, data: bytes) -> None:
 
 
 LINES = [json.dumps(record).encode() for record in RECORDS]
-CRUDE = b'{"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}'
-STATE = json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}).encode()
 READERS = {
     "json": Reader(records("a.json"), lambda: [json.dumps([record] * 3).encode() for record in RECORDS], few=40),
     "jsonl": Reader(records("a.jsonl"), lambda: [b"\n".join(LINES[:1] * 3), *LINES], few=40),
-    "csv": Reader(records("a.csv"), lambda: [b'question,answer,image\n"a ""b""\n",c,a.jpg\nd,e,\n'], few=40),
-    "text": Reader(records("a.txt"), lambda: [b"one\ntwo\r\nthree\n"]),
-    "saved data set": Reader(saved, lambda: [STATE]),
-    "dataset.yaml": Reader(described, lambda: [CRUDE], few=4),
     "stream position": Reader(position, positions, few=5),
     "tar sample": Reader(parts, lambda: LINES),
     "image": Reader(image, pictures, memory=2**31, few=100),
