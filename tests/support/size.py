@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 292,
     "flags": 147,  # 150
-    "code lines of tests": 38_674,  # 33,000
-    "words of documentation": 44_540,  # 45,000
+    "code lines of tests": 38_102,  # 33,000
+    "words of documentation": 44_538,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
