@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
     """Return the environment of workers: this repository first on the path, no network, few messages."""
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    # Blocks that grow: a step's largest tensors come and go, and would tear holes into fixed ones.
+    # As megavlm's own default, for both sides.
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {**os.environ, **quiet, **allocator, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -13,6 +13,8 @@ import torch
 
 from megavlm.errors import UserError
 
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the name that all versions of torch read
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -30,8 +32,12 @@ def activate(*, launches_in_order: bool = False) -> Backend:
 
     `launches_in_order` lets a GPU begin kernels of all streams in the order of their launch, unless the environment
     says how (`CUDA_DEVICE_MAX_CONNECTIONS`): before Blackwell, tensor-parallel communication overlaps only so.
-    A process that sees one device takes it. Raises UserError where processes see several, and too few.
+    Memory of a GPU is taken in segments that grow, unless the environment says how (`PYTORCH_ALLOC_CONF`): sizes differ
+    in every micro-batch, and would tear holes into fixed ones. A process that sees one device takes it. Raises
+    UserError where processes see several, and too few.
     """
+    if not {"PYTORCH_ALLOC_CONF", _ALLOCATOR} & os.environ.keys():
+        os.environ[_ALLOCATOR] = "expandable_segments:True"
     if launches_in_order:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it once, when it starts
     if torch.cuda.is_available():

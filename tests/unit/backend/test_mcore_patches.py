@@ -82,6 +82,16 @@ def test_transformer_engine_that_cannot_be_loaded_counts_as_none(
         importlib.import_module("transformer_engine")
 
 
+def test_segments_of_memory_grow_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    backend.activate()
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    backend.activate()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("32", "32")])
 def test_launches_are_ordered_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
