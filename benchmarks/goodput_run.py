@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megavlm.programs.account import Account, records_of
-from megavlm.programs.history import history_of
+from megavlm.programs.goodput import summary
+from megavlm.programs.history import history_of, records_of
 from megavlm.resilience.events import events
 from megavlm.resilience.young_daly import best_interval
 from tests.support.data_files import sources_of, write_all
@@ -138,10 +138,10 @@ class Job:
     def _starts(self) -> int:
         return sum(event["kind"] == "start" for event in events(self.run_dir))
 
-    def account(self) -> Account:
+    def account(self) -> dict[str, Any]:
         past = history_of(events(self.run_dir), records_of(self.run_dir))
         assert past is not None
-        return Account(self.run_dir.name, past)
+        return summary(self.run_dir.name, past)
 
 
 def compared(minutes: float, *, every: float, seed: int, hang_timeout: float, folder: Path) -> dict[str, Any]:
@@ -192,26 +192,24 @@ def save_interval(costs: SaveCosts, *, between_failures: float) -> int:
     return max(1, round(max(best, costs.save) / costs.step))
 
 
-def figures(faults: Account, calm: Sequence[Account], *, seconds: float) -> dict[str, Any]:
-    """Return the share of time in steps that count with faults, without, and their ratio.
+def figures(faults: Mapping[str, Any], calm: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
+    """Return the share of time in steps that count with faults, without, and their ratio, from summaries of runs.
 
     A job without faults starts once. Its share after the start is measured over the minutes before and after, and one
     start is taken off, as if it had run as long as the job with faults.
     """
-    started = [account.history.seconds.get("start", 0.0) for account in calm]
-    kept = sum(account.history.kept * account.history.wall for account in calm)
-    running = kept / (sum(account.history.wall for account in calm) - sum(started))
+    started = [run["seconds"].get("start", 0.0) for run in calm]
+    after_start = sum(run["wall_s"] for run in calm) - sum(started)
+    running = sum(run["kept"] * run["wall_s"] for run in calm) / after_start
     undisturbed = running * (1 - statistics.mean(started) / seconds)
-    share = faults.history.kept
     return {
-        "goodput": share,
+        "goodput": faults["kept"],
         "undisturbed": undisturbed,
-        "ratio": share / undisturbed,
-        "iterations": faults.iterations,
-        "iterations_per_second": faults.iterations / faults.history.wall,
-        "undisturbed_iterations_per_second": sum(account.iterations for account in calm)
-        / (sum(account.history.wall for account in calm) - sum(started)),
-        "lost_iterations": sum(each.lost_steps for each in faults.recoveries),
-        "with_faults": faults.as_json(),
-        "without": [account.as_json() for account in calm],
+        "ratio": faults["kept"] / undisturbed,
+        "iterations": faults["iterations"],
+        "iterations_per_second": faults["iterations"] / faults["wall_s"],
+        "undisturbed_iterations_per_second": sum(run["iterations"] for run in calm) / after_start,
+        "lost_iterations": sum(each["lost_steps"] for each in faults["recoveries"]),
+        "with_faults": faults,
+        "without": list(calm),
     }

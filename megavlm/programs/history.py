@@ -1,4 +1,4 @@
-"""Compute what a run's time went to, from its events and metrics. Pure functions, without torch.
+"""What a run's time went to, computed from its events and metrics, without torch.
 
 An attempt is the life of one set of processes. It begins with its processes, ends with them, and the next one goes on
 from a checkpoint: steps after that checkpoint were lost. metrics.jsonl has each iteration once, with the time at which
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from megavlm.resilience.events import json_lines
 
 TRAINING = "training"
 DATA = "data"
@@ -50,7 +52,6 @@ _ENDS = ("hang", "failure", "stop", "finish")
 ASKED = ("stop", "finish")  # ends before which the run saved
 _NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events at the end of what they cost between steps
 _NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
-BINS = 240  # equal parts of the whole time, whose causes are known one by one
 
 
 Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds since 1970
@@ -94,14 +95,8 @@ class History:
     """What the time of a run went to, from the beginning of its first process to its last event or step."""
 
     begin: int  # microseconds since 1970
-    bins: tuple[Mapping[str, int], ...]  # microseconds by cause of equal parts of the time
+    microseconds: Mapping[str, int]  # of each cause that took time, in the order of CAUSES; they add up to the whole
     attempts: tuple[Attempt, ...]
-
-    @cached_property
-    def microseconds(self) -> Mapping[str, int]:
-        """Return the microseconds of each cause that took time, in the order of CAUSES; they add up to the whole."""
-        totals = {cause: sum(part.get(cause, 0) for part in self.bins) for cause in CAUSES}
-        return {cause: value for cause, value in totals.items() if value}
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -142,7 +137,9 @@ def history_of(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[st
     undone = _undone(steps, moments)
     for attempt in attempts:
         _fill(ledger, attempt, undone)
-    return History(attempts[0].began, ledger.close(OTHER), tuple(attempts))
+    ledger.fill(attempts[-1].until, OTHER)
+    spent = {cause: ledger.spent[cause] for cause in CAUSES if ledger.spent[cause]}
+    return History(attempts[0].began, spent, tuple(attempts))
 
 
 def _attempts(moments: Sequence[Moment], steps: Sequence[Step]) -> list[Attempt]:
@@ -275,35 +272,29 @@ def _number(value: Any) -> float:
 
 
 class Ledger:
-    """Divides the time from `begin` to `end` among causes: each span that the cursor passes is added to a cause.
+    """Divides the time from `begin` to `end` among causes: each span that the cursor passes is added to a cause."""
 
-    The causes add up to end − begin once the cursor is at the end.
-    """
-
-    def __init__(self, begin: int, end: int, *, bins: int = BINS) -> None:
-        self.cursor = begin
-        self._begin, self._end = begin, end
-        self._bins: list[dict[str, int]] = [{} for _ in range(bins)]
-        self._bin = 0  # that of the cursor
+    def __init__(self, begin: int, end: int) -> None:
+        self.spent: Counter[str] = Counter()  # microseconds by cause
+        self._cursor, self._end = begin, end
 
     def fill(self, until: int, cause: str) -> None:
         """Give the time from the cursor to `until` to a cause. Where the cursor is later already, nothing changes."""
-        until = min(until, self._end)
-        while self.cursor < until:
-            edge = self._begin + (self._end - self._begin) * (self._bin + 1) // len(self._bins)
-            if edge <= self.cursor:
-                self._bin += 1
-                continue
-            reached = min(until, edge)
-            held = self._bins[self._bin]
-            held[cause] = held.get(cause, 0) + reached - self.cursor
-            self.cursor = reached
+        reached = max(self._cursor, min(until, self._end))
+        self.spent[cause] += reached - self._cursor
+        self._cursor = reached
 
     def spend(self, duration: int, cause: str, *, until: int) -> None:
         """Give this much time to a cause, but none after `until`."""
-        self.fill(min(self.cursor + duration, until), cause)
+        self.fill(min(self._cursor + duration, until), cause)
 
-    def close(self, cause: str) -> tuple[Mapping[str, int], ...]:
-        """Give what is left to a cause; return the microseconds of each bin by cause."""
-        self.fill(self._end, cause)
-        return tuple(self._bins)
+
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl; lines that cannot be read are left out."""
+    return json_lines(run_dir / "metrics.jsonl")
+
+
+def devices_of(starts: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of ranks that the last start tells; 0 if none does."""
+    worlds = [world for start in starts if isinstance(world := start.get("world"), int) and world > 0]
+    return worlds[-1] if worlds else 0

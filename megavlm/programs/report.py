@@ -28,8 +28,8 @@ from megavlm.json_files import read_json
 from megavlm.metrics.sinks import FILE
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
-from megavlm.programs.account import devices_of, records_of
 from megavlm.programs.charts import Line, Point, chart, duration, short
+from megavlm.programs.history import devices_of, records_of
 from megavlm.resilience.events import events, json_lines
 from megavlm.rules.load import from_yaml_file
 

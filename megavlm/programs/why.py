@@ -14,8 +14,7 @@ from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.program import program
 from megavlm.programs import history
-from megavlm.programs.account import records_of
-from megavlm.programs.history import History, history_of
+from megavlm.programs.history import History, history_of, records_of
 from megavlm.resilience import phases
 from megavlm.resilience.events import events
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megavlm.programs.account import records_of, recoveries_of
-from megavlm.programs.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of
+from megavlm.programs.goodput import recoveries_of
+from megavlm.programs.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of, records_of
 from megavlm.programs.why import main
 from megavlm.resilience.events import events
 from tests.support.faults import Fault, train_with

@@ -93,7 +93,6 @@ _WORDS: dict[tuple[str, str], tuple[str, ...] | None] = {
     ("plan", "--out"): _SMALL,
     ("plan", "--gantt"): _SMALL,
     ("report", "--out"): ("RUN",),
-    ("goodput", "--out"): ("RUN",),
     ("preview", "--out"): None,
     ("channels", "--out"): None,
     ("doctor", "--json"): None,

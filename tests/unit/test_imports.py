@@ -50,7 +50,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "megavlm.programs.configuration",
         "megavlm.programs.charts",
         "megavlm.programs.history",
-        "megavlm.programs.account",
     ),
     ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),
     ("megavlm.programs.evaluation", "megavlm.programs.launch"),

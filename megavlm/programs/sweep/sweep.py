@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import aligned
 from megavlm.errors import UserError
-from megavlm.programs.account import records_of
+from megavlm.programs.history import records_of
 from megavlm.programs.launch.checks import check_job, read_profile
 from megavlm.programs.launch.job import Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of

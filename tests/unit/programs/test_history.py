@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.programs.account import recoveries_of
+from megavlm.programs.goodput import recoveries_of
 from megavlm.programs.history import (
     CAUSES,
     DATA,
@@ -29,7 +29,6 @@ from megavlm.programs.history import (
     START,
     TRAINING,
     VALIDATION,
-    Ledger,
     history_of,
 )  # fmt: skip
 from megavlm.resilience.events import KINDS
@@ -250,22 +249,6 @@ def test_whatever_the_files_say_the_causes_add_up_to_the_wall_time(events, recor
     assert set(past.microseconds) <= set(CAUSES)
     assert sum(past.seconds.values()) == pytest.approx(past.wall, rel=1e-12)
     assert len(recoveries_of(past)) == past.restarts
-
-
-def test_a_ledger_divides_a_time_that_is_shorter_than_its_bins():
-    ledger = Ledger(10, 17, bins=240)
-    ledger.fill(12, "a")
-    ledger.fill(11, "b")
-    ledger.spend(100, "c", until=15)
-    bins = ledger.close("d")
-    assert sum((Counter(each) for each in bins), Counter()) == {"a": 2, "c": 3, "d": 2}
-
-
-def test_a_ledger_ends_where_it_was_told_to():
-    ledger = Ledger(10, 17, bins=3)
-    ledger.spend(-5, "nothing", until=15)
-    ledger.fill(100, "all")
-    assert sum((Counter(each) for each in ledger.close("rest")), Counter()) == {"all": 7}
 
 
 def test_a_slow_rank_that_waits_for_data_is_not_counted_twice():
