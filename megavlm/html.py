@@ -57,10 +57,7 @@ table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
 th{font-weight:normal;color:var(--quiet);font-size:12px;text-align:left}
 th,td{padding:4px 10px 4px 0;border-bottom:1px solid var(--line)}
 tr:last-child td{border:0}
-td.wide{width:30%;padding-right:0}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.share{height:8px;border-radius:4px;background:var(--line);overflow:hidden}
-.share i{display:block;height:100%}
 .dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
 .quiet{color:var(--quiet);margin:0 0 10px}
 .warning{color:var(--warn);font-weight:600}
@@ -70,10 +67,7 @@ summary{cursor:pointer}
 details ul{margin:6px 0;padding-left:18px;font-size:13px;color:var(--quiet);overflow-wrap:anywhere}
 details b{color:var(--ink)}
 svg{width:100%;height:auto;display:block}
-svg .bar{fill:var(--source-0)}
 svg .grid{stroke:var(--line)}
-svg .axis{stroke:var(--quiet)}
-svg .tick{fill:var(--quiet);font-size:11px;font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:18px 26px;margin:0 0 12px}
 figure{margin:0;min-width:0}

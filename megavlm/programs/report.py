@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from itertools import accumulate
@@ -25,19 +25,17 @@ from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import COLOURS, document, section, table
 from megavlm.json_files import read_json
-from megavlm.metrics.sinks import FILE
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
 from megavlm.programs.charts import Line, Point, chart, duration, short
 from megavlm.programs.history import devices_of, records_of
-from megavlm.resilience.events import events, json_lines
+from megavlm.resilience.events import events
 from megavlm.rules.load import from_yaml_file
 
 _ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
 _LARGEST = 1e15  # larger values of a file are taken for damage
 _WARM_UP = 2  # first steps, which are slower and count for no rate
 _MOST_EVENTS = 200  # of each run
-_LAST_LOADS = 20  # recorded steps of experts' loads that count
 _NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
 
 
@@ -72,7 +70,6 @@ class RunRecord:
     events: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]  # all options by key; empty if config.yaml cannot be read
     device: str
-    expert_loads: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by layer, over their mean
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
@@ -124,22 +121,8 @@ def read_run(folder: Path) -> RunRecord:
     environment: Mapping[str, Any] = {}
     with suppress(UserError):
         environment = read_json(folder / "environment.json")
-    device, loads = str(environment.get("device", "unknown")), mean_loads(json_lines(folder / FILE))
-    return RunRecord(folder.resolve().name, records, events(folder), settings, device, loads)
-
-
-def mean_loads(lines: Sequence[Mapping[str, object]]) -> dict[str, list[float]]:
-    """Return the mean loads of the last recorded steps, by layer; what is no list of numbers is left out."""
-    found: dict[str, list[list[float]]] = {}
-    for line in lines[-_LAST_LOADS:]:
-        for layer, loads in line.items():
-            if isinstance(loads, list) and loads and all(isinstance(each, int | float) for each in loads):
-                found.setdefault(layer, []).append(loads)
-    return {
-        layer: [sum(each) / len(each) for each in zip(*rows, strict=True)]
-        for layer, rows in found.items()
-        if len({len(row) for row in rows}) == 1
-    }
+    device = str(environment.get("device", "unknown"))
+    return RunRecord(folder.resolve().name, records, events(folder), settings, device)
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -174,7 +157,6 @@ def page(runs: Sequence[RunRecord]) -> str:
         section("Speed and memory", _charts(speed)),
         section("Optimization", _charts(optimization)),
         section("Data", _charts(data)),
-        *(section(f"Experts of {run.name}", _experts(run)) for run in runs if run.expert_loads),
         section("Different options" if len(runs) > 1 else "Options that differ from their defaults", _options(runs)),
         *(section(f"Events of {run.name}", _events(run)) for run in runs if run.events),
     ]
@@ -253,15 +235,6 @@ def _validation(runs: Sequence[RunRecord]) -> str:
     ]
     last = table(("last value", *(escape(tag_of(name)) for name in names)), rows, numbers=range(1, len(names) + 1))
     return _charts(_over(runs, name) for name in names if not name.endswith(_NO_CHART)) + last
-
-
-def _experts(run: RunRecord) -> str:
-    about = f'<p class="quiet">Tokens of an expert over the mean of its layer, in the last {_LAST_LOADS} records.</p>'
-    rows = (
-        (escape(layer), f"{max(loads):.2f} (expert {loads.index(max(loads))})", f"{min(loads):.2f}")
-        for layer, loads in run.expert_loads.items()
-    )
-    return about + table(("layer", "fullest", "emptiest"), rows, numbers=(1, 2))
 
 
 def _options(runs: Sequence[RunRecord]) -> str:

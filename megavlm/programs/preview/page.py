@@ -12,65 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megavlm.config.messages import several
-from megavlm.html import COLOURS, document, facts, picture, section
+from megavlm.html import COLOURS, document, facts, picture, section, table
 from megavlm.programs.preview.collect import PackedSegment, PreviewContent, Shown, Stretch
-
-_WIDTH, _HEIGHT = 520, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40, 8, 12, 34
-_MOST_BINS = 32
-
-
-def bins_of(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first, last, count) of bins that cover all values; each is 1, 2 or 5 times a power of ten wide."""
-    low, high = min(values), max(values)
-    width = next(step for step in _round_numbers() if (high // step - low // step + 1) <= _MOST_BINS)
-    first = low // width
-    counts = [0] * (high // width - first + 1)
-    for value in values:
-        counts[value // width - first] += 1
-    return [((first + place) * width, (first + place + 1) * width - 1, count) for place, count in enumerate(counts)]
-
-
-def histogram(values: Sequence[int], *, what: str, of: str) -> str:
-    """Return a histogram as SVG, or a sentence if all values are the same.
-
-    `what` names one of what the axis has (a token), `of` one of the things that are counted (a sample).
-    """
-    if not values:
-        return '<p class="quiet">No values.</p>'
-    if min(values) == max(values):
-        return f'<p class="quiet">{escape(several(values[0], what))} in each of {escape(several(len(values), of))}.</p>'
-    bins = bins_of(values)
-    tallest = max(count for _, _, count in bins)
-    step = (_WIDTH - _LEFT - _RIGHT) / len(bins)
-    floor = _HEIGHT - _BOTTOM
-    drawn = []
-    for level in sorted({tallest, tallest // 2} - {0}):
-        y = floor - (floor - _TOP) * level / tallest
-        drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{level}</text>')
-    labelled = max(1, round(len(bins) / 8))
-    for place, (first, last, count) in enumerate(bins):
-        x, height = _LEFT + place * step, (floor - _TOP) * count / tallest
-        range_ = f"{first}" if first == last else f"{first} to {last}"
-        tip = escape(f"{range_} {what}s: {several(count, of)}")
-        drawn.append(
-            f'<rect class="bar" x="{x + 1:.1f}" y="{floor - height:.1f}" width="{max(1.0, step - 2):.1f}" '
-            f'height="{height:.1f}" rx="2"><title>{tip}</title></rect>'
-        )
-        if place % labelled == 0:
-            middle = x + step / 2
-            drawn.append(f'<text class="tick" x="{middle:.1f}" y="{floor + 14}" text-anchor="middle">{first}</text>')
-    drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>')
-    axis = f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(what)}s</text>'
-    label = escape(f"{of}s by {what}s")
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}{axis}</svg>'
-
-
-def _round_numbers() -> list[int]:
-    return [digit * 10**power for power in range(12) for digit in (1, 2, 5)]
-
 
 _FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
 _MOST_SKIPPED = 5  # examples that are listed for each reason
@@ -85,13 +28,24 @@ def page(content: PreviewContent) -> str:
         '<div class="columns">',
         section("Sources", _sources(content)),
         section("Skipped", _skipped(content)),
-        section("Lengths", histogram([s.length for s in content.segments], what="token", of="sample")),
-        section("Images", histogram([s.images for s in content.segments], what="image", of="sample")),
+        section("Tokens of a sample", quantiles([segment.length for segment in content.segments])),
+        section("Images of a sample", quantiles([segment.images for segment in content.segments])),
         "</div>",
         section("Sequences", _sequences(content)),
         section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
     ]
     return document(content.title, body)
+
+
+def quantiles(values: Sequence[int]) -> str:
+    """Return how values are distributed: the smallest, quartiles, the largest, and their sum."""
+    if not values:
+        return '<p class="quiet">No values.</p>'
+    shares = {"smallest": 0, "a quarter up to": 25, "half up to": 50, "three quarters up to": 75, "largest": 100}
+    places = np.percentile(values, list(shares.values()), method="lower")
+    return facts(
+        [*((name, f"{value:,}") for name, value in zip(shares, places, strict=True)), ("sum", f"{sum(values):,}")]
+    )
 
 
 def _facts(content: PreviewContent) -> str:
@@ -109,18 +63,16 @@ def _colour(source: int) -> str:
 
 def _sources(content: PreviewContent) -> str:
     total = sum(source.drawn for source in content.sources) or 1
-    rows = []
-    for number, source in enumerate(content.sources):
-        share = source.drawn / total
-        records = "stream" if source.records is None else f"{source.records:,}"
-        rows.append(
-            f'<tr><td><i class="dot" style="background:{_colour(number)}"></i>{escape(source.name)}</td>'
-            f'<td class="number">{records}</td><td class="number">{source.share:.1%}</td>'
-            f'<td class="number">{share:.1%}</td><td class="wide"><div class="share">'
-            f'<i style="width:{share:.2%};background:{_colour(number)}"></i></div></td></tr>'
+    rows = (
+        (
+            f'<i class="dot" style="background:{_colour(number)}"></i>{escape(source.name)}',
+            "stream" if source.records is None else f"{source.records:,}",
+            f"{source.share:.1%}",
+            f"{source.drawn / total:.1%}",
         )
-    head = '<tr><th>source</th><th class="number">records</th><th class="number">share</th>'
-    return f'<table>{head}<th class="number">drawn</th><th></th></tr>{"".join(rows)}</table>'
+        for number, source in enumerate(content.sources)
+    )
+    return table(("source", "records", "share", "drawn"), rows, numbers=(1, 2, 3))
 
 
 def _skipped(content: PreviewContent) -> str:

@@ -27,7 +27,7 @@ from megavlm.programs.preview.collect import (
     stretches_of,
     unpatchified,
 )
-from megavlm.programs.preview.page import bins_of, histogram, page
+from megavlm.programs.preview.page import page, quantiles
 from megavlm.programs.preview.preview import main
 from tests.support.data_files import record, sources_of, write_all
 
@@ -148,16 +148,11 @@ def test_most_bars_are_folded(bars: int, told: str) -> None:
     assert re.findall("<summary>([^<]* more.*?)</summary>", text) == ([told] if told else [])
 
 
-def test_bins_hold_every_value_once() -> None:
-    for values in ([3], [0, 0, 1, 2], list(range(0, 5000, 7)), [1, 10**6]):
-        bins = bins_of(values)
-        assert sum(count for _, _, count in bins) == len(values)
-        assert len(bins) <= 32
-        for first, last, count in bins:
-            assert count == sum(first <= value <= last for value in values)
-    assert bins_of([0, 2, 2]) == [(0, 0, 1), (1, 1, 0), (2, 2, 2)]
-    assert "1 images: 2 samples" in Read(histogram([1, 1, 5], what="image", of="sample")).text
-    assert Read(histogram([1, 1], what="image", of="sample")).text.strip() == "1 image in each of 2 samples."
+def test_lengths_are_told_by_their_quartiles() -> None:
+    assert (
+        "smallest0a quarter up to1half up to2three quarters up to3largest4sum10"
+        in Read(quantiles([4, 3, 2, 1, 0])).text
+    )
 
 
 def test_stretches_keep_spaces_and_count_image_tokens() -> None:

@@ -11,7 +11,7 @@ from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 from megavlm.programs import report
 from megavlm.programs.charts import Line, chart, short, thinned, ticks
-from megavlm.programs.report import RunRecord, differing, mean_loads, page, read_run
+from megavlm.programs.report import RunRecord, differing, page, read_run
 from megavlm.rules.load import to_yaml
 from tests.support.html import told
 
@@ -149,15 +149,6 @@ def test_loads_are_written_over_their_mean_and_not_at_every_step_of_a_long_run(t
     assert lines == [{"iteration": n, "layers.1": [0.0, 2.0, 1.0], "layers.4": [0.0, 0.0, 0.0]} for n in (5, 10)]
     lines = write_loads(tmp_path, range(6, 16), train_iters=1000, resume=5)
     assert [line["iteration"] for line in lines] == [5, 10, 15]
-
-
-def test_a_report_shows_the_experts_of_a_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", steps=3)
-    assert "Experts of" not in page([read_run(run)])
-    write_loads(run, range(1, 2), train_iters=1)
-    assert "layers.1 2.00 (expert 1) 0.00" in told(page([read_run(run)]))
-    lines = [{"iteration": 1, "layers.1": [2.0, 0.0]}, {"iteration": 2, "layers.1": [1.0, 1.0], "layers.2": "damage"}]
-    assert mean_loads(lines) == {"layers.1": [1.5, 0.5]}
 
 
 @pytest.mark.parametrize("name", ["none", "file"])
