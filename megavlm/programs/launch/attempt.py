@@ -17,13 +17,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from megavlm.checkpoint.folders import complete
-from megavlm.checkpoint.remote import complete_in
 from megavlm.command_line.parsing import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.files import replace_file
@@ -31,12 +30,8 @@ from megavlm.paths import read_bytes
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import read_exit
 from megavlm.resilience.events import events
-from megavlm.storage.store import Store, StoreError
-from megavlm.storage.transfer import with_retries
 
-_ATTEMPTS = 3  # the other machines of the job wait meanwhile
 _LARGEST = 2**20  # bytes of the file
-Result = TypeVar("Result")
 
 End = Literal["finished", "stopped", "mistake", "bad numbers", "crash", "lost"]
 _ENDS: dict[int, End] = {0: "finished", 75: "stopped", 2: "mistake", 3: "bad numbers"}
@@ -99,108 +94,16 @@ def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
 
 
 @dataclass(frozen=True)
-class History:
-    """The attempts of a job that ended, and the iteration at which an open one began."""
-
-    ended: tuple[Attempt, ...] = ()
-    began: int | None = None
-
-    @property
-    def length(self) -> tuple[int, bool]:
-        """Return what grows with each attempt that begins or ends."""
-        return len(self.ended), self.began is not None
-
-
-@dataclass(frozen=True)
-class JobFile:
-    """The attempts of one job on a run folder: a file there, and a copy in the checkpoints' object store, if any."""
-
-    run_dir: Path
-    job: str
-    store: str | None = None
-
-    def read(self) -> History:
-        """Return the longer history of both: the disk may be new, or of a machine that left the job for a while."""
-        found = [_history(self._content())] if os.path.lexists(self._path) else []
-        if self.store is not None and (stored := self._ask(self._stored)):
-            found.append(stored)
-        return max(found, key=lambda each: each.length, default=History())
-
-    def write(self, ended: Sequence[Attempt], began: int | None) -> None:
-        """Write the history to the disk, and to the store if that answers and has no longer one."""
-        content = json.dumps({"attempts": [asdict(each) for each in ended], "open": began}) + "\n"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path, content)
-        if self.store is not None:
-            self._ask(lambda store: self._put(store, content.encode()))
-
-    def newest_here(self) -> int:
-        """Return the iteration of the newest checkpoint in RUN_DIR, 0 if there is none."""
-        return max((iteration for iteration, _ in complete(self.run_dir / "checkpoints")), default=0)
-
-    def newest_stored(self) -> int | None:
-        """Return the iteration of the newest checkpoint in the store, 0 without one, None if it does not answer."""
-        if self.store is None:
-            return 0
-        return self._ask(lambda store: max((each.iteration for each in complete_in(store)), default=0))
-
-    def _content(self) -> bytes:
-        try:
-            return read_bytes(self._path, at_most=_LARGEST)
-        except OSError as error:
-            raise UserError(f"{self._path} cannot be read ({error.strerror or error}): delete it") from error
-
-    def _stored(self, store: Store) -> History | None:
-        if f"{self.job}.json" not in store.below("jobs").files():
-            return None
-        return _history(store.read(self._name, at_most=_LARGEST))
-
-    def _put(self, store: Store, content: bytes) -> None:
-        stored = self._stored(store)
-        if stored is None or stored.length < _history(content).length:
-            store.write(self._name, content)
-
-    def _ask(self, act: Callable[[Store], Result]) -> Result | None:
-        """Return what `act` returns, given the store; None if that does not answer."""
-        assert self.store is not None
-        store = Store.at(self.store)
-        try:
-            return with_retries(lambda: act(store), attempts=_ATTEMPTS)
-        except StoreError as error:
-            print(f"job {self.job}: --checkpoint-dir: {error}. What {self.run_dir} has counts", file=sys.stderr)
-            return None
-
-    @property
-    def _path(self) -> Path:
-        return self.run_dir / self._name
-
-    @property
-    def _name(self) -> str:
-        return f"jobs/{self.job}.json"
-
-
-def _history(content: bytes) -> History:
-    """Return the history in a file. Raises UserError for a file that somebody has changed."""
-    try:
-        written: dict[str, Any] = json.loads(content)
-        return History(tuple(Attempt(**each) for each in written["attempts"]), written["open"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"the account of the job's attempts is damaged ({error}): delete RUN_DIR/jobs") from error
-
-
-@dataclass(frozen=True)
 class Account:
-    """The attempts of one job on a run folder, and of the store that its checkpoints are copied to, if there is one."""
+    """The attempts of one job on a run folder, kept in a file there."""
 
     run_dir: Path
     job: str
-    store: str | None = None
 
     @classmethod
     def of(cls, flags: Sequence[str], job: str) -> Account:
         """Return the account of a job, given the flags of pretrain_vlm.py."""
-        config = parse(flags)
-        return cls(Path(config.run.run_dir), job, config.checkpoint.checkpoint_dir)
+        return cls(Path(parse(flags).run.run_dir), job)
 
     @property
     def exit_file(self) -> Path:
@@ -212,19 +115,15 @@ class Account:
         A job is started again without a word of its script where a node is lost or a job with priority takes its place.
         `unfinished` says what such an attempt counts as; default: what its ranks left, else a crash.
         """
-        history, stored = self._file.read(), self._file.newest_stored()
-        attempts, newest = list(history.ended), max(self._file.newest_here(), stored or 0)
-        if history.began is not None:
-            attempts.append(self._ended(history.began, warned=True, end=unfinished))
-        if attempts and stored is not None:  # what was lost with a disk, the last attempt did not leave behind
-            attempts[-1] = replace(attempts[-1], saved=min(attempts[-1].saved, newest))
-        if history.began is not None:
+        attempts, began = self._read()
+        if began is not None:
+            attempts.append(self._ended(began, warned=True, end=unfinished))
             decision = decide(attempts, max_crashes=max_crashes)
             if not decision.again:
-                self._file.write(attempts, None)
+                self._write(attempts, None)
                 return decision
         self.exit_file.unlink(missing_ok=True)
-        self._file.write(attempts, newest)
+        self._write(attempts, self._newest())
         return None
 
     def end(self, *, warned: bool, max_crashes: int, end: End | None = None) -> Decision:
@@ -232,9 +131,9 @@ class Account:
 
         `end` says how it ended; default: what its ranks left, else a crash.
         """
-        history = self._file.read()
-        attempts = [*history.ended, self._ended(history.began or 0, warned=warned, end=end)]
-        self._file.write(attempts, None)
+        attempts, began = self._read()
+        attempts.append(self._ended(began or 0, warned=warned, end=end))
+        self._write(attempts, None)
         return decide(attempts, max_crashes=max_crashes)
 
     def faulty_machines(self) -> list[str]:
@@ -248,16 +147,38 @@ class Account:
 
     def decided(self, *, max_crashes: int) -> Decision | None:
         """Return the decision after the last attempt; None if there was none, or if it is still open."""
-        history = self._file.read()
-        return decide(history.ended, max_crashes=max_crashes) if history.ended and history.began is None else None
+        attempts, began = self._read()
+        return decide(attempts, max_crashes=max_crashes) if attempts and began is None else None
 
     def _ended(self, began: int, *, warned: bool, end: End | None) -> Attempt:
-        newest = max(self._file.newest_here(), self._file.newest_stored() or 0)
-        return Attempt(end or end_of(read_exit(self.exit_file)), began, newest, warned)
+        return Attempt(end or end_of(read_exit(self.exit_file)), began, self._newest(), warned)
+
+    def _newest(self) -> int:
+        """Return the iteration of the newest checkpoint, 0 if there is none."""
+        return max((iteration for iteration, _ in complete(self.run_dir / "checkpoints")), default=0)
 
     @property
-    def _file(self) -> JobFile:
-        return JobFile(self.run_dir, self.job, self.store)
+    def _file(self) -> Path:
+        return self.run_dir / "jobs" / f"{self.job}.json"
+
+    def _read(self) -> tuple[list[Attempt], int | None]:
+        """Return the attempts that ended, and the iteration at which an open one began.
+
+        Raises UserError for a file that cannot be read, or that somebody has changed.
+        """
+        if not os.path.lexists(self._file):
+            return [], None
+        try:
+            written: dict[str, Any] = json.loads(read_bytes(self._file, at_most=_LARGEST))
+            return [Attempt(**each) for each in written["attempts"]], written["open"]
+        except OSError as error:
+            raise UserError(f"{self._file} cannot be read ({error.strerror or error}): delete it") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"the account of the job's attempts is damaged ({error}): delete RUN_DIR/jobs") from error
+
+    def _write(self, ended: Sequence[Attempt], began: int | None) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._file, json.dumps({"attempts": [asdict(each) for each in ended], "open": began}) + "\n")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,7 +19,6 @@ from megavlm.planner.hardware import profile
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
 from megavlm.rules.defaults import resolve
-from megavlm.storage import is_url
 from megavlm.train.source import vocab_size_of
 
 PROFILES = Path("launch/profiles")
@@ -57,19 +56,11 @@ def is_in(folder: str, mounts: Sequence[str]) -> bool:
     return f"{posixpath.normpath(folder)}/".startswith(tuple(mounts))
 
 
-def outlives_machines(config: Config, job: Job) -> bool:
-    """Return whether a run may have RUN_DIR on its machine's own disk: there is one machine, and a store has copies."""
-    copies = config.checkpoint.checkpoint_dir or ""
-    return job.nodes == 1 and is_url(copies) and not copies.startswith("file:")
-
-
 def memory_complaint(config: Config, job: Job, *, gpu: str) -> str | None:
     """Return a line if the planner estimates that a rank needs more memory than the GPU has, else None."""
     hardware = replace(profile(gpu), devices_per_node=job.processes)
     config = resolve(config, vocab_size=vocab_size_of(config))
-    dims = dims_of(config, world=job.world)
-
-    return complaint(config, dims, hardware, name=gpu)
+    return complaint(config, dims_of(config, world=job.world), hardware, name=gpu)
 
 
 def filesystem_of(path: Path, mounts: str) -> str:

@@ -1,6 +1,4 @@
-"""Describe a run as an Indexed Job or a JobSet of Kubernetes, after the template `kubernetes.yaml`, and submit it by
-kubectl.
-"""
+"""Describe a run as an Indexed Job of Kubernetes, after the template `kubernetes.yaml`, and submit it by kubectl."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, outlives_machines, pairs, read_profile
+from megavlm.programs.launch.checks import check_flags, is_in, pairs, read_profile
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.node import JOB
 from megavlm.world import NODES
@@ -28,7 +26,6 @@ from megavlm.world import NODES
 PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config
 _TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
-_POD = "node"  # name of the JobSet's one job
 _LONGEST = 63  # characters of a name in DNS
 _AGREEMENT = 60  # seconds after the last save within which a pod hears what the others did, and ends
 
@@ -40,7 +37,6 @@ class Options:
     name: str
     image: str
     namespace: str | None = None
-    jobset: bool = False
     volumes: tuple[str, ...] = ()  # CLAIM:/PATH
     resources: Mapping[str, str] = field(default_factory=dict)  # of the container, beside GPUs
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -60,17 +56,11 @@ class Options:
     def mounts(self) -> tuple[str, ...]:
         return tuple(f"{each.partition(':')[2].rstrip('/')}/" for each in self.volumes)
 
-    @property
-    def first_pod(self) -> str:
-        """Return the name by which all pods find the first."""
-        return f"{self.name}-{_POD}-0-0.{self.name}" if self.jobset else f"{self.name}-0.{self.name}"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="megavlm", help="Name of the job; default: megavlm.")
     parser.add_argument("--namespace", help="Namespace; default: that of kubectl.")
     parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile.")
-    parser.add_argument("--jobset", action="store_true", help="Make a JobSet, which needs its operator, not a Job.")
     parser.add_argument(
         "--volume", action="append", default=[], metavar="CLAIM:/PATH", help="Shared storage that all pods mount."
     )
@@ -152,8 +142,7 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
     """Yield a line for each reason for which a job would start to no avail, or pods would not find one another; what
     else is wrong, kubectl says when it sends the job.
     """
-    longest = f"{options.name}-{_POD}-0-" if options.jobset else f"{options.name}-"
-    longest += str(max(job.nodes - 1, 0))
+    longest = f"{options.name}-{job.nodes - 1}"
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
         yield f"--name {plain(options.name)} must have lowercase letters, digits and - only, and begin with a letter"
     elif len(longest) > _LONGEST:
@@ -164,9 +153,8 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
             yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     if hidden := next((each for each in options.mounts if each in ("/", "/dev/shm/", f"{CONFIG}/")), None):
         yield f"--volume {hidden} hides what the pod itself has there: mount the claim elsewhere"
-    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
-        places = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
-        place = f"{places}, or with one pod --checkpoint-dir URL"
+    if not is_in(config.run.run_dir, options.mounts):
+        place = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
         yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
     if gpus := next((name for name in options.resources if name.startswith("nvidia.com/gpu")), None):
         yield f"--resource {gpus} is --gpus-per-node: leave it out"
@@ -179,24 +167,20 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
 
 def objects(job: Job, options: Options) -> list[dict[str, Any]]:
     """Return the objects to create, in this order."""
-    service, made, jobset = yaml.safe_load_all(_TEMPLATE.read_text(encoding="utf-8"))
+    service, made = yaml.safe_load_all(_TEMPLATE.read_text(encoding="utf-8"))
     service["spec"]["selector"] = {"batch.kubernetes.io/job-name": options.name}
     made["spec"] |= {"completions": job.nodes, "parallelism": job.nodes, "backoffLimit": options.max_lost_pods}
     made["spec"]["template"]["metadata"]["labels"] = {"app.kubernetes.io/instance": options.name}
     _fill_pod(made["spec"]["template"]["spec"], job, options)
     found = [service, made]
-    if options.jobset:
-        jobset["spec"]["failurePolicy"]["maxRestarts"] = options.max_crashes
-        jobset["spec"]["replicatedJobs"][0]["template"] = {"spec": made["spec"]}
-        found = [jobset]
     if options.queue is not None:
-        found[-1]["spec"]["suspend"] = True  # Kueue lets it go
+        made["spec"]["suspend"] = True  # Kueue lets it go
     if options.config_file is not None:
         name, content = options.config_file
         found.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "data": {name: content}})
     for each in found:
         labels = {"app.kubernetes.io/name": "megavlm", "app.kubernetes.io/instance": options.name}
-        if options.queue is not None and each is found[-1]:
+        if options.queue is not None and each is made:
             labels["kueue.x-k8s.io/queue-name"] = options.queue
         name = f"{options.name}-config" if each["kind"] == "ConfigMap" else options.name
         namespace = {} if options.namespace is None else {"namespace": options.namespace}
@@ -219,7 +203,7 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: Options) -> None:
     own = {
         JOB: options.identity or options.name,
         NODES: str(job.nodes),
-        "MASTER_ADDR": options.first_pod,
+        "MASTER_ADDR": f"{options.name}-0.{options.name}",  # the first pod
         "MASTER_PORT": str(PORT),
     }
     container |= {
@@ -235,7 +219,7 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: Options) -> None:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
     pod["terminationGracePeriodSeconds"] = options.grace + _AGREEMENT
     optional = {
-        "subdomain": None if options.jobset else options.name,  # the service, which gives pods names
+        "subdomain": options.name,  # the service, which gives pods names
         "nodeSelector": dict(options.node_selector) or None,
         "serviceAccountName": options.service_account,
         "priorityClassName": options.priority_class,

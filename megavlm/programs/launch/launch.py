@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, about, add_options in (
         ("slurm", "Submit launch/slurm.sbatch. Options that are not listed go to sbatch.", slurm.add_options),
         ("vertex", "Submit a CustomJob of Vertex AI.", vertex.add_options),
-        ("kubernetes", "Create an Indexed Job or a JobSet of Kubernetes.", kubernetes.add_options),
+        ("kubernetes", "Create an Indexed Job of Kubernetes.", kubernetes.add_options),
         ("local", "Run one torchrun per node on this machine.", local.add_options),
     ):
         each = schedulers.add_parser(name, help=about, description=about, allow_abbrev=False)

@@ -1,5 +1,4 @@
-"""Describe a run as a CustomJob of Vertex AI and submit it through Google's SDK; where that is not installed, print the
-commands of gcloud for it.
+"""Describe a run as a CustomJob of Vertex AI and submit it through Google's SDK.
 
 Fields: https://cloud.google.com/vertex-ai/docs/reference/rest/v1/CustomJobSpec. Machines:
 https://cloud.google.com/vertex-ai/docs/training/configure-compute; docs/clusters.md says what of them was compared.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,10 +18,9 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.files import replace_file
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, outlives_machines, pairs, read_profile
-from megavlm.programs.launch.job import Command, Job
+from megavlm.programs.launch.checks import check_flags, is_in, pairs, read_profile
+from megavlm.programs.launch.job import Job
 
 DAY = 86_400  # seconds
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -37,11 +34,6 @@ class Machine:
     accelerator: str
     count: int
     profiles: tuple[str, ...] = ("ethernet",)  # of launch/profiles, that fit its network
-    only_queued: bool = False  # there is none on demand: --strategy SPOT or FLEX_START
-
-    @property
-    def series(self) -> str:
-        return self.name.partition("-")[0]
 
 
 def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[Machine]:
@@ -52,7 +44,7 @@ _ALL = (
     *_series("a2-highgpu-{}g", "NVIDIA_TESLA_A100", (1, 2, 4, 8)),
     Machine("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
     *_series("a2-ultragpu-{}g", "NVIDIA_A100_80GB", (1, 2, 4, 8)),
-    *(Machine(f"a3-highgpu-{count}g", "NVIDIA_H100_80GB", count, only_queued=True) for count in (1, 2, 4)),
+    *_series("a3-highgpu-{}g", "NVIDIA_H100_80GB", (1, 2, 4)),
     Machine("a3-highgpu-8g", "NVIDIA_H100_80GB", 8, ("gcp-tcpx", "ethernet")),
     Machine("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8, ("gcp-tcpxo", "ethernet")),
     Machine("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8, ("gcp-rdma", "ethernet")),
@@ -62,9 +54,6 @@ _ALL = (
     *(Machine(f"g4-standard-{48 * count}", "NVIDIA_RTX_PRO_6000", count) for count in (1, 2, 4, 8)),
 )
 MACHINES = {machine.name: machine for machine in _ALL}
-
-# https://cloud.google.com/vertex-ai/docs/training/schedule-jobs-dws: L4, A100, H100, H200 and B200.
-FLEX_START_SERIES = ("g2", "a2", "a3", "a4")
 
 
 @dataclass(frozen=True)
@@ -226,43 +215,18 @@ def _default_project() -> str:
 
 def _submit(described: Mapping[str, Any], options: Options, uploads: Mapping[str, str]) -> int:
     try:
-        from google.cloud import aiplatform_v1
+        from google.cloud import aiplatform_v1, storage
     except ImportError:
-        return _print_commands(described, options, uploads)
+        raise UserError(
+            "google-cloud-aiplatform is not installed here: pip install -e '.[vertex]'; --dry-run prints the job"
+        ) from None
     for path, url in uploads.items():
-        _upload(path, url)
+        storage.Blob.from_string(url, client=storage.Client()).upload_from_filename(path)
     endpoint = {"api_endpoint": f"{options.region}-aiplatform.googleapis.com"}
     client = aiplatform_v1.JobServiceClient(client_options=endpoint)
     job = aiplatform_v1.CustomJob.from_json(json.dumps(described))
     print(client.create_custom_job(parent=_parent(options), custom_job=job).name)
     return 0
-
-
-def _upload(path: str, url: str) -> None:
-    from google.cloud import storage
-
-    storage.Blob.from_string(url, client=storage.Client()).upload_from_filename(path)
-
-
-def _print_commands(described: Mapping[str, Any], options: Options, uploads: Mapping[str, str]) -> int:
-    """Write the specification to a file, and print the commands that submit it."""
-    file = Path(f"{re.sub(r'[^A-Za-z0-9._-]', '-', options.name)}.vertex.json")
-    replace_file(file, json.dumps(described["jobSpec"], indent=2) + "\n")
-    print("google-cloud-aiplatform is not installed (pip install -e '.[vertex]'): submit the job by", file=sys.stderr)
-    print(*gcloud_commands(described, options, uploads, file=str(file)), sep="\n")
-    return 0
-
-
-def gcloud_commands(
-    described: Mapping[str, Any], options: Options, uploads: Mapping[str, str], *, file: str
-) -> list[Command]:
-    """Return the commands of gcloud that upload files and create a job whose specification is in `file`."""
-    copies = [Command(("gcloud", "storage", "cp", path, url)) for path, url in uploads.items()]
-    words = ["gcloud", "ai", "custom-jobs", "create", f"--region={options.region}", f"--display-name={options.name}"]
-    words += [f"--config={file}", *([f"--project={options.project}"] if options.project else [])]
-    if labels := described.get("labels"):
-        words.append("--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()))
-    return [*copies, Command(tuple(words))]
 
 
 def run_dir_of(options: Options) -> str | None:
@@ -298,25 +262,10 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
             yield f"{plain(option)} {plain(text)}: Vertex AI puts variables where $( stands: use a file of --config"
     if reserved := next((key for key in options.variables if key == "CLUSTER_SPEC" or key.startswith("AIP_")), None):
         yield f"--env {reserved} is set by Vertex AI itself: leave it out"
-    yield from _of_scheduling(options, machine)
-    yield from _of_storage(config, job, options)
+    yield from _of_storage(config, options)
 
 
-def _of_scheduling(options: Options, machine: Machine) -> Iterator[str]:
-    queued = options.strategy == "FLEX_START"
-    if queued and options.timeout > 7 * DAY:
-        yield f"--timeout {options.timeout} s: a job with --strategy FLEX_START runs 7 days ({7 * DAY} s) at most"
-    if options.max_wait is not None and not queued:
-        yield "--max-wait is for --strategy FLEX_START: other strategies do not wait for machines"
-    if queued and machine.series not in FLEX_START_SERIES:
-        yield f"--strategy FLEX_START has L4, A100, H100, H200 and B200, not {machine.accelerator}: use SPOT"
-    if machine.only_queued and options.strategy == "STANDARD":
-        yield f"{machine.name} is not to be had on demand: use --strategy SPOT or FLEX_START, or a3-highgpu-8g"
-    if options.disable_retries and options.strategy == "SPOT":
-        yield "--disable-retries would end a job of --strategy SPOT with its first machine that is taken: leave it out"
-
-
-def _of_storage(config: Config, job: Job, options: Options) -> Iterator[str]:
+def _of_storage(config: Config, options: Options) -> Iterator[str]:
     for option, value in (
         ("--base-output-dir", options.base_output_dir),
         ("--staging-bucket", options.staging_bucket),
@@ -331,10 +280,10 @@ def _of_storage(config: Config, job: Job, options: Options) -> Iterator[str]:
             yield f"--nfs {plain(each)} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
     if options.nfs and options.network is None:
         yield "--nfs needs --network: replicas reach a server only in a network that is peered with them"
-    if not is_in(config.run.run_dir, options.mounts) and not outlives_machines(config, job):
+    if not is_in(config.run.run_dir, options.mounts):
         yield (
             f"--run-dir {config.run.run_dir} is on the disk of each replica and lost with it: use --base-output-dir, "
-            f"a folder in {' or '.join(options.mounts)}, or with one machine --checkpoint-dir URL"
+            f"or a folder in {' or '.join(options.mounts)}"
         )
 
 

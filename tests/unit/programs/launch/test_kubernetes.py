@@ -37,49 +37,25 @@ FULL = replace(
 )
 
 
-@pytest.mark.parametrize("name", ["job", "jobset"])
-def test_objects_are_what_they_were(name: str):
-    made = objects(JOB, replace(FULL, jobset=name == "jobset"))
-    assert made == list(yaml.safe_load_all((GOLDEN / f"kubernetes-{name}.yaml").read_text()))
+def test_objects_are_what_they_were():
+    assert objects(JOB, FULL) == list(yaml.safe_load_all((GOLDEN / "kubernetes-job.yaml").read_text()))
 
 
 @needs_cloud_tools
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
 def test_the_schemas_of_kubernetes_take_them(version: str):
-    """Strictly: a field that the API does not know is an error. A JobSet holds a Job's specification."""
+    """Strictly: a field that the API does not know is an error."""
     made = [*objects(JOB, FULL), *objects(Job(1, 8, ()), PLAIN)]
-    (*_, jobset) = objects(JOB, replace(FULL, jobset=True))
-    (replicated,) = jobset["spec"]["replicatedJobs"]
-    made.append(
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": replicated["template"]["spec"]}
-    )
     wrong = {**made[-1], "spec": {**made[-1]["spec"], "podFailurePolicies": {}}}
     *told, unknown = validated_by_kubernetes([*made, wrong], version)
     assert told == [{}] * len(made)
     assert "podFailurePolicies" in unknown["error"]
 
 
-def test_a_jobset_has_the_fields_of_its_definition():
-    """By hand: https://github.com/kubernetes-sigs/jobset/blob/main/api/jobset/v1alpha2/jobset_types.go"""
-    (*_, jobset) = objects(JOB, replace(FULL, jobset=True))
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    spec = jobset["spec"]
-    assert set(spec) <= {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend"}
-    assert set(spec["network"]) <= {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"}
-    assert set(spec["failurePolicy"]) <= {"maxRestarts", "rules", "restartStrategy"}
-    (rule,) = spec["failurePolicy"]["rules"]
-    assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
-    assert set(rule["onJobFailureReasons"]) <= {"BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"}
-    (replicated,) = spec["replicatedJobs"]
-    assert set(replicated) <= {"name", "replicas", "template", "groupName", "dependsOn"}
-
-
-@pytest.mark.parametrize("jobset", [False, True])
-def test_pods_find_the_first_by_its_name(jobset: bool):
-    """A pod of an Indexed Job is JOB-INDEX in the service's domain; one of a JobSet SET-JOB-0-INDEX in the set's."""
-    environment = _environment(objects(JOB, replace(FULL, jobset=jobset))[-1])
-    found = node_of({**environment, "JOB_COMPLETION_INDEX": "3"})
-    assert found == Node(3, 4, "vlm-node-0-0.vlm" if jobset else "vlm-0.vlm", 29500)
+def test_pods_find_the_first_by_its_name():
+    """A pod of an Indexed Job is JOB-INDEX in the service's domain."""
+    environment = _environment(objects(JOB, FULL)[-1])
+    assert node_of({**environment, "JOB_COMPLETION_INDEX": "3"}) == Node(3, 4, "vlm-0.vlm", 29500)
     assert node.JOB in environment
 
 
@@ -89,10 +65,7 @@ def _environment(made: dict[str, Any]) -> dict[str, str]:
 
 
 def _pod(made: dict[str, Any]) -> dict[str, Any]:
-    spec = made["spec"]
-    if made["kind"] == "JobSet":
-        spec = spec["replicatedJobs"][0]["template"]["spec"]
-    pod: dict[str, Any] = spec["template"]["spec"]
+    pod: dict[str, Any] = made["spec"]["template"]["spec"]
     return pod
 
 
@@ -129,7 +102,6 @@ def test_a_mistake_is_not_retried_and_a_pod_that_saved_is_replaced(status: int, 
         ),
         (dict(name="Run_1"), "--run-dir /data/run", "--name Run_1 must have lowercase letters"),
         (dict(name="a" * 62), "--run-dir /data/run", "is too long"),
-        (dict(name="a" * 55, jobset=True), "--run-dir /data/run", "is too long"),
         (dict(resources={"nvidia.com/gpu": "8"}), "--run-dir /data/run", "is --gpus-per-node"),
         (dict(variables={"MASTER_ADDR": "a"}), "--run-dir /data/run", "--env MASTER_ADDR is set by the job itself"),
         (dict(name="a\nb"), "--run-dir /data/run", "must have lowercase letters"),
@@ -139,14 +111,6 @@ def test_a_job_that_cannot_run_is_refused_in_one_line(changes: dict, flags: str,
     told = list(complaints(parse(flags.split()), JOB, replace(PLAIN, **changes)))
     assert all("\n" not in each for each in told)
     assert told == [] if line is None else any(line in each for each in told), told
-
-
-def test_one_pod_may_lose_its_disk_where_a_store_has_copies():
-    for nodes, place, refused in ((1, "s3://bucket/run", False), (2, "s3://bucket/run", True), (1, "/copies", True)):
-        config = parse(["--run-dir", "/run", "--checkpoint-dir", place])
-        for volumes in ((), ("shared:/data",)):
-            told = list(complaints(config, Job(nodes, 8, ()), replace(PLAIN, volumes=volumes)))
-            assert bool(told) is refused, told
 
 
 def test_a_dry_run_prints_all_that_would_be_created(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megavlm.checkpoint.manifest import write_manifest
 from megavlm.programs.launch import node
-from megavlm.programs.launch.attempt import Account, JobFile
+from megavlm.programs.launch.attempt import Account
 from megavlm.programs.launch.meeting import Part
-from megavlm.storage import transfer
-from megavlm.storage.store import Store, StoreError
 
 
 @pytest.mark.parametrize(
@@ -87,68 +82,3 @@ def test_a_mistake_in_the_flags_ends_with_2_in_one_line(capsys: pytest.CaptureFi
     assert node.main(["--gpus-per-node", "2", "--", "--tp", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--seq-length 64 is not divisible by --tensor-model-parallel-size 3" in line
-
-
-def save(place: Path, iteration: int) -> None:
-    """Leave a checkpoint in RUN_DIR/checkpoints or in a store."""
-    folder = place / f"iter_{iteration:07d}"
-    folder.mkdir(parents=True)
-    (folder / "megavlm.json").write_text("{}")
-    write_manifest(folder, {})
-
-
-def test_attempts_that_each_begin_with_an_empty_disk_are_followed_in_the_store(tmp_path: Path, monkeypatch, capsys):
-    """What was not copied is lost with the disk, and was no progress; a store that is silent says nothing."""
-    store, run_dir = tmp_path / "store", tmp_path / "run"
-    account = Account(run_dir, "j", f"file://{store}")
-
-    def attempt(copied: int | None, *, saved: int = 0) -> bool:
-        assert account.begin(max_crashes=10) is None
-        if copied is not None:
-            save(store, copied)
-        if saved:
-            save(run_dir / "checkpoints", saved)
-        again = account.end(warned=True, max_crashes=10, end="crash").again
-        shutil.rmtree(run_dir)
-        return again
-
-    assert [attempt(4), attempt(8), attempt(12)] == [True] * 3
-    assert attempt(None)
-    monkeypatch.setattr(transfer, "_FIRST_PAUSE", 0.001)
-    with monkeypatch.context() as patched:
-        patched.setattr(Store, "files", lambda self: _raise(StoreError("503")))
-        assert account.begin(max_crashes=10) is None
-        assert "What" in capsys.readouterr().err
-        shutil.rmtree(run_dir)
-    assert [attempt(None, saved=99)] == [True]  # as far as its end knew
-    written = json.loads((store / "jobs" / "j.json").read_text())["attempts"]
-    assert [(each["began"], each["saved"]) for each in written] == [(0, 4), (4, 8), (8, 12), (12, 12), (12, 99)]
-    assert not attempt(None)  # the one before left nothing either
-
-
-def _raise(error: Exception) -> Any:
-    raise error
-
-
-def test_of_two_accounts_the_longer_one_counts(tmp_path: Path):
-    """A machine that rejoins a job still has the job file of an earlier attempt on its disk."""
-    store = f"file://{tmp_path}/store"
-    attempts(Account(tmp_path / "here", "j", store), "crash")
-    attempts(Account(tmp_path / "elsewhere", "j", store), "lost")
-    history = JobFile(tmp_path / "here", "j", store).read()
-    assert [each.end for each in history.ended] == ["crash", "lost"]
-    JobFile(tmp_path / "empty", "j", store).write([], 0)  # by a machine that could not read the store
-    assert JobFile(tmp_path / "empty", "j", store).read() == history
-
-
-def test_a_store_that_falls_silent_takes_no_progress_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The history was read, and then the checkpoints are not told."""
-    store, run_dir = tmp_path / "store", tmp_path / "run"
-    account = Account(run_dir, "j", f"file://{store}")
-    account.begin(max_crashes=10)
-    save(store, 4)
-    account.end(warned=True, max_crashes=10, end="crash")
-    monkeypatch.setattr(JobFile, "newest_stored", lambda self: None)
-    account.begin(max_crashes=10)
-    written = json.loads((run_dir / "jobs" / "j.json").read_text())
-    assert [each["saved"] for each in written["attempts"]] == [4]

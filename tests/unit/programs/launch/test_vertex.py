@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megavlm.command_line.parsing import parse
-from megavlm.programs.launch import vertex
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.launch import main
 from megavlm.programs.launch.vertex import DAY, MACHINES, Options, complaints, custom_job
@@ -107,19 +106,12 @@ ON_GCS = "--run-dir /gcs/bucket/run"
         (dict(machine="a2-highgpu-4g"), 2, ON_GCS, "--gpus-per-node 8: a2-highgpu-4g has 4 GPUs"),
         (dict(profile="gcp-tcpx"), 2, ON_GCS, "--profile gcp-tcpx is for other machines"),
         (dict(variables={"AIP_MODEL_DIR": "x"}), 2, ON_GCS, "--env AIP_MODEL_DIR is set by Vertex AI"),
-        (dict(timeout=8 * DAY, strategy="FLEX_START"), 2, ON_GCS, "runs 7 days"),
-        (dict(max_wait=60), 2, ON_GCS, "--max-wait is for --strategy FLEX_START"),
-        (dict(strategy="FLEX_START", machine="g4-standard-384"), 2, ON_GCS, "not NVIDIA_RTX_PRO_6000"),
-        (dict(disable_retries=True, strategy="SPOT"), 2, ON_GCS, "first machine that is taken"),
         (dict(base_output_dir="/bucket"), 2, ON_GCS, "--base-output-dir /bucket must be gs://BUCKET"),
         (dict(staging_bucket="gs://"), 2, ON_GCS, "--staging-bucket gs:// must be"),
         (dict(nfs=("server:share",), network=FULL.network), 2, ON_GCS, "--nfs server:share must be SERVER:/PATH:NAME"),
         (dict(nfs=("server:/share:data",)), 2, ON_GCS, "--nfs needs --network"),
         ({}, 2, "--run-dir runs/1", "--run-dir runs/1 is on the disk of each replica and lost with it"),
         ({}, 2, "--run-dir /gcsx/1", "--run-dir /gcsx/1 is on the disk of each replica"),
-        ({}, 1, "--run-dir /run --checkpoint-dir gs://bucket/run", None),
-        ({}, 2, "--run-dir /run --checkpoint-dir gs://bucket/run", "on the disk of each replica"),
-        ({}, 1, "--run-dir /run --checkpoint-dir file:///copies", "on the disk of each replica"),
     ],
 )
 def test_a_specification_that_cannot_run_is_refused_in_one_line(
@@ -178,20 +170,3 @@ def test_a_dry_run_prints_all_that_would_be_sent(capsys: pytest.CaptureFixture[s
         "/gcs/bucket/out/run",
     ]
     assert {"name": "NCCL_FASTRAK_CTRL_DEV", "value": "eth0"} in first["containerSpec"]["env"]
-
-
-def test_without_the_sdk_the_commands_of_gcloud_are_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "google.cloud", None)
-    job, options = JOBS["all-options"]
-    described = custom_job(job, options)
-    assert vertex._submit(described, options, {"run.yaml": "gs://bucket/run.yaml"}) == 0
-    copy, create = capsys.readouterr().out.splitlines()
-    assert copy == "gcloud storage cp run.yaml gs://bucket/run.yaml"
-    assert create == (
-        "gcloud ai custom-jobs create --region=europe-west4 '--display-name=llava, stage 2' "
-        "--config=llava--stage-2.vertex.json --project=my-project --labels=team=vision"
-    )
-    assert json.loads((tmp_path / "llava--stage-2.vertex.json").read_text()) == described["jobSpec"]
