@@ -18,22 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.config.schema import (
-    Config,
-    DataConfig,
-    LanguageConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainConfig,
-    VisionConfig,
-)
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
+from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device
-from megavlm.programs.fit import TimedLayer, fit, predicted, row_tile
 from megavlm.rules.check import check
 from megavlm.world import world_of
 
@@ -76,33 +66,17 @@ def _parser() -> argparse.ArgumentParser:
 def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str, *, processes: int) -> Config:
     """Return a VLM with two vision and two language layers of the given size."""
     width, heads, tokens, patches, vocabulary = size
-    return Config(
-        model=ModelConfig(
-            vision=VisionConfig(
-                num_layers=2,
-                hidden_size=width,
-                ffn_hidden_size=4 * width,
-                num_attention_heads=heads,
-                image_size=8 * patches,
-            ),
-            language=LanguageConfig(
-                num_layers=2,
-                hidden_size=width,
-                ffn_hidden_size=3 * width,
-                num_attention_heads=heads,
-                vocab_size=vocabulary,
-            ),
-        ),
-        train=TrainConfig(
-            seq_length=max(tokens, patches**2 + 64),
-            global_batch_size=processes,
-        ),
-        precision=PrecisionConfig(dtype="bf16" if precision == "bf16" else "fp32"),
-        run=RunConfig(run_dir=run_dir),
-        data=DataConfig(kind="synthetic"),
-        optimizer=OptimizerConfig(lr=1e-5),
-        logging=LoggingConfig(tensorboard=False),
+    run = (
+        f"--seq-length {max(tokens, patches**2 + 64)} --global-batch-size {processes} --precision {precision} "
+        "--data synthetic --lr 1e-5 --no-tensorboard --run-dir"
     )
+    model = (
+        f"vision.num_layers=2 vision.hidden_size={width} vision.ffn_hidden_size={4 * width} "
+        f"vision.num_attention_heads={heads} vision.image_size={8 * patches} "
+        f"language.num_layers=2 language.hidden_size={width} language.ffn_hidden_size={3 * width} "
+        f"language.num_attention_heads={heads} language.vocab_size={vocabulary}"
+    )
+    return parse([*run.split(), run_dir, "--set", *(f"model.{each}" for each in model.split())])
 
 
 def calibrate(options: argparse.Namespace) -> None:
@@ -117,8 +91,7 @@ def calibrate(options: argparse.Namespace) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.model.specs import DTYPES
-    from megavlm.programs.calibration import measure_link, timed_layers, timed_products
+    from megavlm.train.calibration import measure_link, timed_layers, timed_products
 
     rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
     rates: list[float] = []
@@ -135,8 +108,7 @@ def calibrate(options: argparse.Namespace) -> None:
     forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
     tile = None
     if not backend.is_cpu:  # a CPU computes no tiles; what it takes for each expert is counted in calls
-        repeats = options.rounds * options.repeats
-        tile = row_tile(timed_products(backend, DTYPES[options.precision], repeats=repeats))
+        tile = row_tile(timed_products(backend, options.precision, repeats=options.rounds * options.repeats))
     between = measure_link(backend)
     first = dist.get_rank() == 0
     dist.barrier()

@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.arch.dims import dims_of
-from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import replica_size
 from megavlm.config.lora import frozen_parts, trained_whole
-from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
+from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.program import program, started_as
@@ -168,11 +167,11 @@ def verify(options: argparse.Namespace) -> int:
 
     chosen = backend.activate()
 
-    from megavlm.train.verify import compare, has_adapters
+    from megavlm.train.verify import compare, has_adapters, length_of_a_sample
 
     if options.checkpoint is not None and has_adapters(options.checkpoint):
         raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
-    length = options.seq_length or length_for(config.model, pretrained.tiling)
+    length = options.seq_length or length_of_a_sample(config.model, pretrained.tiling)
     config = replace(config, train=replace(config.train, seq_length=length))
     found = compare(pretrained, options.checkpoint, config, chosen, samples=options.samples)
     print(
@@ -183,14 +182,3 @@ def verify(options: argparse.Namespace) -> int:
         print(f"{started_as('convert')}: that is more than --tolerance {options.tolerance}", file=sys.stderr)
         return 1
     return 0
-
-
-def length_for(model: ModelConfig, tiling: Tiling | None = None) -> int:
-    """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
-    vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
-    groups = []
-    if model.projector.anyres_max_tiles is not None:
-        groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
-    tiles = sum(group.tiles for group in groups) or 1
-    features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
-    return 64 * -(-(features + 32) // 64)

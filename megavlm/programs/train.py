@@ -15,8 +15,7 @@ from pathlib import Path
 
 from megavlm.command_line.commands import complaint
 from megavlm.command_line.parsing import parse
-from megavlm.config.derived import launches_in_order, replica_size
-from megavlm.config.schema import Config
+from megavlm.config.derived import launches_in_order
 from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.job import note_cause, note_exit
@@ -24,7 +23,6 @@ from megavlm.programs.main import survive_lost_output
 from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 from megavlm.rules.check import check, usable_world
-from megavlm.rules.defaults import resolve, start_table
 from megavlm.world import World, world_of
 
 _FEWEST_FILES, _MOST_FILES = 256, 65536
@@ -40,6 +38,8 @@ def train(argv: Sequence[str]) -> None:
     world = usable_world(config, launched)
     config = with_plan(config, world=world)
     if config.run.dry_run:
+        from megavlm.train.dry_run import dry_run
+
         return dry_run(config, world=world)
     check(config, world=world)
     if under_torchrun():
@@ -86,47 +86,6 @@ def enter_world() -> int:
     if world.world_size > 1:
         os.environ.update(world.environment())
     return world.world_size
-
-
-def dry_run(config: Config, *, world: int) -> None:
-    """Print plan and memory estimate for at least as many processes as the layout needs; uses no device."""
-    from megavlm.arch.dims import dims_of
-    from megavlm.arch.plan import make_plan, start_line, table
-    from megavlm.checkpoint.begun import as_begun
-    from megavlm.checkpoint.folders import newest
-    from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
-    from megavlm.planner.memory import table as memory_table
-    from megavlm.train.source import vocab_size_of
-
-    world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
-    check(config, world=world)
-    asked, given = config, as_begun(config)
-    config = resolve(given, vocab_size=vocab_size_of(given))
-    dims = dims_of(config, world=world)
-    print(start_line(config, continued=newest(Path(config.run.run_dir) / "checkpoints")))
-    print(table(make_plan(config, dims), config))
-    print(start_table(given, asked=asked))
-    on_gpu = config.precision.dtype != "fp32"
-    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
-    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
-        print(offloaded)
-    if config.data.datasets:
-        from megavlm.data.streaming import files_source
-        from megavlm.data.survey import data_table, with_counted_length
-
-        source = files_source(config)
-        config = with_counted_length(config, source)
-        print(data_table(config, source))
-        for warning in source.warnings():
-            print(f"warning: {warning}")
-    if config.evaluation.sample_interval:
-        from megavlm.data.survey import samples_line
-
-        print(samples_line(config))
-    if config.train.train_iters is not None:
-        print(duration_line(config, dims, on_gpu=on_gpu))
-    if said := verdict(config, dims, on_gpu=on_gpu):
-        print(said)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megavlm.arch.image_tokens import Tiling
+from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at
@@ -16,7 +16,7 @@ from megavlm.checkpoint.hf.files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.summary import check_model, read_summary
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
@@ -100,6 +100,17 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
 def has_adapters(checkpoint: Path) -> bool:
     """Return whether a checkpoint holds LoRA adapters instead of a whole model."""
     return bool(read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
+
+
+def length_of_a_sample(model: ModelConfig, tiling: Tiling | None = None) -> int:
+    """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
+    vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
+    groups = []
+    if model.projector.anyres_max_tiles is not None:
+        groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
+    tiles = sum(group.tiles for group in groups) or 1
+    features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
+    return 64 * -(-(features + 32) // 64)
 
 
 def _grids(batch: MicroBatch) -> str:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megavlm.planner.fit import fit, row_tile
 from megavlm.planner.hardware import Link
 from megavlm.programs.calibrate import SIZES, config_of
-from megavlm.programs.fit import fit, row_tile
 from tests.support.pool import Pools
 
 
 def measured(run_dir: str) -> Any:
-    import torch
     import torch.distributed as dist
 
     from megavlm import backend
-    from megavlm.programs.calibration import measure_link, timed_layers, timed_products
+    from megavlm.train.calibration import measure_link, timed_layers, timed_products
 
     chosen = backend.activate()
     config = config_of(SIZES[0], "fp32", run_dir, processes=dist.get_world_size())
-    products = timed_products(chosen, torch.float32, repeats=1)
+    products = timed_products(chosen, "fp32", repeats=1)
     return (*timed_layers(config, chosen, repeats=1), products, measure_link(chosen, repeats=3))
 
 

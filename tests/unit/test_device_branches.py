@@ -22,7 +22,7 @@ ASKED = {
     "backend/installed.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "programs/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
-    "programs/train.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
+    "train/dry_run.py": "the profile of a dry run, by --precision: tests/unit/config/test_cli.py",
     "rules/defaults.py": "the default that differs: tests/dist/test_gpu_defaults.py",
     "data/broadcast.py": "pins memory: tests/fake",
     "data/loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
@@ -38,7 +38,7 @@ ASKED = {
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
     "train/build.py": "the default that differs",
     "train/loop.py": "the memory of a full device; without it tests/dist/test_out_of_memory.py",
-    "programs/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
+    "train/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
     "train/outputs.py": "what a user is told",
     "train/hooks/trace.py": "what a profiler records: tests/gpu",
 }

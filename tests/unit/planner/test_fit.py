@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megavlm.planner.fit import TimedLayer, TimedProduct, fit, predicted, row_tile, uneven_rows
 from megavlm.planner.hardware import Rates
-from megavlm.programs.fit import TimedLayer, TimedProduct, fit, predicted, row_tile, uneven_rows
 
 
 def drawn(rates: Rates, *, noise: float) -> list[TimedLayer]:

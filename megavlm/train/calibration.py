@@ -21,10 +21,11 @@ from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.experts import Rows, grouped
+from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
+from megavlm.planner.fit import TimedLayer, TimedProduct, uneven_rows
 from megavlm.planner.hardware import Link
-from megavlm.programs.fit import TimedLayer, TimedProduct, uneven_rows
 from megavlm.train.build import build
 from megavlm.train.loop import close
 from megavlm.train.run import Run
@@ -105,16 +106,16 @@ def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
     return sum(update_bytes(trained, case)) / statistics.median(times[1:])
 
 
-def timed_products(backend: Backend, dtype: torch.dtype, *, repeats: int) -> list[TimedProduct]:
+def timed_products(backend: Backend, precision: str, *, repeats: int) -> list[TimedProduct]:
     """Return times of grouped products with more and fewer rows and experts, large enough to be bound by computing."""
     width, rows, experts = (
         (2048, (16384, 32768), (8, 32, 64)) if not backend.is_cpu else (128, (1024, 2048), (4, 16, 32))
     )
     samples = []
     for count in experts:
-        weight = torch.randn(count, width, width, device=backend.device, dtype=dtype)
+        weight = torch.randn(count, width, width, device=backend.device, dtype=DTYPES[precision])
         for total in rows:
-            x = torch.randn(total, width, device=backend.device, dtype=dtype)
+            x = torch.randn(total, width, device=backend.device, dtype=DTYPES[precision])
             held = Rows.of(torch.tensor(uneven_rows(total, count)), backend.device)
             times = [_timed(partial(grouped, x, weight, held), backend)[1] for _ in range(repeats + 1)]
             samples.append(TimedProduct(total, count, statistics.median(times[1:])))

@@ -1,0 +1,50 @@
+"""What a run would do, printed without a device: plan, memory, data and duration (`--dry-run`). No torch at import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megavlm.arch.dims import dims_of
+from megavlm.arch.plan import make_plan, start_line, table
+from megavlm.checkpoint.begun import as_begun
+from megavlm.checkpoint.folders import newest
+from megavlm.config.derived import replica_size
+from megavlm.config.schema import Config
+from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
+from megavlm.planner.memory import table as memory_table
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve, start_table
+from megavlm.train.source import vocab_size_of
+
+
+def dry_run(config: Config, *, world: int) -> None:
+    """Print plan and memory estimate for at least as many processes as the layout needs. Raises UserError."""
+    world = max(config.run.world_size or 1 if world == 1 else world, replica_size(config))
+    check(config, world=world)
+    requested, given = config, as_begun(config)
+    config = resolve(given, vocab_size=vocab_size_of(given))
+    dims = dims_of(config, world=world)
+    print(start_line(config, continued=newest(Path(config.run.run_dir) / "checkpoints")))
+    print(table(make_plan(config, dims), config))
+    print(start_table(given, asked=requested))
+    on_gpu = config.precision.dtype != "fp32"
+    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
+    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
+        print(offloaded)
+    if config.data.datasets:
+        from megavlm.data.streaming import files_source
+        from megavlm.data.survey import data_table, with_counted_length
+
+        source = files_source(config)
+        config = with_counted_length(config, source)
+        print(data_table(config, source))
+        for warning in source.warnings():
+            print(f"warning: {warning}")
+    if config.evaluation.sample_interval:
+        from megavlm.data.survey import samples_line
+
+        print(samples_line(config))
+    if config.train.train_iters is not None:
+        print(duration_line(config, dims, on_gpu=on_gpu))
+    if line := verdict(config, dims, on_gpu=on_gpu):
+        print(line)
