@@ -172,7 +172,7 @@ def plan(options: argparse.Namespace) -> int:
         print(window.line())
     print(report(outcome))
     if outcome.best and machine is not None:
-        print("", *costs(options, config, outcome, machine), sep="\n")
+        print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 from megavlm.config.messages import aligned, did_you_mean, plain
 from megavlm.config.schema import Config
@@ -23,6 +23,7 @@ from megavlm.planner.search import SearchResult
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 
 ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
+_DETECTION = 90.0  # seconds from a failure to the end of the attempt
 _NUMBER = re.compile(r"\d[\d.,]*")
 _HEADER = (
     "layout",
@@ -189,66 +190,6 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
     return machine
 
 
-def costs(options: argparse.Namespace, config: Config, outcome: SearchResult, machine: Machine) -> list[str]:
-    """Return the lines on hours and dollars of the best layout of a resolved configuration."""
-    best = outcome.best[0]
-    steps = options.train_iters
-    if options.samples is not None:
-        steps = math.ceil(options.samples / config.train.global_batch_size)
-    elif steps is None and options.config is not None:
-        steps = config.train.train_iters
-    given = (("on_demand", options.price_per_hour), ("spot", options.spot_price_per_hour))
-    if changes := {way: value for way, value in given if value is not None}:
-        priced = f"{' and '.join(changes).replace('_', ' ')} as given, else {machine.priced}"
-        machine = replace(machine, **changes, priced=priced)
-    work = Work(best.step.seconds, best.tokens_per_second * best.step.seconds, steps)
-    often = Interruptions(
-        stall=options.stall_seconds, restart=options.restart_seconds, preemptions_per_day=options.preemptions_per_day
-    )
-    return list(cost_lines(work, machine, machines_for(options.gpus, machine), often))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is to be trained."""
-
-    step_seconds: float
-    tokens_per_step: float
-    steps: int | None  # None: not known, so that only the cost of a token is
-
-
-@dataclass(frozen=True)
-class Interruptions:
-    """What a restart and a save cost, in seconds, and how often a spot machine is taken away."""
-
-    stall: float = 2.0
-    restart: float = 300.0
-    detection: float = 90.0
-    preemptions_per_day: float | None = None  # of one machine; None: not known
-
-    def job(self, machine: Machine, machines: int, *, spot: bool) -> FailingJob:
-        """Return the job with the failures of its GPUs, and on spot machines with their preemptions."""
-        preempted = (self.preemptions_per_day or 0.0) / 24 / machine.gpus if spot else 0.0
-        rate = LLAMA3_PER_GPU_HOUR + preempted
-        return FailingJob(machines * machine.gpus, rate, self.stall, self.restart, self.detection)
-
-
-@dataclass(frozen=True)
-class Bill:
-    """What a way to pay for machines comes to."""
-
-    way: str
-    per_hour: float  # dollars of all machines
-    goodput: float
-    save_every: float  # seconds of training
-    hours: float | None  # with failures and restarts; None where the number of steps is not known
-    per_billion_tokens: float
-
-    @property
-    def dollars(self) -> float | None:
-        return None if self.hours is None else self.hours * self.per_hour
-
-
 def machines_for(gpus: int, machine: Machine) -> int:
     """Return how many machines have so many GPUs. Raises UserError if one would not be used whole."""
     if gpus % machine.gpus:
@@ -256,40 +197,58 @@ def machines_for(gpus: int, machine: Machine) -> int:
     return gpus // machine.gpus
 
 
-def bills(work: Work, machine: Machine, machines: int, interruptions: Interruptions) -> Iterator[Bill]:
-    """Yield what the work costs on demand and, where the rate of preemptions is given, on spot machines.
-
-    Saves are as far apart as Young and Daly recommend. A job that loses one machine waits for another (`restart`), and
-    all its machines are paid for meanwhile.
-    """
-    for way, each in (("on demand", machine.on_demand), ("spot", machine.spot)):
-        if each is None or (way == "spot" and interruptions.preemptions_per_day is None):
-            continue
-        job = interruptions.job(machine, machines, spot=way == "spot")
-        goodput = job.goodput(job.best_interval)
-        per_hour = each * machines
-        seconds = work.step_seconds / goodput if goodput else float("inf")
-        hours = None if work.steps is None else work.steps * seconds / 3600
-        per_billion = per_hour * seconds / 3600 / work.tokens_per_step * 1e9
-        yield Bill(way, per_hour, goodput, job.best_interval, hours, per_billion)
-
-
-def cost_lines(work: Work, machine: Machine, machines: int, interruptions: Interruptions) -> Iterator[str]:
-    """Yield the lines on hours and dollars, with where the price is from."""
-    gpu = f"{machines} × {machine.name} ({machine.gpus} × {machine.gpu} each)"
-    yield f"cost on {gpu}; not today's prices, but of: {machine.priced}"
-    if work.steps is not None:
-        yield f"  {work.steps:,} steps, {work.steps * work.tokens_per_step / 1e9:,.3g} billion tokens"
-    found = list(bills(work, machine, machines, interruptions))
-    for bill in found:
-        total = "" if bill.hours is None else f"{bill.hours:,.1f} h, ${bill.dollars:,.0f}, "
-        yield (
-            f"  {bill.way}: {total}${bill.per_billion_tokens:,.0f} per billion tokens at ${bill.per_hour:,.2f} an "
-            f"hour; goodput {bill.goodput:.1%} with a save every {bill.save_every:,.0f} s"
-        )
+def costs(options: argparse.Namespace, config: Config, best: Estimate, machine: Machine) -> Iterator[str]:
+    """Yield the lines on hours and dollars of the best layout of a resolved configuration, with the price's source."""
+    steps = options.train_iters
+    if options.samples is not None:
+        steps = math.ceil(options.samples / config.train.global_batch_size)
+    elif steps is None and options.config is not None:
+        steps = config.train.train_iters
+    given = {"on_demand": options.price_per_hour, "spot": options.spot_price_per_hour}
+    if changes := {way: value for way, value in given.items() if value is not None}:
+        priced = f"{' and '.join(changes).replace('_', ' ')} as given, else {machine.priced}"
+        machine = replace(machine, **changes, priced=priced)
+    machines, tokens = machines_for(options.gpus, machine), best.tokens_per_second * best.step.seconds
+    yield (
+        f"cost on {machines} × {machine.name} ({machine.gpus} × {machine.gpu} each); not today's prices, but of: "
+        f"{machine.priced}"
+    )
+    if steps is not None:
+        yield f"  {steps:,} steps, {steps * tokens / 1e9:,.3g} billion tokens"
     if machine.on_demand is None:
         yield "  on demand: no price; give one by --price-per-hour"
-    if interruptions.preemptions_per_day is None:
+    else:
+        yield _bill("on demand", machine.on_demand, 0.0, options, best, machine, machines, steps)
+    if options.preemptions_per_day is None:
         yield "  spot: say how often a machine is taken away (--preemptions-per-day), which no table knows"
     elif machine.spot is None:
         yield "  spot: no price; give one by --spot-price-per-hour"
+    else:
+        yield _bill("spot", machine.spot, options.preemptions_per_day, options, best, machine, machines, steps)
+
+
+def _bill(
+    way: str,
+    price: float,
+    preemptions: float,
+    options: argparse.Namespace,
+    best: Estimate,
+    machine: Machine,
+    machines: int,
+    steps: int | None,
+) -> str:
+    """Return a line on what a way to pay for machines comes to, with failures and restarts.
+
+    Saves are as far apart as Young and Daly recommend. A job that loses one machine waits for another, and all its
+    machines are paid for meanwhile. `preemptions` are those of a machine and day, beside the failures of its GPUs.
+    """
+    rate = LLAMA3_PER_GPU_HOUR + preemptions / 24 / machine.gpus
+    job = FailingJob(options.gpus, rate, options.stall_seconds, options.restart_seconds, _DETECTION)
+    goodput, per_hour = job.goodput(job.best_interval), price * machines
+    hours = best.step.seconds / goodput / 3600 if goodput else math.inf
+    total = "" if steps is None else f"{steps * hours:,.1f} h, ${steps * hours * per_hour:,.0f}, "
+    per_billion = 1e9 * hours * per_hour / (best.tokens_per_second * best.step.seconds)
+    return (
+        f"  {way}: {total}${per_billion:,.0f} per billion tokens at ${per_hour:,.2f} an hour; goodput {goodput:.1%} "
+        f"with a save every {job.best_interval:,.0f} s"
+    )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
+from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.devices import MACHINES, find_machine
 from megavlm.planner.hardware import PROFILES, profile, profile_of_device
-from megavlm.programs import plan
-from megavlm.programs.plan_report import Interruptions, Work, bills, cost_lines, machines_for
+from megavlm.programs import plan, plan_report
 
 A3 = replace(MACHINES["a3-megagpu-8g"], on_demand=100.0, spot=40.0)
 
@@ -59,35 +60,40 @@ def test_a_device_is_found_by_its_name(device: str, name: str | None):
     assert (None if found is None else found.name) == name
 
 
+def cost_lines(steps: int | None, step_seconds: float, tokens_per_second: float, **options: object) -> list[str]:
+    """The lines on four machines for a layout of such a speed."""
+    prices = {"price_per_hour": None, "spot_price_per_hour": None, "preemptions_per_day": None}
+    saves = {"stall_seconds": 2.0, "restart_seconds": 300.0}
+    given = Namespace(train_iters=steps, samples=None, config=None, gpus=32, **{**prices, **saves, **options})
+    best = Namespace(tokens_per_second=tokens_per_second, step=Namespace(seconds=step_seconds))
+    return list(plan_report.costs(given, Config(), best, A3))  # type: ignore[arg-type]
+
+
 def test_a_bill_is_hours_times_dollars_and_grows_with_preemptions():
-    work = Work(step_seconds=3.6, tokens_per_step=1e6, steps=10_000)  # ten hours, 10 billion tokens
-    never = Interruptions(stall=0.0, restart=0.0, detection=0.0, preemptions_per_day=0.0)
-    demand, spot = bills(work, A3, 4, never)
-    # Llama 3's failures remain; a save costs nothing, so one comes at every moment and no work is lost.
-    assert demand.hours == pytest.approx(10.0)
-    assert demand.dollars == pytest.approx(4000.0)
-    assert demand.per_billion_tokens == pytest.approx(400.0)
-    assert spot.dollars == pytest.approx(1600.0)
+    """Ten hours, 10 billion tokens. Llama 3's failures remain, which cost some seconds."""
+    never = {"stall_seconds": 0.0, "restart_seconds": 0.0, "preemptions_per_day": 0.0}
+    _, work, demand, spot = cost_lines(10_000, 3.6, 1e6 / 3.6, **never)
+    assert work == "  10,000 steps, 10 billion tokens"
+    assert demand.startswith("  on demand: 10.0 h, $4,000, $400 per billion tokens at $400.00 an hour; goodput 100.0%")
+    assert spot.startswith("  spot: 10.0 h, $1,600, $160 per billion tokens at $160.00 an hour")
     hours = []
     for rate in (0.0, 1.0, 10.0):
-        _, spot = bills(work, A3, 4, Interruptions(preemptions_per_day=rate))
-        hours.append(spot.hours)
-        assert spot.dollars == pytest.approx(spot.hours * 160)
+        spot = cost_lines(10_000, 3.6, 1e6 / 3.6, preemptions_per_day=rate)[-1]
+        hours.append(float(spot.split()[1]))
     assert hours == sorted(hours)
     # 40 preemptions a day are one in 36 minutes: 6.5 minutes of restart, and half of √(2 · 2 s · 36 min) twice.
     assert hours[2] == pytest.approx(10 / (1 - (390 + 93) / 2160), rel=0.03)
 
 
 def test_without_a_rate_of_preemptions_spot_machines_have_no_price():
-    work = Work(step_seconds=1.0, tokens_per_step=1e6, steps=None)
-    lines = list(cost_lines(work, A3, 1, Interruptions()))
+    lines = cost_lines(None, 1.0, 1e6)
     assert "not today's prices" in lines[0]
     assert "2026-09" in lines[0]
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["on demand", "spot"]
     assert "--preemptions-per-day" in lines[2]
     assert find_machine("a3-megagpu-7g") is None
     with pytest.raises(UserError, match="--gpus 12 is no multiple of the 8 GPUs"):
-        machines_for(12, A3)
+        plan_report.machines_for(12, A3)
 
 
 TINY = "--config {file} --gpus 8 --precision fp32".split()
