@@ -30,7 +30,7 @@ def surveyed() -> Any:
     met = Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
     place = World(met.rank, met.world, 0, 1)
     package = ROOT / "megavlm" / "programs" / "doctor"
-    return survey_world(Check(met, limit=120), place, host=f"node{met.rank}", package=package, timeout=120)
+    return survey_world(Check(met, limit=120), place, host=f"node{met.rank}", package=package)
 
 
 def stutter(process: psutil.Process, stopped: threading.Event) -> None:
@@ -46,8 +46,8 @@ def test_a_slow_node_is_named(pools):
     pool = pools(4)
     sound = pool.run(surveyed)[0]
     assert sound.names == ("node0", "node1", "node2", "node3")
-    assert {each.what for each in sound.bandwidths} == {WORLD, EXCHANGE}
-    assert len([each for each in sound.bandwidths if each.what == EXCHANGE]) == 6
+    assert {WORLD, EXCHANGE} < set(sound.speeds)
+    assert list(sound.speeds[EXCHANGE]) == [f"node node{number}" for number in range(4)]
     assert all(abs(ahead) <= 0.5 for ahead in sound.clocks)  # one machine has one clock
     stopped = threading.Event()
     slow = threading.Thread(target=stutter, args=(psutil.Process(pool._processes[2].pid), stopped))
@@ -58,8 +58,7 @@ def test_a_slow_node_is_named(pools):
         stopped.set()
         slow.join()
     told = [problem.what for problem in world_problems(found, None)]
-    assert any(what.startswith("node node2: exchanges with other nodes at") for what in told), told
-    assert not any(what.startswith("link") and "node2" in what for what in told), told  # it is the node, not its links
+    assert any(what.startswith("node node2: exchange between two nodes at") for what in told), told
 
 
 def doctor(folder: Path, *flags: str) -> subprocess.Popen[str]:

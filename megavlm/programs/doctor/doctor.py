@@ -79,12 +79,7 @@ def check_world(options: argparse.Namespace) -> int:
     check = Check(met, limit=options.timeout)
     try:
         survey = survey_world(
-            check,
-            place,
-            host=socket.gethostname(),
-            package=_PACKAGE,
-            timeout=options.timeout,
-            measures=not options.no_measure,
+            check, place, host=socket.gethostname(), package=_PACKAGE, measures=not options.no_measure
         )
     except RuntimeError as error:  # of torch: a peer has gone, a device fails, a time limit
         if problem := check.blame(str(error).partition("\n")[0][:200]):
@@ -95,7 +90,7 @@ def check_world(options: argparse.Namespace) -> int:
     if hardware is None and survey.on_gpu:
         hardware = profile_of_device(torch.cuda.get_device_name())
     found = world_problems(survey, hardware)
-    _write(options, rows(survey, hardware), found, world=asdict(survey))
+    _write(options, rows(survey), found, world=asdict(survey))
     return _status(found)
 
 

@@ -10,14 +10,17 @@ time that it takes (the "bus bandwidth" of nccl-tests).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting
-from megavlm.programs.doctor.machine import output_of, rates_of
+from megavlm.programs.doctor.machine import Rate, output_of, rates_of
 from megavlm.programs.doctor.problems import Problem
-from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Bandwidth, Survey
+from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey
 from megavlm.world import World
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "transformers")
@@ -49,10 +52,7 @@ class Check:
 
     def __init__(self, met: Meeting, *, limit: float) -> None:
         """`limit` is in seconds, for each collective."""
-        self._met, self._limit, self._part = met, limit, "start"
-
-    def begin(self, part: str) -> None:
-        self._part = part
+        self._met, self.limit, self.part = met, limit, "start"
 
     def connect(self, device: torch.device) -> None:
         """Initialize torch.distributed with gloo, and with NCCL for tensors on a GPU, unless it is."""
@@ -64,28 +64,28 @@ class Check:
             store=self._met.store,
             rank=self._met.rank,
             world_size=self._met.world,
-            timeout=timedelta(seconds=self._limit),
+            timeout=timedelta(seconds=self.limit),
         )
 
     def blame(self, reason: str) -> Problem | None:
         """Return who does not answer, or else why a collective failed here; None on all ranks but the first to ask."""
         store, rank, world = self._met.store, self._met.rank, self._met.world
         try:
-            store.set(f"doctor/there/{rank}", self._part)
+            store.set(f"doctor/there/{rank}", self.part)
             if store.add("doctor/failed", 1) > 1:
                 time.sleep(2 * _ROLL_CALL)  # torchrun ends all when one ends
                 return None
             time.sleep(_ROLL_CALL)
             silent = [other for other in range(world) if not store.check([f"doctor/there/{other}"])]
         except dist.DistError as error:
-            what = f"rank {rank}: the store at MASTER_ADDR does not answer (in: {self._part}): {_first_line(error)}"
+            what = f"rank {rank}: the store at MASTER_ADDR does not answer (in: {self.part}): {_first_line(error)}"
             return Problem("error", what, "look at rank 0's output and at that of its torchrun")
         if silent:
             shown = ", ".join(map(str, silent[:8])) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
-            what = f"rank{'s'[: len(silent) > 1]} {shown} of {world} did not answer within {self._limit:.0f} s (in: "
+            what = f"rank{'s'[: len(silent) > 1]} {shown} of {world} did not answer within {self.limit:.0f} s (in: "
             remedy = "look at its process and host: stopped, swapping, or cut off from the network"
-            return Problem("error", f"{what}{self._part})", remedy)
-        what = f"rank {rank} of {world}: {reason} (in: {self._part})"
+            return Problem("error", f"{what}{self.part})", remedy)
+        what = f"rank {rank} of {world}: {reason} (in: {self.part})"
         remedy = "NCCL_DEBUG=INFO says more of a link; NCCL_SOCKET_IFNAME, firewall; or a longer --timeout"
         return Problem("error", what, remedy)
 
@@ -94,51 +94,77 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-def survey_world(
-    check: Check, place: World, *, host: str, package: Path, timeout: float, measures: bool = True
-) -> Survey | None:
-    """Return what all nodes told and measured, on rank 0; None on the others. `timeout` is in seconds."""
+def survey_world(check: Check, place: World, *, host: str, package: Path, measures: bool = True) -> Survey | None:
+    """Return the facts and measurements of all nodes, on rank 0; None on the others."""
     device = _device(place)
-    check.begin("connect")
+    check.part = "connect"
     check.connect(device)
-    check.begin("facts")
-    dist.monitored_barrier(timeout=timedelta(seconds=timeout), wait_all_ranks=True)
-    leads = place.local_rank == 0
+    check.part = "facts"
+    dist.monitored_barrier(timeout=timedelta(seconds=check.limit), wait_all_ranks=True)
     there = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
-    own = {
-        "first": place.rank - place.local_rank,  # equal on the ranks of a node
-        "host": host,
-        "device": device.type if there else "none",
-        "facts": facts_of_node(package) if leads else {},
-    }
-    told = _gathered(own)
+    all_ranks = _gathered(
+        {
+            "first": place.rank - place.local_rank,  # equal on the ranks of a node
+            "host": host,
+            "device": device.type if there else "none",
+            "facts": facts_of_node(package) if place.local_rank == 0 else {},
+        }
+    )
     dist.barrier()
     clocks = _gathered(time.time())
     by_first: dict[int, list[int]] = defaultdict(list)
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(all_ranks):
         by_first[each["first"]].append(rank)
     nodes = [by_first[first] for first in sorted(by_first)]
-    rates: dict[int, dict[str, float]] = {}
-    measured: list[list[tuple[str, tuple[int, ...], float]]] = []
-    types = {each["device"] for each in told}
-    if measures and len(types) == 1 and "none" not in types:  # else only what the nodes told can be compared
-        check.begin("rates of devices")
+    hosts = [all_ranks[ranks[0]]["host"] for ranks in nodes]
+    names = [name if hosts.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(hosts)]
+    speeds: Mapping[str, Mapping[str, float]] = {}
+    types = {each["device"] for each in all_ranks}
+    if measures and len(types) == 1 and "none" not in types:  # else only the facts can be compared
+        check.part = "rates of devices"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        found = rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0)
-        rates = dict(enumerate(_gathered({rate.what: rate.measured for rate in found})))
-        measured = _gathered(list(_links(nodes, device, begin=check.begin)))
+        rates = _gathered(rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0))
+        links = _gathered(list(_links(check, nodes, device)))
+        speeds = _speeds(nodes, names, rates, links)
     if dist.get_rank() != 0:
         return None
-    hosts = [told[ranks[0]]["host"] for ranks in nodes]
     return Survey(
-        names=tuple(name if hosts.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(hosts)),
+        names=tuple(names),
         ranks=tuple(map(tuple, nodes)),
-        facts=tuple(told[ranks[0]]["facts"] for ranks in nodes),
+        facts=tuple(all_ranks[ranks[0]]["facts"] for ranks in nodes),
         on_gpu=device.type == "cuda",
         clocks=tuple(clocks[ranks[0]] - clocks[0] for ranks in nodes),
-        rates=rates,
-        bandwidths=slowest((rank, *each) for rank, mine in enumerate(measured) for each in mine),
+        speeds=speeds,
     )
+
+
+def _speeds(
+    nodes: Sequence[Sequence[int]],
+    names: Sequence[str],
+    rates: Sequence[Sequence[Rate]],
+    links: Iterable[Iterable[tuple[str, tuple[int, ...], float]]],
+) -> dict[str, dict[str, float]]:
+    """Return what was measured of each rank, or of each node. Of ranks that took part in a link the slowest counts; of
+    a node's exchanges the median, the higher one of two: a slow partner is not its fault.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    node_of = {rank: names[node] for node, ranks in enumerate(nodes) for rank in ranks}
+    for rank, mine in enumerate(rates):
+        for rate in mine:
+            found[rate.what][f"rank {rank} on node {node_of[rank]}"] = rate.measured
+    slowest: dict[tuple[str, tuple[int, ...]], float] = {}
+    for what, members, speed in chain.from_iterable(links):
+        slowest[what, members] = min(speed, slowest.get((what, members), math.inf))
+    exchanges: dict[int, list[float]] = defaultdict(list)
+    for (what, members), speed in slowest.items():
+        if what == EXCHANGE:
+            for node in members:
+                exchanges[node].append(speed)
+        else:
+            found[what]["all nodes" if what == WORLD else f"node {names[members[0]]}"] = speed
+    for node, speeds in sorted(exchanges.items()):
+        found[EXCHANGE][f"node {names[node]}"] = statistics.median_high(speeds)
+    return dict(found)
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -146,14 +172,6 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def slowest(measured: Iterable[tuple[int, str, tuple[int, ...], float]]) -> tuple[Bandwidth, ...]:
-    """Return one bandwidth for each measurement: that of the slowest of the ranks that took part."""
-    same: dict[tuple[str, tuple[int, ...]], list[tuple[float, int]]] = defaultdict(list)
-    for rank, what, nodes, bandwidth in measured:
-        same[what, nodes].append((bandwidth, rank))
-    return tuple(Bandwidth(what, nodes, *min(values)) for (what, nodes), values in same.items())
 
 
 def _device(place: World) -> torch.device:
@@ -166,20 +184,22 @@ def _device(place: World) -> torch.device:
 
 
 def _links(
-    nodes: Sequence[Sequence[int]], device: torch.device, *, begin: Callable[[str], None]
+    check: Check, nodes: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[str, tuple[int, ...], float]]:
     """Yield what this rank measures: what, the numbers of the nodes that take part, and bytes/s."""
     own = dist.get_rank()
     mine, place = next((node, list(ranks).index(own)) for node, ranks in enumerate(nodes) if own in ranks)
-    begin(WITHIN)
+    check.part = WITHIN
     groups = [dist.new_group(list(ranks)) for ranks in nodes]
     if len(nodes[mine]) > 1:  # all nodes at the same time, as in training
         yield WITHIN, (mine,), _all_reduce(groups[mine], len(nodes[mine]), device)
-    begin(WORLD)
+    check.part = WORLD
     yield WORLD, tuple(range(len(nodes))), _all_reduce(None, dist.get_world_size(), device)
     for pairs in rounds(len(nodes)):
         pair = next((pair for pair in pairs if mine in pair), None)
-        begin("a round without an exchange" if pair is None else f"exchange between nodes {pair[0]} and {pair[1]}")
+        check.part = (
+            "a round without an exchange" if pair is None else f"exchange between nodes {pair[0]} and {pair[1]}"
+        )
         if pair is not None:
             other = nodes[pair[0] if pair[1] == mine else pair[1]]
             if place < len(other):

@@ -1,4 +1,4 @@
-"""Derive problems from what the nodes of a run told and measured: pure functions, one per subject.
+"""Problems of a run's nodes, derived from their facts and measurements: pure functions, one per subject.
 
 What is slow is found by comparison: with the other nodes, and with a profile of the planner where one is given. With
 two nodes there is only one pair, so that nothing but the profile tells that it is slow.
@@ -14,44 +14,28 @@ from dataclasses import dataclass, field
 from megavlm.planner.hardware import Hardware
 from megavlm.programs.doctor.problems import Level, Problem
 
+# What is measured of links, in bytes/s.
+WITHIN, WORLD, EXCHANGE = "all-reduce within nodes", "all-reduce of all ranks", "exchange between two nodes"
 _MOST_OFFSET = 1.0  # seconds; events of a run are ordered by clocks
 _LEAST_OF_PROFILE = 0.7  # profiles hold what collectives reach, not data sheets
 _LEAST_OF_OTHERS = {True: 0.85, False: 0.5}  # on a GPU; a CPU's other work makes measurements differ
-# What is measured.
-WITHIN, WORLD, EXCHANGE = "all-reduce within nodes", "all-reduce of all ranks", "exchange between two nodes"
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Of the slowest rank that took part, in bytes/s; `nodes` are numbers."""
-
-    what: str
-    nodes: tuple[int, ...]
-    value: float
-    rank: int  # which was slowest
 
 
 @dataclass(frozen=True)
 class Survey:
-    """All that was told and measured. Nodes are numbered from 0 in the order of their ranks."""
+    """What all nodes of a run have and reach. Nodes are numbered from 0 in the order of their ranks."""
 
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]  # of each node
     facts: tuple[Mapping[str, str], ...]
     on_gpu: bool
     clocks: tuple[float, ...] = ()  # seconds ahead of the first node's
-    rates: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # rank → what → value
-    bandwidths: tuple[Bandwidth, ...] = ()
-
-    def node_of(self, rank: int) -> str:
-        return next(name for name, ranks in zip(self.names, self.ranks, strict=True) if rank in ranks)
+    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # what is measured → of whom → value
 
 
 def world_problems(survey: Survey, profile: Hardware | None) -> list[Problem]:
-    """Return all problems, errors first."""
-    found = [*_shapes(survey), *_differences(survey), *_clocks(survey), *_rates(survey)]
-    slow = list(_slow_nodes(survey))
-    found += [*(problem for problem, _ in slow), *_slow_pairs(survey, {node for _, node in slow})]
+    """Return all problems, errors first: what differs between nodes, and who is slower than the others or a profile."""
+    found = [*_shapes(survey), *_differences(survey), *_clocks(survey), *_slow(survey)]
     if profile is not None:
         found += _below_profile(survey, profile)
     return sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.level))
@@ -107,96 +91,39 @@ def _clocks(survey: Survey) -> Iterator[Problem]:
             yield Problem("warning", what, "chronyc makestep  # and let chrony or NTP run on the node")
 
 
-def _rates(survey: Survey) -> Iterator[Problem]:
-    """Yield a line for each device that computes or copies slower than the median one."""
-    least = _LEAST_OF_OTHERS[survey.on_gpu]
-    for what in dict.fromkeys(key for rates in survey.rates.values() for key in rates):
-        values = {rank: rates[what] for rank, rates in survey.rates.items() if what in rates}
-        usual = statistics.median_high(values.values())
-        for rank, value in values.items():
-            if value < least * usual:
-                told = f"rank {rank} on node {survey.node_of(rank)}: {what} at {value / usual:.0%} of the others' rate"
-                yield Problem("warning", told, "nvidia-smi -q -d CLOCK,POWER,PERFORMANCE; other processes (top)")
-
-
-def _exchanges(survey: Survey) -> dict[tuple[int, ...], Bandwidth]:
-    return {each.nodes: each for each in survey.bandwidths if each.what == EXCHANGE}
-
-
-def _usual_by_node(survey: Survey) -> dict[int, float]:
-    """Return the median bandwidth of each node's exchanges, the higher one of two: a slow partner is not its fault."""
-    by_node = defaultdict(list)
-    for pair, each in _exchanges(survey).items():
-        for node in pair:
-            by_node[node].append(each.value)
-    return {node: statistics.median_high(values) for node, values in by_node.items()}
-
-
-def _slow_nodes(survey: Survey) -> Iterator[tuple[Problem, int]]:
-    """Yield nodes whose exchanges with most others are slow, and those whose own collectives are."""
-    least = _LEAST_OF_OTHERS[survey.on_gpu]
-    usual = _usual_by_node(survey)
-    if len(usual) > 2:
-        typical = statistics.median_high(usual.values())
-        for node, value in sorted(usual.items()):
-            if value < least * typical:
-                what = (
-                    f"node {survey.names[node]}: exchanges with other nodes at {_gb(value)}, others' at {_gb(typical)}"
+def _slow(survey: Survey) -> Iterator[Problem]:
+    """Yield a line for each rank or node that is slower than the median one."""
+    for what, speeds in survey.speeds.items():
+        usual = statistics.median_high(speeds.values())
+        for who, speed in speeds.items():
+            if speed < _LEAST_OF_OTHERS[survey.on_gpu] * usual:
+                yield Problem(
+                    "warning",
+                    f"{who}: {what} at {speed / usual:.0%} of the others' {_shown(what, usual)}",
+                    "look at its clocks, other processes and links (nvidia-smi -q -d CLOCK,POWER,PERFORMANCE, top, "
+                    "nvidia-smi topo -m, ibstat, ethtool), or leave the node out (sbatch --exclude)",
                 )
-                yield (
-                    Problem("warning", what, "leave the node out (sbatch --exclude); ibstat, ethtool, top on it"),
-                    node,
-                )
-    inner = {each.nodes[0]: each.value for each in survey.bandwidths if each.what == WITHIN}
-    typical = statistics.median_high(inner.values()) if inner else 0.0
-    for node, value in sorted(inner.items()):
-        if value < least * typical:
-            what = f"node {survey.names[node]}: {WITHIN} at {_gb(value)}, others' at {_gb(typical)}"
-            remedy = "leave the node out (sbatch --exclude); nvidia-smi topo -m, nvlink -s"
-            yield Problem("warning", what, remedy), node
 
 
-def _slow_pairs(survey: Survey, slow_nodes: set[int]) -> Iterator[Problem]:
-    """Yield slow links between nodes that are not slow as such."""
-    exchanges, usual = _exchanges(survey), _usual_by_node(survey)
-    if len(usual) < 3:
-        return
-    typical = statistics.median_high(usual.values())
-    for (a, b), each in sorted(exchanges.items()):
-        if each.value < _LEAST_OF_OTHERS[survey.on_gpu] * typical and not {a, b} & slow_nodes:
-            what = (
-                f"link {survey.names[a]} – {survey.names[b]}: {_gb(each.value)}, others' {_gb(typical)}; "
-                f"slowest at rank {each.rank}"
-            )
-            yield Problem(
-                "warning", what, "a cable or switch between them: let neither pair of ranks use it, or leave one out"
-            )
-
-
-def expected(what: str, survey: Survey, profile: Hardware) -> float:
-    """Return the bandwidth that a profile promises.
+def _promised(survey: Survey, profile: Hardware) -> dict[str, float]:
+    """Return the bandwidths that a profile promises.
 
     Within a node that of its links, between two nodes the share of one device in the network. A ring through all ranks
     enters each node once, over all adapters in turn, but is no faster than its links.
     """
-    if what == WITHIN or len(survey.ranks) == 1:
-        return profile.near.bandwidth
-    if what == WORLD:
-        return min(profile.near.bandwidth, profile.far.bandwidth * min(map(len, survey.ranks)))
-    return profile.far.bandwidth
+    near, far = profile.near.bandwidth, profile.far.bandwidth
+    world = near if len(survey.ranks) == 1 else min(near, far * min(map(len, survey.ranks)))
+    return {WITHIN: near, WORLD: world, EXCHANGE: far}
 
 
 def _below_profile(survey: Survey, profile: Hardware) -> Iterator[Problem]:
-    """Yield a line for each kind of measurement whose slowest one is below the profile's."""
-    for what in dict.fromkeys(each.what for each in survey.bandwidths):
-        same = [each for each in survey.bandwidths if each.what == what]
-        slowest = min(same, key=lambda each: each.value)
-        promised = expected(what, survey, profile)
-        if slowest.value < _LEAST_OF_PROFILE * promised:
-            where = _nodes([survey.names[node] for node in slowest.nodes])
-            line = f"{what}: {_gb(slowest.value)} ({where}), the profile {profile.name} has {_gb(promised)}"
+    for what, promised in _promised(survey, profile).items():
+        speeds = survey.speeds.get(what, {})
+        who = min(speeds, key=lambda each: speeds[each], default="")
+        if who and speeds[who] < _LEAST_OF_PROFILE * promised:
+            has = f"the profile {profile.name} has {_shown(what, promised)}"
             remedy = "NCCL_DEBUG=INFO says which network NCCL takes; a profile of launch/profiles sets it up"
-            yield Problem("warning", line, remedy)
+            yield Problem("warning", f"{what}: {_shown(what, speeds[who])} ({who}), {has}", remedy)
 
 
 def _majority(values: Sequence[str]) -> str:
@@ -209,23 +136,17 @@ def _nodes(names: Sequence[str]) -> str:
     return f"node{'s'[: len(names) > 1]} {shown}"
 
 
-def _gb(value: float) -> str:
-    return f"{value / 1e9:.3g} GB/s"
+def _shown(what: str, speed: float) -> str:
+    return f"{speed / 1e9:.3g} GB/s" if what in (WITHIN, WORLD, EXCHANGE) else f"{speed:.3g}"
 
 
-def rows(survey: Survey, profile: Hardware | None) -> Iterator[tuple[str, str]]:
+def rows(survey: Survey) -> Iterator[tuple[str, str]]:
     """Yield name and value of each line of the report."""
     first = survey.facts[0]
     yield "nodes", f"{len(survey.names)}: {', '.join(survey.names[:8])}{' …' if len(survey.names) > 8 else ''}"
     yield "ranks", str(sum(map(len, survey.ranks)))
-    for fact in ("torch", "NCCL", "driver", "GPUs", "adapters"):
-        if fact in first:
-            yield fact, first[fact]
-    for what in dict.fromkeys(key for rates in survey.rates.values() for key in rates):
-        values = [rates[what] for rates in survey.rates.values()]
-        yield what, f"{statistics.median(values):.3g}, slowest {min(values):.3g}, fastest {max(values):.3g}"
-    for what in dict.fromkeys(each.what for each in survey.bandwidths):
-        values = [each.value / 1e9 for each in survey.bandwidths if each.what == what]
-        promised = "" if profile is None else f", the profile has {expected(what, survey, profile) / 1e9:.3g}"
-        spread = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.3g} to {max(values):.3g} in {len(values)}"
-        yield what, f"{spread} GB/s per rank{promised}"
+    yield from ((fact, first[fact]) for fact in ("torch", "NCCL", "driver", "GPUs", "adapters") if fact in first)
+    for what, speeds in survey.speeds.items():
+        slowest, usual, fastest = min(speeds.values()), statistics.median(speeds.values()), max(speeds.values())
+        shown = (_shown(what, each) for each in (usual, slowest, fastest))
+        yield what, "{}, slowest {}, fastest {}".format(*shown)

@@ -10,24 +10,23 @@ import pytest
 
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text
-from megavlm.programs.doctor.world import adapters, counted, rounds, slowest
-from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Bandwidth, Survey, rows, world_problems
+from megavlm.programs.doctor.machine import Rate
+from megavlm.programs.doctor.world import _speeds, adapters, counted, rounds
+from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
 
 FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}
 NAMES = ("a", "b", "c", "d")
 GB = 1e9
 
 
-def links(pairs: float = 38 * GB, **slow: float) -> tuple[Bandwidth, ...]:
-    """Measurements of four nodes with two ranks each; `slow` has those of a node (`b`) or a pair (`bd`)."""
-
-    def of(*nodes: int) -> float:
-        names = "".join(NAMES[node] for node in nodes)
-        return min((value for name, value in slow.items() if set(name) <= set(names)), default=pairs)
-
-    inner = [Bandwidth(WITHIN, (node,), 350 * GB, 2 * node) for node in range(4)]
-    between = [Bandwidth(EXCHANGE, pair, of(*pair), 2 * pair[0]) for pair in combinations(range(4), 2)]
-    return (*inner, Bandwidth(WORLD, (0, 1, 2, 3), min(of(0, 1, 2, 3) * 2, 75 * GB), 0), *between)
+def speeds(pairs: float = 38 * GB, **slow: float) -> dict[str, dict[str, float]]:
+    """Measurements of four nodes; `slow` has those of a node (`b`)."""
+    return {
+        "matrix product": {f"rank {rank} on node {NAMES[rank // 2]}": 700.0 + rank for rank in range(8)},
+        WITHIN: {f"node {name}": 350 * GB for name in NAMES},
+        WORLD: {"all nodes": min(2 * pairs, 75 * GB)},
+        EXCHANGE: {f"node {name}": slow.get(name, pairs) for name in NAMES},
+    }
 
 
 SOUND = Survey(
@@ -36,14 +35,13 @@ SOUND = Survey(
     facts=(FACTS,) * 4,
     on_gpu=True,
     clocks=(0.0, 0.01, 0.01, 0.01),
-    rates={rank: {"matrix product": 700.0 + rank} for rank in range(8)},
-    bandwidths=links(),
+    speeds=speeds(),
 )
 
 
 def test_nodes_that_are_alike_have_no_problem():
     assert world_problems(SOUND, PROFILES["h100"]) == []
-    text = as_text(rows(SOUND, PROFILES["h100"]), [])
+    text = as_text(rows(SOUND), [])
     assert "nothing is missing, and nothing is slow" in text
     assert "exchange between two nodes" in text
 
@@ -67,12 +65,15 @@ def with_fact(node: int, **changes: str) -> Survey:
             ["node b: clock is 30.0 s behind that of a"],
         ),
         (
-            replace(SOUND, rates={rank: {"product": 300.0 if rank == 5 else 700.0} for rank in range(8)}),
+            replace(SOUND, speeds={"product": {f"rank {rank}": 300.0 if rank == 5 else 700.0 for rank in range(8)}}),
             "warning",
-            ["rank 5 on node c: product at 43% of the others' rate"],
+            ["rank 5: product at 43% of the others' 700"],
         ),
-        (replace(SOUND, bandwidths=links(b=8 * GB)), "warning", ["node b: exchanges with other nodes at 8 GB/s"]),
-        (replace(SOUND, bandwidths=links(bd=8 * GB)), "warning", ["link b – d: 8 GB/s, others' 38 GB/s"]),
+        (
+            replace(SOUND, speeds=speeds(b=8 * GB)),
+            "warning",
+            ["node b: exchange between two nodes at 21% of the others' 38 GB/s"],
+        ),
     ],
 )
 def test_what_differs_is_named_in_one_line(survey: Survey, level: str, words: list[str]):
@@ -85,13 +86,13 @@ def test_what_differs_is_named_in_one_line(survey: Survey, level: str, words: li
 
 def test_a_profile_tells_what_all_are_slow_at():
     """TCP instead of RDMA on all nodes: no node differs from the others."""
-    found = world_problems(replace(SOUND, bandwidths=links(3 * GB)), PROFILES["h100"])
+    found = world_problems(replace(SOUND, speeds=speeds(3 * GB)), PROFILES["h100"])
     assert [problem.what.partition(" (")[0] for problem in found] == [
         "all-reduce of all ranks: 6 GB/s",
         "exchange between two nodes: 3 GB/s",
     ]
     assert "the profile h100 has 40 GB/s" in found[1].what
-    assert world_problems(replace(SOUND, bandwidths=links(3 * GB)), None) == []
+    assert world_problems(replace(SOUND, speeds=speeds(3 * GB)), None) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -102,9 +103,13 @@ def test_all_meet_once_and_nobody_meets_two_at_a_time(count: int):
         assert len({node for pair in one for node in pair}) == 2 * len(one)
 
 
-def test_the_slowest_rank_counts():
-    own = [(0, EXCHANGE, (0, 1), 3.0), (1, EXCHANGE, (0, 1), 2.0)]
-    assert slowest(own) == (Bandwidth(EXCHANGE, (0, 1), 2.0, 1),)
+def test_the_slowest_rank_of_a_link_counts_and_the_higher_of_two_links():
+    rates = [[Rate("product", 7.0 + rank, None, "TFLOP/s")] for rank in range(3)]
+    mine = [[(EXCHANGE, (0, 1), 3.0), (EXCHANGE, (0, 2), 9.0)], [(EXCHANGE, (0, 1), 2.0)], [(WORLD, (0, 1, 2), 5.0)]]
+    found = _speeds([[0], [1], [2]], ["a", "b", "c"], rates, mine)
+    assert found["product"] == {"rank 0 on node a": 7.0, "rank 1 on node b": 8.0, "rank 2 on node c": 9.0}
+    assert found[EXCHANGE] == {"node a": 9.0, "node b": 2.0, "node c": 9.0}
+    assert found[WORLD] == {"all nodes": 5.0}
 
 
 def test_adapters_are_read_from_sys(tmp_path: Path):
