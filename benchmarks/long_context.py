@@ -45,7 +45,7 @@ class Row:
         ).split()
 
     def line(self) -> str:
-        options, hardware = plan._parser().parse_args(self.argv), profile(self.gpu)
+        options, hardware = plan.options_of(self.argv), profile(self.gpu)
         began = time.process_time()
         found = search(resolve(plan.configuration(options), vocab_size=plan.VOCABULARY), options.gpus, hardware, top=1)
         seconds, best = time.process_time() - began, found.best[0]

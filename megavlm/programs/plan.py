@@ -1,4 +1,7 @@
-"""Find the fastest layout: `megavlm plan --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`."""
+"""Find the fastest layout: `megavlm plan --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`.
+
+Flags of a run (`--seq-length`, `--gbs`, `--freeze`, `--datasets`, …) say what is planned for.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from megavlm.arch.workload import DataWindow, typical_workload
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, PrecisionConfig, RunConfig, TrainConfig
+from megavlm.config.schema import Config, DataConfig
 from megavlm.errors import UserError
-from megavlm.families import PUBLISHED, published_model, with_published
+from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
@@ -27,12 +30,10 @@ from megavlm.programs import gantt
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
 from megavlm.rules.defaults import resolve
-from megavlm.rules.extensions import load_extensions, without_extensions
-from megavlm.rules.fields import with_values
-from megavlm.rules.load import extensions_in_file, to_yaml, values_in_file
+from megavlm.rules.extensions import without_extensions
+from megavlm.rules.load import to_yaml
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
-SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
 LOOK = 2048  # samples: as many as a run packs together, and some three seconds
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
@@ -40,11 +41,22 @@ LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 @reported("plan")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 no layout fits, 2 an argument is wrong (reported in one line)."""
-    return plan(_parser().parse_args(without_extensions(argv)))
+    return plan(options_of(argv))
+
+
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line, with the flags of the run as `run`."""
+    given, rest = _parser().parse_known_args(without_extensions(argv))
+    given.run = rest
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description="Rank the layouts of a model on a number of devices.")
+    parser = Parser(
+        description="Rank the layouts of a model on a number of devices.",
+        epilog="All flags of a run are accepted as well, as --seq-length 8192 --gbs 256 --datasets train.jsonl.",
+        allow_abbrev=False,
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
     what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
@@ -70,19 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GPU",
         help="GPUs of several types, as many of each: that of the first pipeline stages, of the next as many, …",
     )
-    parser.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="Tokens of a sequence; default: FILE.yaml's, a fine-tune's (--hf), or 4096.",
-    )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
-    parser.add_argument(
-        "--datasets",
-        nargs="+",
-        metavar="PATH",
-        help="Data sets of the run, as a run takes them.",
-    )
     parser.add_argument(
         "--look",
         type=int,
@@ -91,20 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Samples of the data sets to look at, for how uneven micro-batches are; default: "
         f"{LOOK}; 0, or without data sets: all are as the average sample.",
     )
-    parser.add_argument(
-        "--global-batch-size",
-        "--gbs",
-        type=int,
-        metavar="N",
-        help=f"Sequences per step; default: FILE.yaml's, or the least multiple of the GPUs from {LEAST_BATCH}.",
-    )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), help="Data type; default: FILE.yaml's or bf16.")
-    parser.add_argument(
-        "--freeze", nargs="*", choices=("vision", "projector", "language"), help="Parts that are not trained."
-    )
     parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
-    parser.add_argument("--vision-tp", type=int, metavar="N", help="Colocated encoder: ranks that split it.")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="Search only this order of a pipeline's passes.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument(
@@ -166,7 +153,11 @@ def plan(options: argparse.Namespace) -> int:
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
-        + ("" if options.global_batch_size or options.config else " (--gbs chooses another batch)")
+        + (
+            ""
+            if options.config or _names(options, "--gbs", "--global-batch-size")
+            else " (--gbs chooses another batch)"
+        )
     )
     if window is not None:
         print(window.line())
@@ -185,10 +176,10 @@ def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
     count = LOOK if options.look is None else options.look
     if count < 0:
         raise UserError(f"--look {count} must be at least 0")
-    names_data, asked = bool(config.data.datasets), bool(options.look or options.datasets)
+    names_data, typed = bool(config.data.datasets), _names(options, "--datasets")
     if options.look and not names_data:
         raise UserError("--look is about data sets, and there are none: name them with --datasets, or leave it out")
-    if options.datasets and options.images is not None:
+    if typed and options.images is not None:
         raise UserError("--images says what samples hold, and so do --datasets: leave one of them out")
     if not (count and names_data) or (options.images is not None and not options.look):
         return None
@@ -202,7 +193,7 @@ def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
         source = files_source(config)
         return data_window(resolve(config, vocab_size=source.vocab_size), source, records=count)
     except UserError as error:
-        if asked:
+        if options.look or typed:
             raise
         print(f"all micro-batches count as the average one, as the data are not looked at: {error}")
         return None
@@ -227,44 +218,29 @@ def to_train(config: Config, options: argparse.Namespace) -> Config:
     return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
 
 
+def _names(options: argparse.Namespace, *flags: str) -> bool:
+    """Return whether the flags of the run name one of these."""
+    return any(word.partition("=")[0] in flags for word in options.run)
+
+
 def configuration(options: argparse.Namespace) -> Config:
     """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus} must be at least 1")
-    if options.config is not None:
-        load_extensions(extensions_in_file(options.config))
-        config = with_published(Config(), values_in_file(options.config))
-    else:
-        config = Config(
-            train=TrainConfig(global_batch_size=options.gpus * -(-LEAST_BATCH // options.gpus)),
-            run=RunConfig(run_dir="runs/planned"),
-        )
-        if options.model is not None:
-            config = replace(config, model=published_model(options.model), precision=PrecisionConfig(dtype="bf16"))
-            config = replace(config, train=replace(config.train, seq_length=4096))
-        else:
-            config = replace(config, checkpoint=CheckpointConfig(init_from=options.hf))
+    batch = str(options.gpus * -(-LEAST_BATCH // options.gpus))
+    begin = ["--config", options.config] if options.config else ["--run-dir", "runs/planned", "--gbs", batch]
+    if options.model is not None:
+        begin += ["--precision", "bf16", "--seq-length", "4096"]
+    elif options.hf is not None:
+        begin += ["--init-from", options.hf]
+    config = parse([*begin, *options.run])
+    if options.model is not None:
+        model = published_model(options.model)
+        config = replace(config, model=replace(model, freeze=config.model.freeze))
     try:
         config = with_model(config, weights=False)
     except UserError as error:
         raise UserError(str(error).replace("--init-from", "--hf") if options.hf else str(error)) from None
-    given = {
-        ("train", "seq_length"): options.seq_length,
-        ("train", "global_batch_size"): options.global_batch_size,
-        ("precision", "dtype"): options.precision,
-    }
-    config = with_values(config, {path: value for path, value in given.items() if value is not None})
-    if options.freeze is not None:
-        config = replace(config, model=replace(config.model, freeze=tuple(options.freeze)))
-    if options.schedule is not None:
-        config = replace(config, parallel=replace(config.parallel, schedule=options.schedule))
-    if options.vision_tp is not None:
-        if options.vision_tp < 1:
-            raise UserError(f"--vision-tp {options.vision_tp} must be at least 1")
-        parallel = replace(config.parallel, vision_tensor_model_parallel_size=options.vision_tp)
-        config = replace(config, parallel=parallel)
-    if options.datasets:
-        config = with_values(config, {("data", "datasets"): parse(["--datasets", *options.datasets]).data.datasets})
     if options.images is not None:
         count, side = _images(options.images, config.model.vision.patch_size * config.model.projector.pixel_shuffle)
         config = replace(config, data=replace(config.data, images_per_sample=(count,), image_sizes=(side,)))

@@ -41,7 +41,7 @@ TOOLS = {
     "prepare": "prepare_data",
     "preview": "preview_data",
 }
-TAKES_RUN_FLAGS = ("convert", "preview")
+TAKES_RUN_FLAGS = ("convert", "plan", "preview")
 # Flags of other programs: torchrun, tensorboard, mlflow, pip, docker, SLURM.
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
@@ -294,14 +294,14 @@ def test_messages_name_what_exists() -> None:
 def test_what_a_message_invents_is_found() -> None:
     text = (
         "give --nope, add --precision fp61 or --lr-decay-style WSD, run `megavlm exprot`, megavlm convert exprot RUN,"
-        " megavlm plan --lora-rank 4, pip install 'megavlm[vido]', see docs/nothing.md and docs/data.md"
+        " megavlm chat --lora-rank 4, pip install 'megavlm[vido]', see docs/nothing.md and docs/data.md"
     )
     assert set(wrong_in_message(text)) == {
         "--nope",
         "--precision fp61",
         "megavlm exprot",
         "megavlm convert exprot",
-        "--lora-rank of megavlm plan",
+        "--lora-rank of megavlm chat",
         "megavlm[vido]",
         "docs/nothing.md",
     }

@@ -22,7 +22,7 @@ def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.
     argv = ["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best), "--gantt", str(chart)]
     assert plan.main(argv) == 0
     printed = capsys.readouterr().out
-    assert "a step has 128 sequences of 4,096 tokens, 524,288 in all (--gbs chooses another batch)" in printed
+    assert "a step has 128 sequences of 4,096 tokens, 524,288 in all (--gbs sets another batch)" in printed
     assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"
     config = parse(["--config", str(best), "--datasets", "mine.json"])
     check(config, world=2)
@@ -47,7 +47,7 @@ def test_what_cannot_be_is_refused(flags: str, told: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 128), (6, 132), (96, 192), (1024, 1024)])
 def test_the_default_batch_is_one_that_people_use(gpus: int, batch: int) -> None:
-    options = plan._parser().parse_args(["--model", "qwen2_vl_2b", "--gpus", str(gpus)])
+    options = plan.options_of(["--model", "qwen2_vl_2b", "--gpus", str(gpus)])
     assert plan.configuration(options).train.global_batch_size == batch
 
 
