@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.programs.launch.job import Job
-from megavlm.programs.launch.kubernetes import Options, objects
+from megavlm.programs.launch.kubernetes import objects
+from tests.support.cloud import kubernetes_options
 from tests.support.replicas import Platform, kubernetes, vertex
 from tests.support.torchrun import TINY, last_iteration
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time
@@ -38,7 +39,7 @@ class Run:
     def pods(self) -> Platform:
         """A Job of two pods, as `megavlm launch kubernetes` makes it."""
         job = Job(2, 1, (*self.flags, "--run-dir", str(self.run_dir)))
-        service, made = objects(job, Options("megavlm", "image", volumes=(f"claim:{self.run_dir.parent}",)))
+        service, made = objects(job, kubernetes_options("megavlm", "image", volumes=[f"claim:{self.run_dir.parent}"]))
         assert service["kind"] == "Service"
         return kubernetes(made, self.run_dir)
 

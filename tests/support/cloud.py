@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megavlm.programs.launch.kubernetes import completed
+from megavlm.programs.launch.launch import _parser
 from tests.support.forked import ROOT
 
 PYTHON = Path(os.environ.get("MEGAVLM_CLOUD_PYTHON", ROOT / "build/cloud/bin/python"))
@@ -43,6 +46,22 @@ for object_ in json.load(sys.stdin):
     except Exception as error:
         print(json.dumps({"error": str(error).splitlines()[0]}))
 """
+
+
+def vertex_options(name: str, region: str, image: str, machine: str, **more: object) -> Namespace:
+    """Return the options of `megavlm launch vertex`, with others than their defaults."""
+    words = f"--name={name}|--region={region}|--image={image}|--machine={machine}"
+    return changed(_parser().parse_args(["vertex", *words.split("|")]), **{"labels": {}, "variables": {}, **more})
+
+
+def kubernetes_options(name: str, image: str, **more: object) -> Namespace:
+    """Return the options of `megavlm launch kubernetes`, with others than their defaults."""
+    given = _parser().parse_args(["kubernetes", f"--name={name}", f"--image={image}"])
+    return changed(completed(given), **{"identity": name, **more})
+
+
+def changed(options: Namespace, **changes: object) -> Namespace:
+    return Namespace(**{**vars(options), **changes})
 
 
 def parsed_by_vertex(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import posixpath
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,3 +116,20 @@ def pairs(option: str, given: list[str]) -> dict[str, str]:
         if option == "--env" and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--env {plain(name)} is no name of a variable: use letters, digits and _ only")
     return dict(each.split("=", 1) for each in given)
+
+
+def moved_config(flags: Sequence[str], place: Callable[[str], str | None]) -> tuple[tuple[str, ...], str | None]:
+    """Return the flags as machines elsewhere are to have them, and the file of --config that is to be brought there.
+
+    `place` returns the file's path there; None for a file that stays where it is.
+    """
+    changed = list(flags)
+    for number, word in enumerate(changed):
+        flag, equals, path = word.partition("=")
+        if flag != "--config" or (not equals and number + 1 == len(changed)):
+            continue
+        path = path if equals else changed[number + 1]
+        if (inside := place(path)) is not None:
+            changed[number + (not equals)] = f"--config={inside}" if equals else inside
+            return tuple(changed), path
+    return tuple(changed), None

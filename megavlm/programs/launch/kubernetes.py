@@ -6,8 +6,7 @@ import argparse
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, pairs, read_profile
+from megavlm.programs.launch.checks import check_flags, is_in, moved_config, pairs, read_profile
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.node import JOB
 from megavlm.world import NODES
@@ -30,39 +29,17 @@ _LONGEST = 63  # characters of a name in DNS
 _AGREEMENT = 60  # seconds after the last save within which a pod hears what the others did, and ends
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `megavlm launch kubernetes`."""
-
-    name: str
-    image: str
-    namespace: str | None = None
-    volumes: tuple[str, ...] = ()  # CLAIM:/PATH
-    resources: Mapping[str, str] = field(default_factory=dict)  # of the container, beside GPUs
-    variables: Mapping[str, str] = field(default_factory=dict)
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    shm: str = "64Gi"
-    service_account: str | None = None
-    pull_secret: str | None = None
-    priority_class: str | None = None
-    queue: str | None = None
-    grace: int = 240
-    max_crashes: int = 10
-    max_lost_pods: int = 100
-    config_file: tuple[str, str] | None = None  # name and content
-    identity: str = ""  # names the job in RUN_DIR/jobs; a later job of the same name has another
-
-    @property
-    def mounts(self) -> tuple[str, ...]:
-        return tuple(f"{each.partition(':')[2].rstrip('/')}/" for each in self.volumes)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="megavlm", help="Name of the job; default: megavlm.")
     parser.add_argument("--namespace", help="Namespace; default: that of kubectl.")
     parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile.")
     parser.add_argument(
-        "--volume", action="append", default=[], metavar="CLAIM:/PATH", help="Shared storage that all pods mount."
+        "--volume",
+        action="append",
+        dest="volumes",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="Shared storage that all pods mount.",
     )
     parser.add_argument(
         "--resource",
@@ -85,19 +62,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def launch(given: argparse.Namespace, flags: Sequence[str]) -> int:
+def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Check a job and submit it, or print it; return the exit status."""
-    changed, config_file = with_config_map(flags)
-    options = options_of(given, config_file)
-    job = Job(given.nodes, given.gpus_per_node or 8, changed)
+    completed(options)
+    changed, file = moved_config(flags, lambda path: f"{CONFIG}/{Path(path).name}" if Path(path).is_file() else None)
+    if file is not None:
+        options.config_file = (Path(file).name, Path(file).read_text(encoding="utf-8"))
+    job = Job(options.nodes, options.gpus_per_node or 8, changed)
     for complaint in complaints(parse(flags), job, options):
         raise UserError(complaint)
-    if not given.skip_checks:
-        check_flags(flags, job, gpu=given.gpu, shared=True)
-    if given.dry_run:
-        options = replace(options, variables=without_secrets(options.variables))
+    if not options.skip_checks:
+        check_flags(flags, job, gpu=options.gpu, shared=True)
+    if options.dry_run:
+        options.variables = without_secrets(options.variables)
     manifest = yaml.safe_dump_all(objects(job, options), sort_keys=False, width=120)
-    if given.dry_run:
+    if options.dry_run:
         print(manifest, end="")
         return 0
     try:
@@ -106,39 +85,21 @@ def launch(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise UserError("kubectl is not installed here: --dry-run prints what it is to create") from None
 
 
-def options_of(given: argparse.Namespace, config_file: tuple[str, str] | None) -> Options:
-    """Return the options of a command line."""
-    own = {each.name: getattr(given, each.name) for each in fields(Options) if hasattr(given, each.name)}
-    return Options(
-        **own
-        | {
-            "volumes": tuple(given.volume),
-            "resources": pairs("--resource", given.resource),
-            "variables": {**read_profile(given.profile), **pairs("--env", given.env)},
-            "node_selector": pairs("--node-selector", given.node_selector),
-            "config_file": config_file,
-            "identity": f"{given.name}-{int(time.time()):x}",
-        }
-    )
+def completed(options: argparse.Namespace) -> argparse.Namespace:
+    """Read what the words of some options say, and name the job: a later one of the same name has another identity."""
+    options.resources = pairs("--resource", options.resource)
+    options.variables = {**read_profile(options.profile), **pairs("--env", options.env)}
+    options.node_selector = pairs("--node-selector", options.node_selector)
+    options.config_file, options.identity = None, f"{options.name}-{int(time.time()):x}"
+    return options
 
 
-def with_config_map(flags: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str] | None]:
-    """Return the flags as pods are to have them, and name and content of the file of --config if it is here."""
-    changed = list(flags)
-    for place, word in enumerate(changed):
-        flag, equals, value = word.partition("=")
-        if flag != "--config" or (not equals and place + 1 == len(changed)):
-            continue
-        path = Path(value if equals else changed[place + 1])
-        if not path.is_file():
-            continue  # parsing says so
-        inside = f"{CONFIG}/{path.name}"
-        changed[place + (not equals)] = f"--config={inside}" if equals else inside
-        return tuple(changed), (path.name, path.read_text(encoding="utf-8"))
-    return tuple(changed), None
+def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the folders that all pods share."""
+    return tuple(f"{each.partition(':')[2].rstrip('/')}/" for each in options.volumes)
 
 
-def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
+def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each reason for which a job would start to no avail, or pods would not find one another; what
     else is wrong, kubectl says when it sends the job.
     """
@@ -151,10 +112,11 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
         claim, _, path = each.partition(":")
         if not claim or not path.startswith("/") or not path.isprintable():
             yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
-    if hidden := next((each for each in options.mounts if each in ("/", "/dev/shm/", f"{CONFIG}/")), None):
+    mounts = mounts_of(options)
+    if hidden := next((each for each in mounts if each in ("/", "/dev/shm/", f"{CONFIG}/")), None):
         yield f"--volume {hidden} hides what the pod itself has there: mount the claim elsewhere"
-    if not is_in(config.run.run_dir, options.mounts):
-        place = f"use a folder in {' or '.join(options.mounts)}" if options.mounts else "give --volume CLAIM:/PATH"
+    if not is_in(config.run.run_dir, mounts):
+        place = f"use a folder in {' or '.join(mounts)}" if mounts else "give --volume CLAIM:/PATH"
         yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
     if gpus := next((name for name in options.resources if name.startswith("nvidia.com/gpu")), None):
         yield f"--resource {gpus} is --gpus-per-node: leave it out"
@@ -165,7 +127,7 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
         yield f"--grace {options.grace} must be at least 1"
 
 
-def objects(job: Job, options: Options) -> list[dict[str, Any]]:
+def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the objects to create, in this order."""
     service, made = yaml.safe_load_all(_TEMPLATE.read_text(encoding="utf-8"))
     service["spec"]["selector"] = {"batch.kubernetes.io/job-name": options.name}
@@ -188,7 +150,7 @@ def objects(job: Job, options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def _fill_pod(pod: dict[str, Any], job: Job, options: Options) -> None:
+def _fill_pod(pod: dict[str, Any], job: Job, options: argparse.Namespace) -> None:
     (container,) = pod["containers"]
     volumes, mounts = pod["volumes"], container["volumeMounts"]
     volumes[0]["emptyDir"]["sizeLimit"] = options.shm
@@ -201,7 +163,7 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: Options) -> None:
         mounts.append({"name": "config", "mountPath": CONFIG})
     resources = {"nvidia.com/gpu": str(job.processes), **options.resources}
     own = {
-        JOB: options.identity or options.name,
+        JOB: options.identity,
         NODES: str(job.nodes),
         "MASTER_ADDR": f"{options.name}-0.{options.name}",  # the first pod
         "MASTER_PORT": str(PORT),

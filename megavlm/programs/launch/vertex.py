@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, pairs, read_profile
+from megavlm.programs.launch.checks import check_flags, is_in, moved_config, pairs, read_profile
 from megavlm.programs.launch.job import Job
 
 DAY = 86_400  # seconds
@@ -56,38 +56,6 @@ _ALL = (
 MACHINES = {machine.name: machine for machine in _ALL}
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `megavlm launch vertex`. Times are seconds."""
-
-    name: str
-    region: str
-    image: str
-    machine: str
-    project: str | None = None
-    strategy: str = "STANDARD"
-    timeout: int = 7 * DAY
-    max_wait: int | None = None
-    restart_job_on_worker_restart: bool = False
-    disable_retries: bool = False
-    base_output_dir: str | None = None
-    staging_bucket: str | None = None
-    nfs: tuple[str, ...] = ()
-    network: str | None = None
-    service_account: str | None = None
-    tensorboard: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the container
-    profile: str | None = None
-    grace: int = 240
-    max_crashes: int = 10
-
-    @property
-    def mounts(self) -> tuple[str, ...]:
-        """Return the folders that all replicas share: buckets, by Cloud Storage FUSE, and NFS."""
-        return ("/gcs/", *(f"/mnt/nfs/{each.rpartition(':')[2]}/" for each in self.nfs))
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="megavlm", help="Name of the job; default: megavlm.")
     parser.add_argument("--region", required=True, help="Region, such as us-central1.")
@@ -100,8 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="STANDARD",
         help="STANDARD: on demand. SPOT: cheaper machines that may be taken. FLEX_START: wait until all are free.",
     )
-    parser.add_argument("--timeout", default="7d", metavar="TIME", help="Longest run, as 12h or 3d; default: 7d.")
-    parser.add_argument("--max-wait", metavar="TIME", help="FLEX_START: longest wait; 0 for ever; default: 24h.")
+    parser.add_argument(
+        "--timeout", type=seconds, default="7d", metavar="TIME", help="Longest run, as 12h or 3d; default: 7d."
+    )
+    parser.add_argument(
+        "--max-wait", type=seconds, metavar="TIME", help="FLEX_START: longest wait; 0 for ever; default: 24h."
+    )
     parser.add_argument(
         "--restart-job-on-worker-restart",
         action="store_true",
@@ -124,80 +96,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the replicas.")
 
 
-def launch(given: argparse.Namespace, flags: Sequence[str]) -> int:
+def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Check a job and submit it, or print it; return the exit status."""
-    options = options_of(given)
+    options.labels = pairs("--label", options.label)
+    options.variables = {**read_profile(options.profile), **pairs("--env", options.env)}
+    if (folder := run_dir_of(options)) is not None and not any(word.partition("=")[0] == "--run-dir" for word in flags):
+        flags = (*flags, "--run-dir", folder)
+    changed, config_file = moved_config(flags, lambda path: _staged(path, options))
+    uploads = {} if config_file is None else {config_file: _url(config_file, options)}
     machine = MACHINES.get(options.machine)
-    processes = given.gpus_per_node or (machine.count if machine is not None else 8)
-    flags, uploads = staged(flags, options)
-    job = Job(given.nodes, processes, flags)
-    here = local_flags(job.flags, uploads)
-    for complaint in complaints(parse(here), job, options):
+    job = Job(options.nodes, options.gpus_per_node or (machine.count if machine is not None else 8), changed)
+    for complaint in complaints(parse(flags), job, options):
         raise UserError(complaint)
-    if not given.skip_checks:
-        check_flags(here, job, gpu=given.gpu, shared=True)
-    if given.dry_run:
-        options = replace(options, variables=without_secrets(options.variables))
-    described = custom_job(job, options)
-    if given.dry_run:
+    if not options.skip_checks:
+        check_flags(flags, job, gpu=options.gpu, shared=True)
+    if options.dry_run:
+        options.variables = without_secrets(options.variables)
+        described = custom_job(job, options)
         print(json.dumps({"parent": _parent(options), "customJob": described, "uploads": uploads}, indent=2))
         return 0
-    return _submit(described, options, uploads)
+    return _submit(custom_job(job, options), options, uploads)
 
 
-def options_of(given: argparse.Namespace) -> Options:
-    """Return the options of a command line."""
-    own = {each.name: getattr(given, each.name) for each in fields(Options) if hasattr(given, each.name)}
-    return Options(
-        **own
-        | {
-            "timeout": seconds("--timeout", given.timeout),
-            "max_wait": None if given.max_wait is None else seconds("--max-wait", given.max_wait),
-            "nfs": tuple(given.nfs),
-            "labels": pairs("--label", given.label),
-            "variables": {**read_profile(given.profile), **pairs("--env", given.env)},
-        }
-    )
-
-
-def seconds(option: str, text: str) -> int:
+def seconds(text: str) -> int:
     """Return the seconds of 90, 90s, 15m, 12h or 3d."""
     if match := re.fullmatch(r"(\d+)([smhd]?)", text):
         return int(match[1]) * _UNITS[match[2] or "s"]
-    raise UserError(f"{option} {text} must be a whole number of seconds, or one with s, m, h or d")
+    raise argparse.ArgumentTypeError(f"{text} must be a whole number of seconds, or one with s, m, h or d")
 
 
-def staged(flags: Sequence[str], options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the flags as replicas are to have them, and which files to upload where.
-
-    A file of --config is put into the staging bucket, and RUN_DIR into the base output directory if it has no other.
-    """
-    changed, uploads = list(flags), {}
-    for place, word in enumerate(changed):
-        flag, equals, value = word.partition("=")
-        if flag != "--config" or (not equals and place + 1 == len(changed)):
-            continue
-        path = value if equals else changed[place + 1]
-        if path.startswith(options.mounts):
-            continue
-        if options.staging_bucket is None:
-            raise UserError(f"--config {path} is on this machine: name a --staging-bucket for it, or a path in /gcs/")
-        url = f"{options.staging_bucket.rstrip('/')}/{options.name}/{Path(path).name}"
-        uploads[path] = url
-        changed[place + (not equals)] = f"--config={in_container(url)}" if equals else in_container(url)
-    if (folder := run_dir_of(options)) is not None and not any(word.partition("=")[0] == "--run-dir" for word in flags):
-        changed += ["--run-dir", folder]
-    return tuple(changed), uploads
+def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the folders that all replicas share: buckets, by Cloud Storage FUSE, and NFS."""
+    return ("/gcs/", *(f"/mnt/nfs/{each.rpartition(':')[2]}/" for each in options.nfs))
 
 
-def local_flags(flags: Sequence[str], uploads: Mapping[str, str]) -> tuple[str, ...]:
-    """Return flags with the files of this machine in place of their copies."""
-    back = {in_container(url): path for path, url in uploads.items()}
-    back |= {f"--config={url}": f"--config={path}" for url, path in list(back.items())}
-    return tuple(back.get(word, word) for word in flags)
+def _url(path: str, options: argparse.Namespace) -> str:
+    return f"{options.staging_bucket.rstrip('/')}/{options.name}/{Path(path).name}"
 
 
-def _parent(options: Options) -> str:
+def _staged(path: str, options: argparse.Namespace) -> str | None:
+    """Return where replicas find a file of --config that is put into the staging bucket; None for one that they see."""
+    if path.startswith(mounts_of(options)):
+        return None
+    if options.staging_bucket is None:
+        raise UserError(f"--config {path} is on this machine: name a --staging-bucket for it, or a path in /gcs/")
+    return in_container(_url(path, options))
+
+
+def _parent(options: argparse.Namespace) -> str:
     return f"projects/{options.project or _default_project()}/locations/{options.region}"
 
 
@@ -213,7 +159,7 @@ def _default_project() -> str:
         raise UserError(f"--project is not given, and no other is known: {str(error).partition('.')[0]}") from None
 
 
-def _submit(described: Mapping[str, Any], options: Options, uploads: Mapping[str, str]) -> int:
+def _submit(described: Mapping[str, Any], options: argparse.Namespace, uploads: Mapping[str, str]) -> int:
     try:
         from google.cloud import aiplatform_v1, storage
     except ImportError:
@@ -229,7 +175,7 @@ def _submit(described: Mapping[str, Any], options: Options, uploads: Mapping[str
     return 0
 
 
-def run_dir_of(options: Options) -> str | None:
+def run_dir_of(options: argparse.Namespace) -> str | None:
     """Return the path of the run folder, which lies in the base output directory."""
     return None if options.base_output_dir is None else in_container(f"{options.base_output_dir.rstrip('/')}/run")
 
@@ -239,7 +185,7 @@ def in_container(url: str) -> str:
     return f"/gcs/{url.removeprefix('gs://')}"
 
 
-def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
+def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each reason for which Vertex AI would refuse a job after its queue, or run it to no avail. What
     is wrong with a name, Vertex AI says when the job is sent.
     """
@@ -265,11 +211,9 @@ def complaints(config: Config, job: Job, options: Options) -> Iterator[str]:
     yield from _of_storage(config, options)
 
 
-def _of_storage(config: Config, options: Options) -> Iterator[str]:
-    for option, value in (
-        ("--base-output-dir", options.base_output_dir),
-        ("--staging-bucket", options.staging_bucket),
-    ):
+def _of_storage(config: Config, options: argparse.Namespace) -> Iterator[str]:
+    places = {"--base-output-dir": options.base_output_dir, "--staging-bucket": options.staging_bucket}
+    for option, value in places.items():
         if value is None:
             continue
         plain_parts = not {".", ".."} & set(value.split("/")) and value.isprintable()
@@ -280,14 +224,14 @@ def _of_storage(config: Config, options: Options) -> Iterator[str]:
             yield f"--nfs {plain(each)} must be SERVER:/PATH:NAME; replicas see it in /mnt/nfs/NAME"
     if options.nfs and options.network is None:
         yield "--nfs needs --network: replicas reach a server only in a network that is peered with them"
-    if not is_in(config.run.run_dir, options.mounts):
+    if not is_in(config.run.run_dir, mounts_of(options)):
         yield (
             f"--run-dir {config.run.run_dir} is on the disk of each replica and lost with it: use --base-output-dir, "
-            f"or a folder in {' or '.join(options.mounts)}"
+            f"or a folder in {' or '.join(mounts_of(options))}"
         )
 
 
-def custom_job(job: Job, options: Options) -> dict[str, Any]:
+def custom_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Return the CustomJob, as JSON of the REST API. Pool 0 has one replica, pool 1 the others that train."""
     machine = MACHINES[options.machine]
     pools = [_training(job, options, machine, replicas=1)]
@@ -312,7 +256,7 @@ def custom_job(job: Job, options: Options) -> dict[str, Any]:
     return {"displayName": options.name, "jobSpec": spec} | labels
 
 
-def _training(job: Job, options: Options, machine: Machine, *, replicas: int) -> dict[str, Any]:
+def _training(job: Job, options: argparse.Namespace, machine: Machine, *, replicas: int) -> dict[str, Any]:
     own = ("--gpus-per-node", str(job.processes), "--grace", str(options.grace))
     pool: dict[str, Any] = {
         "machineSpec": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ import yaml
 from megavlm.command_line.parsing import parse
 from megavlm.programs.launch import node
 from megavlm.programs.launch.job import Job
-from megavlm.programs.launch.kubernetes import Options, complaints, objects
+from megavlm.programs.launch.kubernetes import complaints, objects
 from megavlm.programs.launch.launch import main
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
-from tests.support.cloud import needs_cloud_tools, validated_by_kubernetes
+from tests.support.cloud import changed, kubernetes_options, needs_cloud_tools, validated_by_kubernetes
 from tests.support.forked import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(4, 8, ("--config", "/etc/megavlm/run.yaml", "--run-dir", "/data/run"))
-PLAIN = Options("vlm", "registry/megavlm:1", volumes=("shared:/data",))
-FULL = replace(
+PLAIN = kubernetes_options("vlm", "registry/megavlm:1", volumes=["shared:/data"])
+FULL = changed(
     PLAIN,
     namespace="training",
     volumes=("shared:/data", "models.v1:/models"),
@@ -108,7 +107,7 @@ def test_a_mistake_is_not_retried_and_a_pod_that_saved_is_replaced(status: int, 
     ],
 )
 def test_a_job_that_cannot_run_is_refused_in_one_line(changes: dict, flags: str, line: str | None):
-    told = list(complaints(parse(flags.split()), JOB, replace(PLAIN, **changes)))
+    told = list(complaints(parse(flags.split()), JOB, changed(PLAIN, **changes)))
     assert all("\n" not in each for each in told)
     assert told == [] if line is None else any(line in each for each in told), told
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,14 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.launch import main
-from megavlm.programs.launch.vertex import DAY, MACHINES, Options, complaints, custom_job
-from tests.support.cloud import needs_cloud_tools, parsed_by_vertex
+from megavlm.programs.launch.vertex import DAY, MACHINES, complaints, custom_job
+from tests.support.cloud import changed, needs_cloud_tools, parsed_by_vertex, vertex_options
 from tests.support.forked import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "us-docker.pkg.dev/my-project/training/megavlm:1"
-PLAIN = Options("run", "us-central1", IMAGE, "a3-megagpu-8g")
-FULL = Options(
+PLAIN = vertex_options("run", "us-central1", IMAGE, "a3-megagpu-8g")
+FULL = vertex_options(
     "llava, stage 2",
     "europe-west4",
     IMAGE,
@@ -41,7 +40,7 @@ JOBS = {
     "all-options": (Job(4, 8, ("--config", "/gcs/bucket/run.yaml", "--run-dir", "/mnt/nfs/data/run")), FULL),
     "flex-start": (
         Job(16, 8, ("--run-dir", "/gcs/bucket/run", "--tp", "8")),
-        replace(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY, disable_retries=True),
+        changed(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY, disable_retries=True),
     ),
 }
 
@@ -58,7 +57,7 @@ def test_googles_own_messages_take_each_machine_and_option():
     """No field is unknown to them, no value of an enum, and none is lost: what they hold is what was given."""
     jobs = [custom_job(job, options) for job, options in JOBS.values()]
     for machine in MACHINES.values():
-        options = replace(PLAIN, machine=machine.name, strategy="SPOT")
+        options = changed(PLAIN, machine=machine.name, strategy="SPOT")
         jobs.append(custom_job(Job(3, machine.count, ()), options))
     wrong = [{**jobs[0], "jobSpec": {**jobs[0]["jobSpec"], "scheduling": {"strategy": "NEVER"}}}, {"name_": "a"}]
     *told, strategy, field = parsed_by_vertex([*jobs, *wrong])
@@ -117,7 +116,7 @@ ON_GCS = "--run-dir /gcs/bucket/run"
 def test_a_specification_that_cannot_run_is_refused_in_one_line(
     changes: dict, nodes: int, flags: str, line: str | None
 ):
-    told = list(complaints(parse(flags.split()), Job(nodes, 8, ()), replace(PLAIN, **changes)))
+    told = list(complaints(parse(flags.split()), Job(nodes, 8, ()), changed(PLAIN, **changes)))
     assert all("\n" not in each for each in told)
     if line is None:
         assert told == []
@@ -132,7 +131,7 @@ COMMAND = f"vertex --nodes 2 --region us-central1 --project my-project --image {
     ("argv", "line"),
     [
         (f"{COMMAND} --strategy CHEAP -- {ON_GCS}", "CHEAP"),
-        (f"{COMMAND} --timeout soon -- {ON_GCS}", "--timeout soon must be a whole number of seconds"),
+        (f"{COMMAND} --timeout soon -- {ON_GCS}", "soon must be a whole number of seconds"),
         (f"{COMMAND} --label team -- {ON_GCS}", "--label team must be NAME=VALUE"),
         (f"{COMMAND} --spot -- {ON_GCS}", "--spot is no option of this program"),
         (f"{COMMAND} -- {ON_GCS} --config run.yaml", "--config run.yaml is on this machine: name a --staging-bucket"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megavlm.programs.launch import kubernetes, vertex
 from megavlm.programs.launch.job import Command, Job, agent
 from megavlm.programs.sweep.grid import Grid, variants_of
 from megavlm.programs.sweep.training import write_flags
+from tests.support.cloud import changed, kubernetes_options, vertex_options
 
 ROOT = Path(__file__).parents[4]
 NASTY = (
@@ -157,7 +157,7 @@ def test_the_script_of_slurm_passes_values_on(tmp_path: Path) -> None:
 
 def test_kubernetes_and_torchrun_pass_values_on() -> None:
     job = Job(1, 1, NASTY)
-    options = kubernetes.Options("a", "image", variables={f"V{n}": text for n, text in enumerate(NASTY)})
+    options = kubernetes_options("a", "image", variables={f"V{n}": text for n, text in enumerate(NASTY)})
     (made,) = (
         each
         for each in yaml.safe_load_all(yaml.safe_dump_all(kubernetes.objects(job, options)))
@@ -170,13 +170,13 @@ def test_kubernetes_and_torchrun_pass_values_on() -> None:
 
 
 def test_vertex_refuses_what_it_would_expand() -> None:
-    options = vertex.Options("a", "us-central1", "host.dev/p/r:1", "a3-highgpu-8g", base_output_dir="gs://bucket/a")
+    options = vertex_options("a", "us-central1", "host.dev/p/r:1", "a3-highgpu-8g", base_output_dir="gs://bucket/a")
     config = parse(["--run-dir", "/gcs/bucket/run"])
     assert list(vertex.complaints(config, Job(1, 8, ()), options)) == []
     (line,) = vertex.complaints(config, Job(1, 8, ("--name", "a\n$(X)")), options)
     assert "Vertex AI puts variables where $( stands" in line
     assert "\n" not in line
-    away = replace(options, base_output_dir="gs://bucket/../../x")
+    away = changed(options, base_output_dir="gs://bucket/../../x")
     assert any("--base-output-dir" in each for each in vertex.complaints(config, Job(1, 8, ()), away))
     outside = parse(["--run-dir", "/gcs/../run"])
     assert any("--run-dir" in each for each in vertex.complaints(outside, Job(1, 8, ()), options))
