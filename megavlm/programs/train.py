@@ -160,13 +160,13 @@ def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
 
 
 def launch_time() -> float:
-    """Return when the parent of this process, torchrun, started, in seconds of `time.time`; infinity if unknown."""
+    """Return when the parent of this process, torchrun, started, in seconds of `time.time`; infinity if it is gone."""
+    import psutil
+
     try:
-        ticks = float(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-        up = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, IndexError, ValueError):
+        return float(psutil.Process(os.getppid()).create_time())
+    except psutil.Error:
         return float("inf")
-    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _time_of(text: object) -> float:
