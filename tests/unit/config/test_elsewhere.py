@@ -64,32 +64,6 @@ def test_no_field_of_transformers_is_taken_for_an_option_of_another_meaning() ->
         assert said is None or said[1].lstrip("-").replace("-", "_") == field.name
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ("--num-train-epochs 3", "here it is --epochs"),
-        ("--eval_steps 5", "here it is --eval-interval"),
-        ("--warmup-ratio 0.1", "here it is --lr-warmup-fraction"),
-        ("--learning-rte 1", "did you mean learning-rate? here it is --lr"),
-        ("--deepsped x", "did you mean deepspeed? here it is --data-parallel-sharding"),
-        ("--data-parallel-size 2", "it follows from the number of processes"),
-        ("--zzz 1", "--help-all lists all options"),
-        ("--save runs/a", "--save takes no value, got runs/a: here it is --run-dir"),
-        ("--packing True", "--packing takes no value, got True: write --packing or --no-packing"),
-        ("--no-packing true", "--no-packing takes no value, got true: write --packing or --no-packing"),
-        ("--bf16 false", "where that is false, leave it out (true is --precision bf16 here)"),
-        ("--freeze_vit=False", "where that is false, leave it out"),
-        ("--dataset_shuffle false", "here it is --no-shuffle"),
-        ("—lr 1e-5", "did you mean --lr?"),
-        ("--precision BF16", "did you mean bf16?"),
-    ],
-)
-def test_a_flag_of_another_trainer_is_answered(argv: str, says: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse(argv.split())
-    assert says in str(caught.value)
-
-
 # What users of another trainer type first, and what it is once each message was followed.
 COMMANDS = {
     "ms-swift": (
@@ -101,18 +75,6 @@ COMMANDS = {
         "32 --lora-targets language --freeze vision --gbs 16 --eval-interval 50 --save-interval 50 "
         "--keep-checkpoints 2 --log-interval 5 --seq-length 2048 --run-dir out --lr-warmup-fraction 0.05 "
         "--num-workers 4",
-    ),
-    "LLaMA-Factory": (
-        "--stage sft --do_train true --model_name_or_path m --dataset a.json --finetuning_type 4 --lora_target "
-        "language --cutoff_len 1024 --overwrite_cache true --preprocessing_num_workers 16 --output_dir out "
-        "--logging_steps 10 --save_steps 500 --plot_loss true --overwrite_output_dir true "
-        "--gradient_accumulation_steps 8 --bf16 true --learning_rate 1.0e-4 --num_train_epochs 3.0 "
-        "--lr_scheduler_type cosine --warmup_ratio 0.1 --ddp_timeout 30 --val_size 0.1 --eval_steps 500 "
-        "--trust_remote_code true --freeze_vision_tower true --max_grad_norm 1.0",
-        "--init-from m --datasets a.json --lora-rank 4 --lora-targets language --seq-length 1024 --run-dir out "
-        "--log-interval 10 --save-interval 500 --gbs 8 --precision bf16 --lr 1e-4 --epochs 3 --lr-decay-style "
-        "cosine --lr-warmup-fraction 0.1 --distributed-timeout-minutes 30 --validation-split 0.1 --eval-interval "
-        "500 --freeze vision --clip-grad 1",
     ),
     "Transformers": (
         "--model_name_or_path m --train_file a.jsonl --validation_file b.jsonl --output_dir out --max_steps 100 "

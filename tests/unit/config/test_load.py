@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.command_line.recipes import recipe
-from megavlm.config.schema import (
-    Config,
-    TrainConfig,
-)
+from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
 from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
 
@@ -39,10 +36,6 @@ def test_lists_become_tuples_and_the_rest_keeps_its_default(tmp_path: Path) -> N
     assert config.train == TrainConfig()
 
 
-def test_text_stays_text(tmp_path: Path) -> None:
-    assert from_yaml_file(written(tmp_path, "run: {run_dir: Läufe/1e-4}")).run.run_dir == "Läufe/1e-4"
-
-
 def test_an_empty_mapping_is_the_defaults() -> None:
     assert from_dict({}) == Config()
     assert from_dict({"model": {"vision": {}}}) == Config()
@@ -53,11 +46,6 @@ def test_yaml_follows_the_schema_and_has_no_tags() -> None:
     assert [line[:-1] for line in text.splitlines() if not line.startswith(" ")] == list(vars(Config()))
     assert "!" not in text
     assert text.isascii()
-
-
-def test_anchors_are_plain_yaml(tmp_path: Path) -> None:
-    config = from_yaml_file(written(tmp_path, "data: {image_sizes: &a [8, 16], images_per_sample: *a}"))
-    assert config.data.images_per_sample == (8, 16)
 
 
 def test_an_unknown_recipe_is_refused() -> None:

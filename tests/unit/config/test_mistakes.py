@@ -41,19 +41,23 @@ class Mistake(NamedTuple):
     world: int = 1
 
 
-def _of_table() -> dict[str, list[Mistake]]:
-    """Return the mistakes of `mistakes.txt` by section."""
-    found: dict[str, list[Mistake]] = {}
+def _of_table() -> dict[str, list[list[str]]]:
+    """Return the rows of `mistakes.txt` by section."""
+    found: dict[str, list[list[str]]] = {}
     for line in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             rows = found.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            argv, names, remedy, *more = line.replace("{file}", __file__).split(" | ")
-            rows.append(Mistake(argv, names, remedy, *more[:1], *map(int, more[1:])))
+            rows.append(line.replace("{file}", __file__).split(" | "))
     return found
 
 
-TABLE = _of_table()
+ROWS = _of_table()
+FILES, GRIDS = ROWS.pop("files"), [text for (text,) in ROWS.pop("grids")]
+TABLE = {
+    section: [Mistake(argv, names, remedy, *more[:1], *map(int, more[1:])) for argv, names, remedy, *more in rows]
+    for section, rows in ROWS.items()
+}
 TABLE["run"] += [  # what is no text
     Mistake("--run-dir a\udcff", "--run-dir", "is no UTF-8 text: choose another name", "--run-dir a"),
     Mistake("--run-dir a\0b", "--run-dir", "has a NUL: choose another name", "--run-dir a"),
@@ -157,50 +161,7 @@ def messages() -> Iterator[list[tuple[str, int]]]:
                 yield [(file.name, line) for line in range(node.lineno, (node.end_lineno or 0) + 1)]
 
 
-YAML_MISTAKES = (
-    ("trian: {train_iters: 5}", "unknown key trian", "did you mean train?"),
-    ("train: {train_itres: 5}", "unknown key train.train_itres", "did you mean train.train_iters?"),
-    ("train: {train-iters: 5}", "unknown key train.train-iters", "did you mean train.train_iters?"),
-    ("parallel: {tp: 2}", "unknown key parallel.tp", "did you mean parallel.tensor_model_parallel_size?"),
-    ("lr: 0.1", "unknown key lr", "did you mean optimizer.lr?"),
-    ("model: {num_layers: 3}", "unknown key model.num_layers", "model.vision.num_layers or model.language.num_layers?"),
-    ("model: {vision: {xyzzy: 3}}", "unknown key model.vision.xyzzy", "model.vision has num_layers, hidden_size"),
-    ("train_itres: 5", "unknown key train_itres", "did you mean train.train_iters?"),
-    ("train: {lr: 0.1}", "unknown key train.lr", "did you mean optimizer.lr?"),
-    ("xyzzy: 1", "unknown key xyzzy", "the top level has"),
-    ("1: 2", "unknown key 1", "the top level has"),
-    ("train: {micro_batch_size: '5'}", "train.micro_batch_size", "expects an integer, got '5'"),
-    ("train: {micro_batch_size: 5.0}", "train.micro_batch_size", "expects an integer, got 5.0"),
-    ("train: {micro_batch_size: true}", "train.micro_batch_size", "expects an integer, got True"),
-    ("train: {micro_batch_size: null}", "train.micro_batch_size", "expects an integer, got null"),
-    ("run: {run_dir: 2024-01-01}", "run.run_dir", "expects a text"),
-    ("run: {run_dir: 5}", "run.run_dir", "expects a text, got 5"),
-    ("run: {dry_run: 1}", "run.dry_run", "expects true or false, got 1"),
-    ("precision: {dtype: fp15}", "precision.dtype", "bf16, fp16 or null, got 'fp15': did you mean"),
-    ("optimizer: {lr: fast}", "optimizer.lr", "expects a number or null, got 'fast'"),
-    ("optimizer: {lr: .nan}", "optimizer.lr", "expects a number or null, got nan"),
-    ("optimizer: {lr: true}", "optimizer.lr", "expects a number or null, got True"),
-    ("optimizer: {vision_lr: none}", "optimizer.vision_lr", "expects a number or null, got 'none'"),
-    ("model: {freeze: vision}", "model.freeze", "write it in [brackets]"),
-    ("model: {freeze: [visoin]}", "model.freeze", "did you mean vision?"),
-    ("data: {image_sizes: [8, x]}", "data.image_sizes", "expects a list of integers, got 'x'"),
-    ("data: {datasets: a.json}", "data.datasets", "got 'a.json': write [{path: 'a.json'}]"),
-    ("data: {datasets: [a.json]}", "data.datasets", "got 'a.json': write {path: 'a.json'}"),
-    ("data: {datasets: {path: '${HOME}/a'}}", "data.datasets", "write it in [brackets]"),
-    ("run: {run_dir: '${HOME}/a'}", "starts with ${HOME}", "write the full path"),
-    ("data: {image_sizes: null}", "data.image_sizes", "expects a list of integers, got null"),
-    ("train: 5", "train expects a mapping", "got 5"),
-    ("train:", "train expects a mapping", "leave it out"),
-    ("train: {seed: 1}\ntrain: {seed: 2}", "train twice", "merge them"),
-    ("train: {seed: 1, seed: 2}", "seed twice", "remove one"),
-    ("- train", "expects a mapping", "got ['train']"),
-    ("hello", "expects a mapping", "got 'hello'"),
-    ("", "is empty", "leave out --config"),
-    ("train: {seed: 1", "not valid YAML", "line 1"),
-    ("train:\n\tseed: 1", "not valid YAML", "line 2"),
-    ("train: !!python/object/apply:os.getcwd []", "not valid YAML", "line 1"),
-    ("train: {seed: \x00}", "not valid YAML", "--config"),
-)
+YAML_MISTAKES = [(text.encode().decode("unicode_escape"), names, remedy) for text, names, remedy in FILES]
 
 
 @pytest.mark.parametrize(("text", "names", "remedy"), YAML_MISTAKES)
@@ -221,24 +182,9 @@ def test_what_is_proposed_for_a_file_leads_on() -> None:
     assert [(data, end) for data in tried if (end := dead_end(data, from_dict, followed_in_file)) is not None] == []
 
 
-GRIDS = (
-    "product: {learning_rte: [1e-4]}",
-    "product: {learning_rate: [1e-4]}",
-    "product: {train_itres: [5]}",
-    "product: {tp: [two]}",
-    "product: {precision: [bf61]}",
-    "product: {num_train_epochs: [3]}\nflags: --datasets d",
-    "list: [{freeze: [vison]}]",
-    "list: [{packing: 'off'}]\nflags: --datasets d",
-    "seeds: [1, 2]\nflags: --warmup-ratio 0.1",
-    "product: {lora_alpha: [8]}",
-    "product: {use_distributed_optimizer: [true]}",
-)
-
-
 @pytest.mark.parametrize("text", GRIDS)
 def test_what_is_proposed_for_a_sweep_leads_on(tmp_path: Path, text: str) -> None:
-    (tmp_path / "grid.yaml").write_text(f"run_dir: sweeps/a\n{text}\n")
+    (tmp_path / "grid.yaml").write_text("run_dir: sweeps/a\n{}\n".format(text.replace("\\n", "\n")))
     grid = read_grid(tmp_path / "grid.yaml")
     first = variants_of(grid)[0]
     with pytest.raises(UserError, match=re.escape(f"variant {first.name}: ")) as caught:

@@ -16,7 +16,7 @@ from megavlm.config.schema import Config, DatasetConfig
 from megavlm.errors import UserError
 from megavlm.families import with_published
 from megavlm.rules.check import idle, without_idle
-from megavlm.rules.fields import Kind, Option, options, with_values
+from megavlm.rules.fields import Kind, Option, options
 from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
 
 PUBLISHED = ("model", "published")
@@ -117,18 +117,6 @@ def is_none_as_text(value: object) -> bool:
 def test_yaml_is_exact(values: dict[Option, Any]) -> None:
     config = config_of(values)
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
-
-
-@settings(deadline=None)
-@given(overrides())
-def test_partial_yaml_fills_in_defaults(values: dict[Option, Any]) -> None:
-    data: dict[str, Any] = {}
-    for option, value in values.items():
-        section = data
-        for name in option.path[:-1]:
-            section = section.setdefault(name, {})
-        section[option.path[-1]] = plain(value)
-    assert from_dict(yaml.safe_load(yaml.safe_dump(data))) == with_values(Config(), by_path(values))
 
 
 @settings(deadline=None)
