@@ -13,7 +13,6 @@ from typing import Literal
 from megavlm.arch.tensor_split import context_heads
 from megavlm.config.derived import expert_tensor_parallel
 from megavlm.config.schema import Config
-from megavlm.errors import UserError
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1"]
 
@@ -152,10 +151,7 @@ class Coordinates:
 
 
 def dims_of(config: Config, *, world: int) -> Dims:
-    """Return the degrees of a layout on `world` ranks: DP is world / (TP · CP · PP).
-
-    Raises UserError if that is no whole number.
-    """
+    """Return the degrees of a layout on `world` ranks: DP is world / (TP · CP · PP)."""
     parallel = config.parallel
     dims = Dims(
         tp=parallel.tensor_model_parallel_size,
@@ -169,13 +165,7 @@ def dims_of(config: Config, *, world: int) -> Dims:
         dims = replace(dims, etp=expert_tensor_parallel(config))
     if parallel.schedule not in (None, dims.order):
         dims = replace(dims, schedule=parallel.schedule)
-    if world % dims.replica:
-        flags = {"--tp": dims.tp, **({"--cp": dims.cp} if dims.cp > 1 else {}), "--pp": dims.pp}
-        raise UserError(
-            f"{' × '.join(f'{flag} {degree}' for flag, degree in flags.items())} needs a multiple of {dims.replica} "
-            f"processes, but there are {world}: change {'/'.join(flags)} or start torchrun with --nproc-per-node "
-            f"{dims.replica}"
-        )
+    assert world % dims.replica == 0, "rules refuse other numbers of processes"
     return replace(dims, dp=world // dims.replica)
 
 

@@ -74,95 +74,64 @@ EXPERTS = (
 SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_gate=true --moe-aux-loss-coeff 1e-3"
 
 CASES = {
-    "qformer": (1, QFORMER),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "tp2-perceiver": (2, f"--tp 2 {PERCEIVER}"),
     "perceiver-full-frozen": (1, f"{PERCEIVER} --recompute-granularity full --freeze vision"),
     "tp2-c-abstractor-bf16": (2, f"--tp 2 {C_ABSTRACTOR} --precision bf16"),
     "c-abstractor-full": (1, f"{C_ABSTRACTOR} --recompute-granularity full"),
-    "experts": (1, EXPERTS),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
-    "experts-full": (1, f"{EXPERTS} --recompute-granularity full"),
     "experts-frozen": (1, f"{EXPERTS} --freeze language"),
-    "ep2": (2, f"--ep 2 {EXPERTS} {SHARED}"),
     "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),
     "tp2-ep2": (2, f"--tp 2 --ep 2 {EXPERTS} {SHARED} --precision bf16"),
-    "tp2-experts": (2, f"--tp 2 {EXPERTS}"),
-    "pp2-ep1": (2, f"--pp 2 {EXPERTS} --precision bf16"),
-    "glm4v": (1, GLM4V),
     "tp2-glm4v": (2, f"--tp 2 {GLM4V}"),
     "mistral3": (1, MISTRAL3),
     "gemma": (1, GEMMA),
     "plain": (1, ""),
     "bf16": (1, "--precision bf16"),
     "selective": (1, "--recompute-granularity selective"),
-    "full": (1, "--recompute-granularity full"),
     "full-bf16": (1, "--recompute-granularity full --precision bf16"),
     "frozen-vision": (1, "--freeze vision"),
     "rich": (1, RICH),
     "large-vocabulary-bf16": (1, "--set model.language.vocab_size=8192 --precision bf16"),
     "tp2": (2, "--tp 2"),
     "tp4-shared-keys": (4, "--tp 4 --set model.language.ffn_hidden_size=510 model.vision.ffn_hidden_size=254"),
-    "tp4-shared-keys-selective": (4, "--tp 4 --recompute-granularity selective --precision bf16"),
     "tp2-no-sp": (2, "--tp 2 --no-sequence-parallel --precision bf16"),
     "pp2": (2, "--pp 2"),
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),
     "pp2-gpipe": (2, "--pp 2 --schedule gpipe"),
     "pp2-zb-h1": (2, "--pp 2 --schedule zb-h1"),
-    "pp2-zb-h1-full": (2, "--pp 2 --schedule zb-h1 --recompute-granularity full --precision bf16"),
     "pp4-zb-h1": (4, "--pp 4 --schedule zb-h1"),
-    "tp2-pp2-zb-h1": (4, "--tp 2 --pp 2 --schedule zb-h1 --precision bf16"),
     "pp2-zb-h1-experts": (2, f"--pp 2 {EXPERTS} --schedule zb-h1"),
     "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
     "dp2-zero": (2, "--precision bf16"),
     "dp2-no-zero": (2, "--data-parallel-sharding none"),
     "dp2-zero2": (2, "--precision bf16 --data-parallel-sharding optimizer_gradients"),
-    "dp2-zero2-fp32": (2, "--data-parallel-sharding optimizer_gradients"),
     "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
     "dp4-zero3-secondary": (4, "--precision bf16 --data-parallel-sharding full --secondary-shard-size 2"),
     "dp2-zero3-codes": (
         2,
         "--precision bf16 --data-parallel-sharding full --compress-gradients int8 --compress-weights int8",
     ),
-    "dp2-zero2-codes": (
-        2,
-        "--precision bf16 --data-parallel-sharding optimizer_gradients --compress-gradients int8",
-    ),
     "tp2-muon": (2, "--tp 2 --precision bf16 --optimizer muon --ema-decay 0.9"),
-    "qk-clip": (1, "--qk-clip --seq-length 1024"),
     "tp2-qk-clip-full": (2, "--tp 2 --qk-clip --precision bf16 --recompute-granularity full --seq-length 1024"),
     "ep2-muon": (2, f"--ep 2 {EXPERTS} {SHARED} --optimizer muon"),
     "dp2-colocated-muon": (2, "--placement colocated --optimizer muon"),
     "bf16-lion": (1, "--precision bf16 --optimizer lion --ema-decay 0.9"),
     "offload-optimizer": (1, "--precision bf16 --offload optimizer"),
-    "offload-activations": (1, "--offload activations"),
     "offload-activations-full": (1, "--offload activations --recompute-granularity full --precision bf16"),
-    "dp2-zero3-offload": (2, "--precision bf16 --data-parallel-sharding full --offload optimizer activations"),
-    "dp2-zero3-offload-frozen": (
-        2,
-        "--precision bf16 --data-parallel-sharding full --freeze vision --offload optimizer activations parameters",
-    ),
     "dp2-zero3-offload-everything": (
         2,
         "--precision bf16 --data-parallel-sharding full --offload optimizer activations parameters",
     ),
-    "pp2-offload": (2, "--pp 2 --offload activations"),
     "pp2-vpp2-offload": (2, "--pp 2 --vpp 2 --offload optimizer activations"),
     "dp2-colocated": (2, "--placement colocated"),
-    "cp2": (2, "--cp 2"),
     "cp2-bf16": (2, "--cp 2 --precision bf16"),
-    "cp2-selective": (2, "--cp 2 --recompute-granularity selective"),
-    "cp2-full-bf16": (2, "--cp 2 --recompute-granularity full --precision bf16"),
-    "cp2-full-no-zero": (2, "--cp 2 --recompute-granularity full --precision bf16 --data-parallel-sharding none"),
     "cp2-gemma": (2, f"--cp 2 {GEMMA}"),
     "cp3-repeated-keys": (3, "--cp 3 --seq-length 126 --micro-batch-size 3 --global-batch-size 6 --freeze language"),
-    "cp2-colocated": (2, "--cp 2 --placement colocated"),
     "cp2-offload": (2, "--cp 2 --offload activations"),
     "cp2-full-hybrid": (4, "--cp 2 --recompute-granularity full --precision bf16 --hybrid-shard-size 2"),
     "cp2-colocated-full": (2, "--cp 2 --placement colocated --recompute-granularity full --precision bf16"),
-    "tp2-colocated": (2, "--tp 2 --placement colocated --precision bf16"),
     "pp2-colocated": (2, "--pp 2 --placement colocated"),
-    "pp2-colocated-passes": (2, "--pp 2 --placement colocated --encoder-chunk-patches 128"),
     "pp2-colocated-recomputed": (
         2,
         "--pp 2 --placement colocated --encoder-chunk-patches 128 --set placement.encoder_keep_chunks=1 "
@@ -170,7 +139,6 @@ CASES = {
     ),
     "tp2-vision-tp2": (2, "--tp 2 --placement colocated --vision-tp 2"),
     "dp2-colocated-zero3": (2, "--placement colocated --data-parallel-sharding full --precision bf16"),
-    "pp2-colocated-frozen": (2, "--pp 2 --placement colocated --freeze vision"),
     "pp2-colocated-offload": (2, "--pp 2 --placement colocated --offload optimizer activations"),
     "dp2-zero3-frozen": (
         2,
@@ -218,15 +186,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     return (counts.peak, counts.host_peak), (step.memory[rank].total, host.total), there, counted
 
 
-FAST = (
-    "experts-bf16",
-    "dp2-zero3",
-    "bf16",
-    "rich",
-    "pp2-zb-h1",
-    "pp2-colocated",
-    "tp2-muon",
-)
+FAST = ("experts-bf16", "dp2-zero3", "bf16", "rich", "pp2-zb-h1", "pp2-colocated", "tp2-muon")
 
 
 @pytest.mark.parametrize(
@@ -238,9 +198,6 @@ def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> 
     ranks = pools(world).run(measured_and_predicted, argv, str(tmp_path / "run"))
     for rank, (peaks, memories, there, counted) in enumerate(ranks):
         assert counted == there, f"rank {rank}: parameters"
-        for place, peak, memory in zip(("device", "host"), peaks, memories, strict=True):
-            print(name, rank, place, peak, memory, memory / max(1, peak))
-    for rank, (peaks, memories, _, _) in enumerate(ranks):
         for place, peak, memory in zip(("device", "host"), peaks, memories, strict=True):
             assert memory == pytest.approx(peak, rel=0.1), (
                 f"rank {rank}, {place}: {memory / max(1, peak):.3f} of {peak}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -25,6 +26,18 @@ NUMBER = r"-?\d+(?:\.\d+)?"
 STEPS = 5  # advice upon advice that a user takes
 # What stands for a value in a message; no folder and no file of that name has to be there for the rules.
 WORDS = {"DIR": "d", "PATH": "d", "NAME": "d", "FILE": "d", "N": "1", "VALUE": "1", "T": "1", "H": "1", "W": "1"}
+
+
+def rows_by_section() -> dict[str, list[list[str]]]:
+    """Return the rows of the table of mistakes (`tests/unit/config/mistakes.txt`) by section."""
+    path = Path(__file__).parents[1] / "unit/config/mistakes.txt"
+    found: dict[str, list[list[str]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            rows = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            rows.append(line.replace("{file}", __file__).split(" | "))
+    return found
 
 
 def followed(message: str, argv: Sequence[str]) -> list[list[str]]:

@@ -28,7 +28,7 @@ from megavlm.rules.defaults import with_start_defaults
 from megavlm.rules.fields import Option, options, value_at, with_values
 from megavlm.rules.layout_rules import WORLD_RULES
 from megavlm.rules.load import from_dict
-from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file
+from tests.support.remedies import KEY, answer, dead_end, followed, followed_in_file, rows_by_section
 
 pytestmark = pytest.mark.usefixtures("one_parser")
 
@@ -41,19 +41,9 @@ class Mistake(NamedTuple):
     world: int = 1
 
 
-def _of_table() -> dict[str, list[list[str]]]:
-    """Return the rows of `mistakes.txt` by section."""
-    found: dict[str, list[list[str]]] = {}
-    for line in Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            rows = found.setdefault(line.strip("[]"), [])
-        elif line and not line.startswith("#"):
-            rows.append(line.replace("{file}", __file__).split(" | "))
-    return found
-
-
-ROWS = _of_table()
+ROWS = rows_by_section()
 FILES, GRIDS = ROWS.pop("files"), [text for (text,) in ROWS.pop("grids")]
+del ROWS["allowed"]
 TABLE = {
     section: [Mistake(argv, names, remedy, *more[:1], *map(int, more[1:])) for argv, names, remedy, *more in rows]
     for section, rows in ROWS.items()

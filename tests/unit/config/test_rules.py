@@ -14,6 +14,7 @@ from megavlm.rules import first
 from megavlm.rules.check import check
 from megavlm.rules.fields import options
 from megavlm.rules.precision_rules import fp8_fits_the_widths
+from tests.support.remedies import rows_by_section
 
 # The bounds of these depend on other options; rules.py and the planner check them.
 UNRANGED = {"model.vision.feature_layer", "model.objective.sigmoid_bias", "placement.pipeline_cuts"}
@@ -30,52 +31,9 @@ def test_the_defaults_are_a_run() -> None:
         check(Config(), world=world)
 
 
-@pytest.mark.parametrize(
-    ("argv", "world"),
-    [
-        ("--tp 2 --pp 2", 4),
-        ("--tp 2 --pp 2 --vpp 2 --gbs 8", 8),
-        ("--tp 2 --cp 2 --pp 2 --set model.language.num_query_groups=1", 8),
-        ("--cp 2 --hybrid-shard-size 2 --gbs 8", 4),  # of data- and context-parallel ranks
-        ("--tp 4 --set model.vision.num_attention_heads=2", 4),  # padded
-        ("--tp 4 --set model.language.num_query_groups=2 --lora-rank 4", 4),  # two ranks share a key/value head
-        (
-            "--tp 2 --set model.language.num_query_groups=3 model.language.num_attention_heads=6 "
-            "model.language.hidden_size=96",
-            2,
-        ),
-        ("--tp 4 --set model.vision.ffn_hidden_size=254 model.language.ffn_hidden_size=253", 4),
-        ("--tp 4 --set model.language.hidden_size=90 model.language.kv_channels=16", 4),
-        ("--tp 2 --no-sp --seq-length 65", 2),
-        ("--set model.language.hidden_size=90 model.language.kv_channels=32", 1),
-        ("--set model.projector.hidden_size=6 --tp 2", 2),
-        (
-            "--projector-kind linear --set model.projector.hidden_size=7 --tp 2",
-            2,
-        ),  # a linear projector has no inner width
-        ("--set data.imageless_share=1", 1),
-        ("--images-per-sample 0 --seq-length 2", 1),
-        ("--images-per-sample --seq-length 2", 1),
-        ("--image-sizes 8 16 --images-per-sample 2 --seq-length 10", 1),
-        ("--set model.vision.feature_layer=-2", 1),
-        ("--freeze vision language", 1),
-        ("--lr-warmup-iters 99", 1),
-        ("--lr-warmup-iters 100 --lr-decay-iters 101", 1),
-        ("--min-lr 1e-4 --vision-lr 1e-5", 1),  # the floor scales with the part's rate
-        ("--lr-decay-style WSD --lr-wsd-decay-iters 100", 1),
-        ("--vision-lr 0", 1),
-        ("--set model.vision.qk_norm=full --tp 4 --set model.vision.num_attention_heads=2", 4),
-        ("--pipeline-cuts 1 2 3", 1),  # the planner's to judge
-        ("--run-dir no/such/place", 1),
-        ("--overlap-grad-reduce --overlap-param-gather", 2),
-        ("--placement colocated --freeze vision projector --encode-ahead --vision-cache x", 2),
-        ("--placement colocated --tp 2 --set model.vision.ffn_hidden_size=33 model.projector.hidden_size=17", 2),
-        # The language model's heads and the encoder's parallelism have nothing to do with each other.
-        ("--placement colocated --pp 4 --vision-tp 4 --set model.language.num_attention_heads=2", 4),
-    ],
-)
-def test_what_works_is_allowed(argv: str, world: int) -> None:
-    check(parse(argv.split()), world=world)
+@pytest.mark.parametrize("row", rows_by_section()["allowed"], ids=lambda row: row[0])
+def test_what_works_is_allowed(row: list[str]) -> None:
+    check(parse(row[0].split()), world=int(row[1]) if len(row) > 1 else 1)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

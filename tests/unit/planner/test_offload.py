@@ -12,14 +12,12 @@ from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, sce
 from megavlm.planner.auto import offload_memory_error, planned, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
-from megavlm.planner.devices import peak_tflops
 from megavlm.planner.hardware import PROFILES, Hardware
 from megavlm.planner.host_memory import host_line, host_memory, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
 from megavlm.planner.search import search
 from megavlm.programs.plan_report import report
 from megavlm.rules.check import check
-from megavlm.rules.load import from_dict, to_yaml
 from tests.support.small_run import SMALL
 
 H100 = PROFILES["h100"]
@@ -178,18 +176,11 @@ def test_the_search_offloads_as_little_as_gives_room() -> None:
         assert best.candidate.offload == wanted
         assert best.step.peak <= hardware.memory
         assert best.step.seconds > roomy.best[0].step.seconds
-        config = from_dict(to_dict(to_yaml(outcome.config(SMALL))))
+        config = outcome.config(SMALL)
         assert config.execution.offload == wanted
         check(config, world=8)
         assert "host memory of the fullest rank" in report(outcome)
         assert not search(SMALL, 8, hardware, space=replace(SPACE, offload=())).best
-
-
-def test_what_a_run_offloads_it_offloads_in_every_layout() -> None:
-    config = replace(SMALL, execution=replace(SMALL.execution, offload=("optimizer",)))
-    best = search(config, 8, H100, space=SPACE).best[0]
-    assert best.candidate.offload == ("optimizer",)
-    assert best.step.host[0].moments > 0
 
 
 def test_a_node_without_room_is_refused() -> None:
@@ -242,13 +233,3 @@ def test_a_cpu_offloads_nothing_by_itself() -> None:
 
 def test_profiles_know_their_hosts() -> None:
     assert all((hardware.host is None) == (name == "cpu") for name, hardware in PROFILES.items())
-    speed = {name: PROFILES[name].own_host.link.bandwidth for name in ("a100", "h100", "gh200")}
-    assert speed["a100"] < speed["h100"] < speed["gh200"]
-    assert peak_tflops("NVIDIA GH200 480GB", "bf16") == 989
-
-
-def to_dict(text: str) -> dict[str, object]:
-    import yaml
-
-    found: dict[str, object] = yaml.safe_load(text)
-    return found

@@ -10,12 +10,9 @@ from megavlm.planner.hardware import PROFILES
     ("name", "half", "fp8"),
     [
         ("NVIDIA A100-SXM4-80GB", 312, None),
-        ("NVIDIA A100 80GB PCIe", 312, None),
         ("NVIDIA H100 80GB HBM3", 989, 1979),
         ("NVIDIA H100 PCIe", 756, 1513),
-        ("NVIDIA H100 NVL", 835, 1670),
         ("NVIDIA H200", 989, 1979),
-        ("NVIDIA H200 NVL", 835, 1670),
         ("NVIDIA B200", 2250, 4500),
     ],
 )

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.arch.dims import Dims, dims_of
+from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import layer_cost, layer_flops, step_flops
 from megavlm.arch.layers import layer_names, part_of, trained_below, trained_layers, trains_weights
 from megavlm.arch.plan import even_cuts, make_plan, table
 from megavlm.arch.workload import Workload, image_workload, typical_workload, window_patches, window_squares
-from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, LanguageConfig, ModelConfig, PlacementConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
-from megavlm.rules.defaults import resolve, resolve_model
+from megavlm.rules.defaults import resolve_model
 from tests.support.flags import resolved
 
 WORDS = ("--set", "model.language.vocab_size=256")
+WORK = Workload(10, 0, 0, 10, 20, 0, 0, 20)  # of 10 patches and 20 tokens, attention aside
 
 
 def largest(costs, cuts):
@@ -72,11 +72,6 @@ def test_a_shared_encoder_is_part_of_the_plan():
     assert "vision_tp" not in whole.to_json()  # as checkpoints have it that know no other
 
 
-def test_world_that_does_not_fit_names_the_options():
-    with pytest.raises(UserError, match=r"--tp 2 × --pp 2 .* 4 processes"):
-        dims_of(parse(["--tp", "2", "--pp", "2"]), world=6)
-
-
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_chunks_are_the_layer_list_in_order(pp, vpp):
     config = resolved(WORDS)
@@ -100,27 +95,10 @@ def test_cuts_by_hand_and_their_mistakes():
             planned(*cuts)
 
 
-def test_too_many_chunks_are_refused():
-    with pytest.raises(UserError, match="--pp"):
-        make_plan(Config(), Dims(tp=1, pp=40, vpp=1, dp=1))
-
-
-def test_feature_layer_leaves_layers_out():
-    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=4, feature_layer=-2)))
-    assert [name for name in names if name.startswith("vision.layers.")] == [f"vision.layers.{i}" for i in range(3)]
-
-
-def test_deepstack_mergers_follow_the_layers_they_tap():
-    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=3, deepstack_layers=(0, 2))))
-    assert names[1:7] == (
-        "vision.layers.0",
-        "deepstack.0",
-        "vision.layers.1",
-        "vision.layers.2",
-        "deepstack.1",
-        "vision.norm",
-    )
-    assert part_of("deepstack.0") == part_of("deepstack.0.linear_fc1.weight") == "projector"
+def test_layers_that_run_and_mergers_after_those_they_tap():
+    names = layer_names(ModelConfig(vision=VisionConfig(num_layers=4, feature_layer=-2, deepstack_layers=(0, 2))))
+    tower = "vision.layers.0 deepstack.0 vision.layers.1 vision.layers.2 deepstack.1 vision.norm"
+    assert names[1:7] == tuple(tower.split())
 
 
 def test_the_tower_does_not_depend_on_deepstack():
@@ -153,11 +131,11 @@ def test_a_frozen_tower_weighs_a_third():
         *"--pp 2 --set model.vision.num_layers=12 model.vision.image_size=64 model.projector.pixel_shuffle=2".split(),
     ]
     dims = Dims(tp=1, pp=2, vpp=1, dp=1)
-    for frozen, most in ((), 0.55), (("vision",), 0.55), (("vision", "projector"), 0.55):
+    for frozen in (), ("vision",), ("vision", "projector"):
         config = resolved([*argv, "--freeze", *frozen])
         flops = layer_flops(config, typical_workload(config))
         shares = [sum(flops[name] for name in chunk) / sum(flops.values()) for chunk in make_plan(config, dims).chunks]
-        assert max(shares) < most
+        assert max(shares) < 0.55
     trained, frozen_tower = (make_plan(resolved([*argv, *more]), dims) for more in ([], ["--freeze", "vision"]))
     assert len(frozen_tower.chunks[0]) > len(trained.chunks[0])
 
@@ -195,56 +173,36 @@ def test_adapters_train_the_layers_that_have_them():
 
 
 def test_flops_of_adapters_count_backward_from_the_first_of_them():
-    work = Workload(
-        patches=10,
-        patch_squares=0,
-        window_squares=0,
-        features=10,
-        tokens=20,
-        token_squares=0,
-        sliding_squares=0,
-        trained_tokens=20,
-    )
     argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
     late = resolved([*WORDS, *argv, "language.layers.2"])
 
     def forward(*stems):
         names = [name for name in layer_names(late.model) if name.startswith(stems)]
-        return sum(layer_cost(name, late.model, work).forward_flops for name in names)
+        return sum(layer_cost(name, late.model, WORK).forward_flops for name in names)
 
-    assert step_flops(late, work) == forward("") + forward("language.layers.3", "output")
-    assert step_flops(resolved([*WORDS, *argv, "language"]), work) == step_flops(late, work) + forward(
+    assert step_flops(late, WORK) == forward("") + forward("language.layers.3", "output")
+    assert step_flops(resolved([*WORDS, *argv, "language"]), WORK) == step_flops(late, WORK) + forward(
         "language.layers.1", "language.layers.2"
     )
 
 
 def test_flops_count_two_four_or_six_per_parameter_and_token():
     """Attention aside: frozen with nothing trained below 2, frozen above a trained part 4, trained above 6."""
-    work = Workload(
-        patches=10,
-        patch_squares=0,
-        window_squares=0,
-        features=10,
-        tokens=20,
-        token_squares=0,
-        sliding_squares=0,
-        trained_tokens=20,
-    )
     model = resolve_model(ModelConfig(language=LanguageConfig(vocab_size=100)))
 
     def forward(module):
         return sum(
-            layer_cost(name, model, work).forward_flops for name in layer_names(model) if part_of(name) == module
+            layer_cost(name, model, WORK).forward_flops for name in layer_names(model) if part_of(name) == module
         )
 
-    first = layer_cost("patch_embed", model, work).forward_flops  # its input needs no gradient
+    first = layer_cost("patch_embed", model, WORK).forward_flops  # its input needs no gradient
     everything = sum(map(forward, ("vision", "projector", "language")))
-    assert step_flops(Config(model=model), work) == 3 * everything - first
+    assert step_flops(Config(model=model), WORK) == 3 * everything - first
     frozen_vision = Config(model=replace(model, freeze=("vision",)))
     projector = forward("projector")
-    assert step_flops(frozen_vision, work) == forward("vision") + 2 * projector + 3 * forward("language")
+    assert step_flops(frozen_vision, WORK) == forward("vision") + 2 * projector + 3 * forward("language")
     projector_only = Config(model=replace(model, freeze=("vision", "language")))
-    assert step_flops(projector_only, work) == forward("vision") + 2 * projector + 2 * forward("language")
+    assert step_flops(projector_only, WORK) == forward("vision") + 2 * projector + 2 * forward("language")
 
 
 def test_a_tiled_image_is_its_base_tile_and_its_grid():
@@ -255,14 +213,3 @@ def test_a_tiled_image_is_its_base_tile_and_its_grid():
     assert (alone.patches, alone.patch_squares) == (5 * tile, 5 * tile**2)
     assert typical_workload(resolved([*argv, "2", *tiled])).patches == 2 * tile
     assert typical_workload(resolved([*argv, "2"])).patches == 2 * 4 * tile
-
-
-def test_parameters_of_a_layer_match_the_textbook():
-    work = typical_workload(resolve(Config()))
-    llama = resolve_model(
-        ModelConfig(
-            language=LanguageConfig(hidden_size=8, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2)
-        )
-    )
-    # q 8·8, k and v 8·4 each, o 8·8; gate, up and down 8·24 each
-    assert layer_cost("language.layers.0", llama, work).parameters == 64 + 32 + 32 + 64 + 3 * 8 * 24

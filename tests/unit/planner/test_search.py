@@ -131,13 +131,6 @@ def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
     assert 0 < step.overlappable <= step.encoder
 
 
-def test_rules_reject_in_their_own_words() -> None:
-    space = Space(tp=(1,), pp=(2,), schedule=("zb-h1",), sharding=("optimizer_gradients",))
-    outcome = search(SMALL, 4, PROFILES["a100"], space=space)
-    assert outcome.rejected
-    assert all("--schedule zb-h1" in each.reason for each in outcome.rejected)
-
-
 def test_plan_auto_settles_on_a_layout() -> None:
     auto = replace(SMALL, placement=replace(SMALL.placement, plan="auto", hardware="h100"))
     config = planned(auto, 4)
@@ -150,25 +143,17 @@ def test_plan_auto_settles_on_a_layout() -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("qwen2_5_vl_3b", 3.754),
         ("qwen2_5_vl_7b", 8.292),
-        ("qwen2_5_vl_32b", 33.45),
         ("qwen2_5_vl_72b", 73.41),
         ("qwen3_vl_8b", 8.767),
         ("llava_1_5_7b", 7.063),
-        ("llava_1_5_13b", 13.35),
-        ("internvl3_8b", 7.944),
         ("internvl3_38b", 38.39),
         ("llava_onevision_7b", 8.031),
         ("smolvlm_2b", 2.246),
         ("mistral_small_3_24b", 24.01),
         ("glm_4_1v_9b", 10.29),
-        ("ministral_3_3b", 3.849),
         ("ministral_3_8b", 8.918),
-        ("ministral_3_14b", 13.95),
-        ("llama2_7b", 6.738),
         ("llama3_8b", 8.030),
-        ("llama3_70b", 70.55),
         ("gpt_7_1b", 6.975),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.kinds import communication, layer_cost, layer_sizes, local_parameters, model_parameters, waiting_bytes
+from megavlm.arch.kinds import communication, local_parameters, waiting_bytes
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.schedules import shape_of
 from megavlm.command_line.parsing import parse
@@ -166,30 +166,6 @@ def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes(
     divided = case("qwen2_5_vl_7b", tp=4)
     whole = case("qwen2_5_vl_7b")
     assert rank_flops(LANGUAGE, divided) == tuple(flops / 4 for flops in rank_flops(LANGUAGE, whole))
-
-
-@pytest.mark.parametrize(
-    ("layer", "part", "odd", "aligned"), [(VISION, "vision", 3420, 3424), (LANGUAGE, "language", 18_940, 18_944)]
-)
-def test_padding_that_aligns_a_width_is_computed_and_kept_but_not_the_models(
-    layer: str, part: str, odd: int, aligned: int
-) -> None:
-    given, padded = (
-        replace(found, model=replace(found.model, **{part: replace(getattr(found.model, part), ffn_hidden_size=ffn)}))
-        for found in (case("qwen2_5_vl_7b"),)
-        for ffn in (odd, aligned)
-    )
-    assert rank_flops(layer, given) == pytest.approx(rank_flops(layer, padded), rel=1e-12)
-    assert local_parameters(layer, given.model, 1) == local_parameters(layer, padded.model, 1)
-    assert layer_sizes(layer, given).ffn == aligned
-    inputs = getattr(given.model, part).hidden_size
-    biases = 2 * (part == "vision")
-    more = (aligned - odd) * (3 * inputs + biases)
-    assert model_parameters(layer, padded.model) - model_parameters(layer, given.model) == more
-    assert model_parameters(layer, padded.model) == local_parameters(layer, padded.model, 1)
-    costs = [layer_cost(layer, each.model, each.work) for each in (given, padded)]
-    assert costs[1].parameters - costs[0].parameters == (aligned - odd) * 3 * inputs
-    assert costs[1].forward_flops > costs[0].forward_flops
 
 
 def test_ranks_that_share_keys_exchange_their_parts() -> None:

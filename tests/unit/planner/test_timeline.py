@@ -20,7 +20,7 @@ from megavlm.arch.schedules import (
     uniform,
 )
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 13) if m >= p]
+SIZES = [(p, m) for p in (1, 2, 4) for m in (1, 3, 4, 13) if m >= p]
 
 
 @pytest.mark.parametrize(("pp", "micro"), SIZES)
@@ -65,12 +65,6 @@ def test_more_micro_batches_hold_no_more(pp: int, vpp: int, rounds: int) -> None
     for order, peak in zip(rank_schedules(shape), peak_in_flight(shape), strict=True):
         held = list(accumulate(1 if step.kind == FORWARD else -1 for step in order))
         assert sum(peak) == max(held)
-
-
-def test_interleaving_holds_more() -> None:
-    """p·v + p − 1 − 2·rank chunk-passes on rank `rank`: warm-up forwards and the one that follows."""
-    peaks = [sum(rank) for rank in peak_in_flight(PipelineShape("interleaved", 4, 2, 8))]
-    assert peaks == [(4 - rank - 1) * 2 + 4 + 1 for rank in range(4)]
 
 
 SHAPES = st.one_of(

@@ -20,7 +20,6 @@ from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.partition import Partition, best_partition, simulate_partition
 from megavlm.planner.search import search
-from megavlm.planner.step import least_pipeline_time
 from megavlm.planner.uneven import MicroBatches, micro_batches
 from megavlm.rules.defaults import resolve
 from tests.support.small_run import SMALL
@@ -55,14 +54,6 @@ def drawn(steps: int, sequences: int, seed: int = 1) -> np.ndarray:
 def profiles_of(config: Config, batches: MicroBatches, dims: Dims, hardware=H100) -> LayerProfiles:
     scenario = replace(scenario_of(config, dims, on_gpu=hardware.on_gpu), work=batches.largest)
     return layer_profiles(scenario, hardware, modes=("none",), batches=batches)
-
-
-def mean_profiles(config: Config, batches: MicroBatches, dims: Dims, hardware=H100) -> LayerProfiles:
-    """The layers with the mean of all micro-batches."""
-    work = as_workload(batches.work.mean(axis=(1, 2, 3)))
-    return layer_profiles(
-        replace(scenario_of(config, dims, on_gpu=hardware.on_gpu), work=work), hardware, modes=("none",)
-    )
 
 
 SHAPES = [
@@ -155,20 +146,6 @@ def test_cuts_are_those_of_brute_force(shape: PipelineShape, device: str) -> Non
     assert early.bound <= best * (1 + 1e-9)
 
 
-def test_cuts_for_the_window_are_faster_than_those_for_its_mean() -> None:
-    config = replace(QWEN, train=replace(QWEN.train, global_batch_size=32))
-    dims, batches = Dims(pp=4, dp=2), micro_batches(window(config, drawn(4, 32)), dp=2, cp=1, size=1, colocated=False)
-    uneven, even = profiles_of(config, batches, dims), mean_profiles(config, batches, dims)
-    for shape in (PipelineShape("1f1b", 4, 1, 16), PipelineShape("zb-h1", 4, 1, 16)):
-        mean, own = (best_partition(each, shape, simulations=20) for each in (even, uneven))
-        assert isinstance(mean, Partition)
-        assert isinstance(own, Partition)
-        assert own.cuts != mean.cuts
-        trained = simulate_partition(uneven, shape, mean.cuts, mean.recompute).seconds
-        assert own.seconds < 0.995 * trained
-        assert trained > 1.02 * mean.seconds, "and the mean foretells a step that is too fast"
-
-
 def test_equal_micro_batches_are_no_news() -> None:
     """A window in which all are as the average sample gives the layouts, cuts and seconds of a plan without one."""
     config = replace(SMALL, train=replace(SMALL.train, global_batch_size=8))
@@ -207,16 +184,6 @@ def test_bounds_hold_and_memory_is_that_of_the_largest_micro_batch(order: str) -
             assert estimate.step.memory[0].activations > 0
             judged += 1
     assert judged > 30
-
-
-def test_a_pipeline_may_be_faster_than_with_equal_micro_batches() -> None:
-    """Text first, images last: neither stage waits, as the first micro-batch has no images and the last has no text."""
-    shape, text, images = PipelineShape("gpipe", 2, 1, 4), np.array([2.0, 0, 0, 0]), np.array([0, 0, 0, 2.0])
-    forward = np.stack([images, text])
-    seconds = simulate(shape, Durations(forward, np.zeros_like(forward))).seconds
-    assert least_pipeline_time(shape, work=1, path=1, ends=0) == pytest.approx(seconds)
-    assert least_pipeline_time(shape, work=1, path=1, ends=1e-9) == pytest.approx(seconds, rel=1e-6)
-    assert seconds < least_pipeline_time(shape, work=1, path=1) == pytest.approx(1 / (1 - (3 / 4) ** 2))
 
 
 def test_the_heaviest_replica_is_that_of_what_the_pipeline_computes() -> None:
