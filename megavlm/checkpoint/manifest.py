@@ -31,6 +31,7 @@ LARGEST = 2**28  # bytes of a manifest: ten million items
 TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
 _LOADED = ("state.json", "metadata.json", "items.json")  # other files that a load reads, beside SUMMARY
 _PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
+_FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
 _ROWS, _COLUMNS = 64, 511
 BLOCK = 8 * _ROWS * _COLUMNS  # bytes
 
@@ -88,12 +89,13 @@ def _folded(block: memoryview | bytearray, crc: int) -> int:
 
 
 class SummingFile:
-    """A file that is open for writing and computes the checksum of what is written to it."""
+    """Writes to an open file, computes the checksum of what is written, and waits for the disk now and then."""
 
     def __init__(self, file: IO[bytes], go_on: Callable[[], None] = lambda: None) -> None:
         """Write to `file`; `go_on` is called before each piece, and what it raises ends the write."""
         self._file, self._go_on = file, go_on
         self._bytes = self._crc = 0
+        self._waiting = 0  # bytes that the disk may not have yet
         self._item = FoldedSum()
         self._items: list[tuple[int, int]] = []
         self.error: Exception | None = None  # why the last write ended: torch reports "unexpected pos" in its place
@@ -105,6 +107,9 @@ class SummingFile:
             try:
                 self._go_on()
                 self._file.write(piece)
+                self._waiting += len(piece)
+                if self._waiting >= _FLUSH:
+                    self.finish()
             except Exception as error:
                 self.error = error
                 raise
@@ -123,6 +128,12 @@ class SummingFile:
 
     def flush(self) -> None:
         self._file.flush()
+
+    def finish(self) -> None:
+        """Wait for the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._waiting = 0
 
     @property
     def sum(self) -> FileSum:

@@ -47,7 +47,7 @@ from megavlm.checkpoint.items import STATE, state_as_json
 from megavlm.checkpoint.manifest import SUMMARY, in_words
 from megavlm.checkpoint.staging import THREADS, Item, Places, Staging
 from megavlm.checkpoint.writer import PATIENCE, Job, Outcome, Pulse, is_committed, reports_of, serve
-from megavlm.resilience.ended import how_it_ended
+from megavlm.resilience.signals import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
 _LOOK = 1.0  # seconds between looks for signs of life of the writer

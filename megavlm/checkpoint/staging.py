@@ -31,8 +31,6 @@ from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
 from megavlm.files import open_new
 
 THREADS = 2  # files of a rank, each written by a thread
-_FLUSH = 2**28  # bytes of a file after which it waits for the disk: no single wait is long
-
 _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
 
 Item = tuple[MetadataIndex, torch.Tensor]
@@ -180,8 +178,7 @@ def write_file(
     stream = None
     try:
         with open_new(path) as file, without_record_sums():
-            on_disk = _FlushedFile(file)
-            stream = SummingFile(cast(IO[bytes], on_disk), go_on)
+            stream = SummingFile(file, go_on)
             if isinstance(content, bytes):
                 stream.write(content)
             else:
@@ -191,9 +188,8 @@ def write_file(
                     start = stream.tell()
                     torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
                     stream.end_item()
-                    length = stream.tell() - start
-                    places.append((index.fqn, list(index.offset or ()), path.name, start, length))
-            on_disk.finish()
+                    places.append((index.fqn, list(index.offset or ()), path.name, start, stream.tell() - start))
+            stream.finish()
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
     except RuntimeError as error:
@@ -203,29 +199,6 @@ def write_file(
             raise cause from error
         raise SaveError(f"{path.name} cannot be written: {in_words(cause) if cause else error}") from error
     return places, stream.sum
-
-
-class _FlushedFile:
-    """A file that waits for the disk now and then, while it is written, and in `finish`."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._waiting = 0  # bytes that the disk may not have yet
-
-    def write(self, data: bytes | memoryview) -> int:
-        written = self._file.write(data)
-        self._waiting += written
-        if self._waiting >= _FLUSH:
-            self.finish()
-        return written
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def finish(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._waiting = 0
 
 
 def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:

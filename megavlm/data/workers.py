@@ -26,8 +26,7 @@ import torch.multiprocessing  # tensors travel in shared memory
 
 from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
 from megavlm.errors import UserError
-from megavlm.resilience.ended import how_it_ended
-from megavlm.resilience.signals import SIGNALS
+from megavlm.resilience.signals import SIGNALS, how_it_ended
 
 if TYPE_CHECKING:
     from megavlm.data.files import FilesSource

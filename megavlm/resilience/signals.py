@@ -1,4 +1,4 @@
-"""Receive requests to stop (a signal, or the end of torchrun) in a thread, whatever the main thread waits for.
+"""Receive requests to stop (a signal, or the end of torchrun) in a thread, and say how other processes ended.
 
 Python runs signal handlers between the instructions of the main thread, which may wait in a collective or compute for
 minutes. What the interpreter writes to a "wakeup" pipe arrives at once, and a thread reads it.
@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from importlib.metadata import version
+from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from packaging.version import Version
@@ -26,6 +27,7 @@ _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come 
 # once, and torchrun passes on what it gets.
 _SAME_REQUEST = 5.0  # seconds
 _LOOK_AT_PARENT = 1.0  # seconds
+_MOMENT = 1.0  # seconds within which another thread keeps the status that it was given
 DEFAULT_PATIENCE = 30.0  # seconds that torchrun, SLURM (KillWait) and Kubernetes wait between SIGTERM and SIGKILL
 
 
@@ -158,3 +160,21 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         return DEFAULT_PATIENCE
+
+
+def how_it_ended(process: BaseProcess, timeout: float | None = None) -> str:
+    """Return "was ended by SIGSEGV" or "ended with status 1"; "was lost" if no status is to be had.
+
+    Waits up to `timeout` seconds for the end of the process (None: until it ends).
+
+    The kernel gives the status of a process away once. Each thread that starts a process takes it for all that have
+    ended (`multiprocessing.process._cleanup`), and keeps it a moment later: until then `join` returns at once, and
+    `exitcode` is None.
+    """
+    process.join(timeout)
+    patience = time.monotonic() + _MOMENT
+    while (status := process.exitcode) is None:
+        if time.monotonic() > patience:
+            return "was lost"
+        time.sleep(0.001)
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.covering import axes_of, covering, pairs
-from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, TWO
+from tests.support.flags import HALF, MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.muon_reference import farthest_from_reference
 from tests.support.pool import Pools
@@ -25,7 +25,6 @@ from tests.support.training import (
     SMALL,
     TEXT_TO_LEARN,
     THREE,
-    assert_resumed,
     assert_same_curve,
     assert_within_a_hundredth,
     metrics,
@@ -144,47 +143,6 @@ SHARDED = [
 def test_sharding_gives_the_numbers_of_one_process(pools, alone, tmp_path, world, model, optimizer, flags):
     argv = [*SMALL, *THREE, "--no-save", *KNOWN[model].split(), *optimizer.split()]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), alone(argv))
-
-
-@pytest.mark.parametrize(
-    ("world", "flags"),
-    [
-        (2, f"{MUON} --tp 2 --micro-batch-size 4"),
-        pytest.param(
-            4, f"{MUON} --tp 2 --micro-batch-size 2 --set optimizer.muon_precision=bf16", marks=pytest.mark.slow
-        ),
-        pytest.param(2, f"{MUON} {ZERO_3}", marks=pytest.mark.slow),
-        pytest.param(2, f"{MUON} --data-parallel-sharding none", marks=pytest.mark.slow),
-        pytest.param(2, f"{MUON} --precision bf16 --placement colocated", marks=pytest.mark.slow),
-        pytest.param(2, LION, marks=pytest.mark.slow),
-        pytest.param(2, f"{LION} --data-parallel-sharding none --precision bf16", marks=pytest.mark.slow),
-    ],
-)
-def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):
-    argv = [*SMALL, *DROPOUT, *flags.split()]
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
-    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "before", "after"),
-    [
-        (SLOWER, (4, "--tp 2 --pp 2"), (2, ZERO_3)),
-        pytest.param(SLOWER, (2, ZERO_2), (4, "--pp 2 --vpp 2"), marks=pytest.mark.slow),
-        pytest.param(SLOWER, (2, "--tp 2"), (2, "--pp 2 --placement colocated"), marks=pytest.mark.slow),
-        pytest.param(LION, (2, "--tp 2"), (4, f"--pp 2 {ZERO_2}"), marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_resumes_on_another_layout(
-    pools: Pools, alone: Any, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
-):
-    argv = [*SMALL, *KNOWN["padded-heads"].split(), *optimizer.split()]
-    for (world, flags), length in ((before, HALF), (after, [])):
-        pools(world).run(train, [*argv, *length, *flags.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), alone(argv))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, TWO
+from tests.support.flags import HALF, MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.muon_reference import farthest_from_reference
 from tests.support.pool import Pools
-from tests.support.training import SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import SMALL, THREE, assert_same_curve, metrics, train
 
 CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"
 MUON = f"--optimizer muon {CLIP}"
@@ -110,24 +110,6 @@ def test_sharding_clips_the_heads_of_one_process(pools, alone, tmp_path, world, 
     argv = [*RUN, *KNOWN[model].split(), *optimizer.split()]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path))
     assert_same_clipping(metrics(tmp_path), alone(argv), tolerance=1e-5)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(f"{MUON} --tp 2 --micro-batch-size 4 --precision bf16", marks=pytest.mark.slow),
-        pytest.param(f"{CLIP} {ZERO_3}", marks=pytest.mark.slow),
-        pytest.param(f"{CLIP} --placement colocated --pp 2", marks=pytest.mark.slow),
-    ],
-)
-def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
-    argv = [*SMALL, *DROPOUT, *flags.split()]
-    world = 2 if "--tp 2" in flags else 4
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
-    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
-    assert all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
 
 
 @pytest.mark.slow

@@ -2,108 +2,116 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
-from multiprocessing.process import BaseProcess
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megavlm.checkpoint import folders
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
-from tests.support.forked import PATIENCE, start_program, status_of
+from tests.support.forked import start_program, status_of
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
 
+NONE, ZERO_2 = "--data-parallel-sharding none", "--data-parallel-sharding optimizer_gradients"
+FULL, COLOCATED = "--data-parallel-sharding full", "--pp 2 --placement colocated"
+MUON, LION = "--optimizer muon", "--optimizer lion --lr 1e-4"
+CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half of the heads
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    ("world", "flags"),
     [
-        pytest.param(4, "--tp 2 --pp 2 --recompute-granularity full", marks=pytest.mark.slow),
-        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
-        pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         (2, "--tp 2 --micro-batch-size 2 --placement colocated --encoder-chunk-patches 20"),
         (2, "--pp 2 --recompute-granularity full"),
-        pytest.param(2, "--pp 2 --placement colocated --data-parallel-sharding none", marks=pytest.mark.slow),
-        pytest.param(2, "--pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
+        (2, FULL),
+        (2, f"{MUON} --tp 2 --micro-batch-size 4"),
+        slow(4, "--tp 2 --pp 2 --recompute-granularity full"),
+        slow(2, NONE),
+        slow(4, "--pp 2 --vpp 2"),
+        slow(2, f"{COLOCATED} {NONE}"),
+        slow(2, f"{COLOCATED} --vision-tp 2"),
+        slow(4, f"--tp 2 {ZERO_2} --offload optimizer"),
+        slow(2, f"{FULL} --offload optimizer parameters --ema-decay 0.9"),
+        slow(4, f"{MUON} --tp 2 --micro-batch-size 2 --set optimizer.muon_precision=bf16"),
+        slow(2, f"{MUON} {FULL}"),
+        slow(2, f"{MUON} --precision bf16 --placement colocated"),
+        slow(2, f"{LION} {NONE} --precision bf16"),
+        slow(2, f"{MUON} {CLIP} --tp 2 --micro-batch-size 4 --precision bf16"),
+        slow(4, f"{CLIP} {FULL}"),
+        slow(4, f"{CLIP} {COLOCATED}"),
     ],
 )
-def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, layout: str):
-    argv = [*SMALL, *DROPOUT, *layout.split()]
+def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):
+    argv = [*SMALL, *DROPOUT, *flags.split()]
     pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
+    for length in (TWO, FOUR):
+        pools(world).run(train, [*argv, *length], str(tmp_path / "halves"))
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
+    assert CLIP not in flags or all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
 
 
 @pytest.fixture(scope="module")
-def half_of_tp2_pp2(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half of a run, on TP2·PP2."""
-    run_dir = tmp_path_factory.mktemp("half")
-    pools(4).run(train, [*SMALL, *PADDED.split(), *HALF, *"--tp 2 --pp 2".split()], str(run_dir))
+def half(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the folder of half a run, which is trained once."""
+
+    @cache
+    def run_dir(world: int, flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("half")
+        pools(world).run(train, [*SMALL, *PADDED.split(), *HALF, *flags.split()], str(folder))
+        return folder
+
     return run_dir
 
 
-@pytest.fixture(scope="module")
-def whole_on_one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train, [*SMALL, *PADDED.split(), "--no-save"], str(run_dir))
-    return run_dir
+BOTH = "--tp 2 --pp 2"
+CHANGES = [
+    ("", (4, BOTH), (2, "--pp 2 --vpp 2")),
+    ("", (2, "--tp 2 --placement colocated"), (2, "--pp 2")),
+    ("", (2, f"{COLOCATED} --vision-tp 2"), (2, "--tp 2")),
+    ("", (4, f"--tp 2 {FULL}"), (2, "--pp 2")),
+    slow("", (4, BOTH), (4, "--pp 4")),
+    slow("", (4, BOTH), (4, "--tp 4 --micro-batch-size 4")),
+    slow("", (4, BOTH), (2, "")),
+    slow("", (4, BOTH), (1, "")),
+    slow("", (4, BOTH), (2, COLOCATED)),
+    slow("", (2, "--pp 2"), (2, "--tp 2 --placement colocated --vision-tp 2")),
+    slow("", (2, COLOCATED), (2, "--tp 2 --placement colocated --vision-tp 2")),
+    slow("", (2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
+    slow("", (4, f"--pp 2 {ZERO_2}"), (2, FULL)),
+    slow("", (2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2")),
+    slow("", (2, f"{FULL} --placement colocated"), (2, ZERO_2)),
+    slow("", (2, f"{FULL} --offload optimizer parameters"), (2, "--tp 2")),
+    slow("", (2, "--pp 2"), (1, f"{FULL} --offload optimizer parameters")),
+    slow(f"{MUON} --lr 1e-4", (4, BOTH), (2, FULL)),
+    slow(f"{MUON} --lr 1e-4", (2, ZERO_2), (4, "--pp 2 --vpp 2")),
+    slow(f"{MUON} --lr 1e-4", (2, "--tp 2"), (2, COLOCATED)),
+    slow(LION, (2, "--tp 2"), (4, f"--pp 2 {ZERO_2}")),
+]
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        pytest.param(4, "--pp 4", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 4 --micro-batch-size 4", marks=pytest.mark.slow),
-        (2, "--pp 2 --vpp 2"),
-        pytest.param(2, "", marks=pytest.mark.slow),
-        pytest.param(1, "", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2", marks=pytest.mark.slow),
-        pytest.param(2, "--pp 2 --placement colocated", marks=pytest.mark.slow),
-    ],
-)
-def test_checkpoint_resumes_on_any_layout(
-    pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path, world: int, layout: str
+@pytest.mark.parametrize(("optimizer", "before", "after"), CHANGES)
+def test_a_checkpoint_resumes_on_another_layout(
+    pools: Pools, alone: Any, half: Any, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
 ):
-    run_dir = tmp_path / "run"
-    shutil.copytree(half_of_tp2_pp2, run_dir)
-    pools(world).run(train, [*SMALL, *PADDED.split(), *layout.split()], str(run_dir))
-    assert_same_curve(metrics(run_dir), metrics(whole_on_one))
+    (first, layout), (world, then), run_dir = before, after, tmp_path / "run"
+    argv = [*SMALL, *PADDED.split(), *optimizer.split()]
+    shutil.copytree(half(first, f"{optimizer} {layout}".strip()), run_dir)
+    pools(world).run(train, [*argv, *then.split()], str(run_dir))
+    assert_same_curve(metrics(run_dir), alone(argv))
 
 
-def test_colocated_checkpoint_resumes_in_stages(pools: Pools, whole_on_one: Path, tmp_path: Path):
+def test_load_starts_from_another_run(pools: Pools, alone: Any, half: Any, tmp_path: Path):
     argv = [*SMALL, *PADDED.split()]
-    pools(2).run(train, [*argv, *HALF, *"--tp 2 --placement colocated".split()], str(tmp_path))
-    pools(2).run(train, [*argv, "--pp", "2"], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("--pp 2 --placement colocated --vision-tp 2", "--tp 2"),
-        pytest.param("--pp 2", "--tp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
-        pytest.param(
-            "--pp 2 --placement colocated", "--tp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_encoders_resume_with_another_tensor_parallelism(
-    pools: Pools, whole_on_one: Path, tmp_path: Path, first: str, then: str
-):
-    argv = [*SMALL, *PADDED.split()]
-    pools(2).run(train, [*argv, *HALF, *first.split()], str(tmp_path))
-    pools(2).run(train, [*argv, *then.split()], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), metrics(whole_on_one))
-
-
-def test_load_starts_from_another_run(pools: Pools, half_of_tp2_pp2: Path, whole_on_one: Path, tmp_path: Path):
-    argv = [*SMALL, *PADDED.split(), "--load", str(half_of_tp2_pp2), "--pp", "2"]
-    pools(2).run(train, argv, str(tmp_path))
-    assert_same_curve(metrics(tmp_path), metrics(whole_on_one)[2:])
+    pools(2).run(train, [*argv, *"--pp 2 --load".split(), str(half(4, "--tp 2 --pp 2"))], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), alone(argv)[2:])
 
 
 def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
@@ -134,55 +142,16 @@ def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Pat
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
 
 
-def start(run_dir: Path) -> BaseProcess:
-    argv = [
-        *SMALL,
-        *"--train-iters 12 --save-interval 2 --keep-checkpoints 0".split(),
-        *"--set model.vision.num_layers=1 model.language.num_layers=1".split(),
-    ]
-    return start_program([*argv, "--run-dir", str(run_dir)], run_dir.with_name(f"{run_dir.name}-output"))
-
-
-def kill_once(process: BaseProcess, condition) -> None:
-    """kill -9 the program and its children as soon as the condition holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.is_alive(), "ended before it could be killed"
-        assert time.monotonic() < deadline, "never got that far"
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-
-
-# Slow: four starts of the program. `unit/checkpoint/test_folders.py` shows that unfinished folders do not count.
-@pytest.mark.slow
-def test_killed_at_any_moment_resumes_from_the_newest_complete_checkpoint(tmp_path: Path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    checkpoints = killed / "checkpoints"
-    assert status_of(start(whole)) == 0
-
-    def saving() -> bool:  # any but the first: on a busy machine the eye may be elsewhere during one
-        return any(not path.name.startswith("tmp-iter_0000002") for path in checkpoints.glob("tmp-iter_*"))
-
-    kill_once(start(killed), saving)
-    survivors = [iteration for iteration, _ in folders.complete(checkpoints)]
-    assert survivors == [2, 4, 6, 8, 10][: len(survivors)] != []
-    kill_once(start(killed), lambda: len(folders.complete(checkpoints)) > len(survivors))  # between two saves
-    assert status_of(start(killed)) == 0
-
-    assert_resumed(metrics(killed), metrics(whole))
-    assert not list(checkpoints.glob("tmp-*"))
-
-
 def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
-    process = start(tmp_path / "run")
-    metrics_file = tmp_path / "run/metrics.jsonl"
+    run_dir, output = tmp_path / "run", tmp_path / "output"
+    argv = [*SMALL, *"--train-iters 12 --set model.vision.num_layers=1 model.language.num_layers=1".split()]
+    process = start_program([*argv, "--run-dir", str(run_dir)], output)
+    metrics_file = run_dir / "metrics.jsonl"
     while not (metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 3):
-        assert process.is_alive(), (tmp_path / "run-output").read_text()
+        assert process.is_alive(), output.read_text()
         time.sleep(0.002)
     process.terminate()
     assert status_of(process) == 75
-    done = len(metrics(tmp_path / "run"))
+    done = len(metrics(run_dir))
     assert done < 12
-    checkpoints = tmp_path / "run/checkpoints"
-    assert folders.newest(checkpoints) == folders.folder_for(checkpoints, done)
+    assert folders.newest(run_dir / "checkpoints") == folders.folder_for(run_dir / "checkpoints", done)

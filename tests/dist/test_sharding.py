@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.flags import DROPOUT, FOUR, HALF, MODELS, PADDED, TWO
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import (
     SMALL,
     THREE,
-    assert_resumed,
     assert_same_curve,
     metrics,
     started,
@@ -84,61 +82,6 @@ def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
         pools(2).run(train, argv, str(tmp_path / kind))
         for ours, exact in zip(metrics(tmp_path / kind), one_process("plain"), strict=True):
             assert abs(ours["loss"] - exact["loss"]) < 1e-2
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        FULL,
-        pytest.param(f"--tp 2 {GRADIENTS} --offload optimizer", marks=pytest.mark.slow),
-        pytest.param(f"{FULL} --offload optimizer parameters --ema-decay 0.9", marks=pytest.mark.slow),
-    ],
-)
-def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str):
-    argv = [*SMALL, *DROPOUT, *flags.split()]
-    world = 4 if "--tp" in flags else 2
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
-    pools(world).run(train, [*argv, *TWO], str(tmp_path / "halves"))
-    pools(world).run(train, [*argv, *FOUR], str(tmp_path / "halves"))
-    assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((4, f"--tp 2 {FULL}"), (2, "--pp 2")),
-        pytest.param((2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2"), marks=pytest.mark.slow),
-        pytest.param((4, f"--pp 2 {GRADIENTS}"), (2, FULL), marks=pytest.mark.slow),
-        pytest.param((2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2"), marks=pytest.mark.slow),
-        pytest.param((2, f"{FULL} --placement colocated"), (2, GRADIENTS), marks=pytest.mark.slow),
-        pytest.param((2, f"{FULL} --offload optimizer parameters"), (2, "--tp 2"), marks=pytest.mark.slow),
-        pytest.param((2, "--pp 2"), (1, f"{FULL} --offload optimizer parameters"), marks=pytest.mark.slow),
-    ],
-)
-def test_checkpoint_resumes_with_another_sharding(
-    pools: Pools, sharded_curve, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
-):
-    for (world, flags), length in ((before, HALF), (after, [])):
-        pools(world).run(train, [*SMALL, *PADDED.split(), *length, *flags.split()], str(tmp_path))
-    assert_same_curve(metrics(tmp_path), sharded_curve)
-
-
-@pytest.fixture(scope="module")
-def sharded_curve(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train, [*SMALL, *PADDED.split(), "--no-save"], str(run_dir))
-    return metrics(run_dir)
-
-
-@pytest.mark.slow
-def test_a_bf16_run_keeps_its_master_weights_across_shardings(pools: Pools, tmp_path: Path):
-    """Saved with one sharding and saved again with another at once: no number has changed."""
-    argv = [*SMALL, *"--precision bf16 --tp 2 --micro-batch-size 4 --train-iters".split()]
-    pools(2).run(train, [*argv, "2"], str(tmp_path / "run"))
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
-    pools(2).run(train, [*argv, "3"], str(tmp_path / "run"))
-    pools(2).run(train, [*argv, "3", *FULL.split()], str(tmp_path / "other"))
-    assert_same_curve(metrics(tmp_path / "other"), metrics(tmp_path / "run"), tolerance=1e-6)
 
 
 SECONDARY = f"{FULL} --secondary-shard-size 2"

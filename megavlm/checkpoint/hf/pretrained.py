@@ -321,18 +321,9 @@ def _connector(given: ProjectorConfig, pretrained: Pretrained) -> ProjectorConfi
         raise UserError(
             f"--projector-kind {given.kind} contradicts {pretrained.folder.path}, which has {found.kind}: leave it out"
         )
-    name, section = found.kind, "model.projector"
-    own, decided = (getattr(each.connectors, name, each) for each in (given, found))
-    if decided is not found:  # an MLP's options are the projector's own
-        section = f"{section}.connectors.{name}"
-    for option in options():
-        if option.section == section and option.path[-1] != "kind":
-            wanted, value = (getattr(each, option.path[-1]) for each in (own, decided))
-            if wanted not in (value, option.default):
-                raise UserError(
-                    f"{option.name} {wanted} contradicts {pretrained.folder.path}, which has {value}: leave it out, "
-                    "the folder decides"
-                )
+    own, decided = (getattr(each.connectors, found.kind, each) for each in (given, found))
+    # An MLP's options are the projector's own.
+    _agree("projector" if decided is found else f"projector.connectors.{found.kind}", own, decided, pretrained)
     return found
 
 
@@ -343,14 +334,15 @@ def _experts(given: ExpertsConfig, pretrained: Pretrained) -> ExpertsConfig:
     return replace(pretrained.model.experts, **said)
 
 
-def _agree(part: str, given: Any, found: Any, pretrained: Pretrained) -> None:
+def _agree(section: str, given: Any, found: Any, pretrained: Pretrained) -> None:
     if given in (type(given)(), found):  # not set at all, or read back from the run's own config.yaml
         return
     names = {option.key: option.name for option in options()}
     for name, value in vars(found).items():
-        if (wanted := getattr(given, name)) not in (value, getattr(type(given)(), name)):
+        key, wanted = f"model.{section}.{name}", getattr(given, name)
+        if key in names and wanted not in (value, getattr(type(given)(), name)):
             raise UserError(
-                f"{names[f'model.{part}.{name}']} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
+                f"{names[key]} {wanted} contradicts {pretrained.folder.path}, which has {value}: "
                 "leave it out, the folder decides"
             )
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megavlm.resilience.ended import how_it_ended
+from megavlm.resilience.signals import how_it_ended
 
 FORK = multiprocessing.get_context("fork")
 
@@ -59,7 +59,7 @@ def test_another_thread_was_given_the_status_and_keeps_it_a_moment_later(monkeyp
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megavlm.resilience.ended._MOMENT", 0.01)
+    monkeypatch.setattr("megavlm.resilience.signals._MOMENT", 0.01)
     process = FORK.Process(target=sleep)
     process.start()
     assert how_it_ended(process, timeout=0.01) == "was lost"
