@@ -143,7 +143,8 @@ class MatrixUpdates:
 
     def _assembled(self, each: Round, arrived: Tensor) -> dict[int, Tensor]:
         """Return the updates of this rank's own matrices, but for the learning rate, from their pieces."""
-        whole = {index: self._empty(index, arrived) for index in each.own}
+        own = {index: self.matrices[index] for index in each.own}
+        whole = {index: arrived.new_zeros(matrix.rows, matrix.columns) for index, matrix in own.items()}
         for piece, values in _split(arrived, chain(*each.gathers_from)):
             _of_matrix(whole, piece).copy_(values.view(piece.rows, piece.width))
         alike = defaultdict[torch.Size, list[int]](list)
@@ -153,10 +154,6 @@ class MatrixUpdates:
             found = self.rule.update_of(torch.stack([whole[index] for index in indices]))
             whole.update(zip(indices, found, strict=True))
         return whole
-
-    def _empty(self, index: int, like: Tensor) -> Tensor:
-        matrix = self.matrices[index]
-        return like.new_zeros(matrix.rows, matrix.columns)
 
     def _exchange(self, sends: Sequence[Sequence[Piece]], receives: Sequence[Sequence[Piece]], values: Any) -> Tensor:
         """Send each rank its pieces, whose elements `values` returns; return the elements of all that arrives."""

@@ -60,11 +60,15 @@ class RunLock:
                 raise BlockingIOError
             _lock(file)  # once more: looking at the file gave the kernel's lock away
         except BlockingIOError as error:
-            line = _refusal(self._run_dir, _owner(file))
+            owner = _owner(file)
             os.close(file)
-            raise UserError(line) from error
+            raise UserError(
+                f"--run-dir {self._run_dir} belongs to a run that is alive (process {owner.get('pid')} on "
+                f"{owner.get('host')}, since {owner.get('since')}): stop it, or give another --run-dir"
+            ) from error
         try:
-            me = {**_me(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+            me = {"host": platform.node(), "machine": _boot(), "pid": os.getpid(), "started": _started(os.getpid())}
+            me["since"] = datetime.now(UTC).isoformat(timespec="seconds")
             _write(file, me)
         except OSError as error:
             os.close(file)
@@ -141,11 +145,6 @@ def _say(line: str) -> None:
     print(f"{started_as('train')}: {line}", file=sys.stderr, flush=True)
 
 
-def _me() -> dict[str, Any]:
-    """Return what tells this process from every other on any machine."""
-    return {"host": platform.node(), "machine": _boot(), "pid": os.getpid(), "started": _started(os.getpid())}
-
-
 def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
     """Return whether the process that the lock file names is alive, where the kernel's lock does not tell."""
     if owner.get("machine") == _boot():
@@ -207,10 +206,3 @@ def _owner_at(path: Path) -> dict[str, Any]:
 def _write(file: int, owner: dict[str, Any]) -> None:
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(owner).encode() + b"\n", 0)
-
-
-def _refusal(run_dir: Path, owner: dict[str, Any]) -> str:
-    return (
-        f"--run-dir {run_dir} belongs to a run that is alive (process {owner.get('pid')} on {owner.get('host')}, since "
-        f"{owner.get('since')}): stop it, or give another --run-dir"
-    )

@@ -29,8 +29,13 @@ class FailingJob:
 
     @property
     def best_interval(self) -> float:
-        """Return the seconds of training between saves that lose the least."""
-        return best_interval(stall=self.stall, between_failures=self.between_failures)
+        """Return the seconds of training between saves that lose the least (Young; Daly, first order).
+
+        Of each second, saves take stall / T. A failure, of which there are 1 / M per second, loses half an interval on
+        average, T / 2, and what does not depend on T. The derivative −stall / T² + 1 / (2 M) is zero at
+        T = √(2 · stall · M).
+        """
+        return math.sqrt(2 * self.stall * self.between_failures)
 
     def goodput(self, interval: float) -> float:
         """Return the expected share of time in training that a checkpoint has kept (Daly).
@@ -46,13 +51,3 @@ class FailingJob:
             return 0.0
         kept = interval / mean / math.expm1(cycle / mean) if cycle else 1.0  # a save that costs nothing comes always
         return kept * math.exp(-(self.detection + self.restart) / mean)
-
-
-def best_interval(*, stall: float, between_failures: float) -> float:
-    """Return the seconds of training between saves that lose the least (Young; Daly, first order).
-
-    Of each second, saves take stall / T. A failure, of which there are 1 / M per second, loses half an interval on
-    average, T / 2, and what does not depend on T. The derivative −stall / T² + 1 / (2 M) is zero at
-    T = √(2 · stall · M).
-    """
-    return math.sqrt(2 * stall * between_failures)

@@ -47,6 +47,9 @@ def slow(*case: Any) -> Any:
         slow(2, f"{MUON} {CLIP} --tp 2 --micro-batch-size 4 --precision bf16"),
         slow(4, f"{CLIP} {FULL}"),
         slow(4, f"{CLIP} {COLOCATED}"),
+        # Weights are coded as themselves, and masters are exact. (Of gradients, what was not sent yet is dropped.)
+        slow(2, "--compress-weights int8 --precision bf16"),
+        slow(2, f"{FULL} --compress-weights int8 --precision bf16"),
     ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.flags import FOUR, TWO
 from tests.support.pool import Pools
 from tests.support.training import (
     SMALL,
@@ -17,7 +16,6 @@ from tests.support.training import (
     metrics,
     started,
     train,
-    without_wall_time,
 )
 
 BF16 = "--precision bf16"
@@ -247,17 +245,6 @@ def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-2)
     assert any(ours["grad_norm"] != theirs["grad_norm"] for ours, theirs in zip(coded, plain, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [WEIGHTS, f"{FULL} {WEIGHTS}"])
-def test_coded_weights_resume_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
-    """They are coded as themselves, and masters are exact. (Of gradients, what was not sent yet is dropped.)"""
-    argv = [*SMALL, *flags.split()]
-    pools(2).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
-    for length in (TWO, FOUR):
-        pools(2).run(train, [*argv, *length], str(tmp_path / "halves"))
-    assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(tmp_path / "whole"))
 
 
 @pytest.mark.slow

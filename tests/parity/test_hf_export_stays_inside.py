@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_part_sidecars
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars
 from megavlm.checkpoint.manifest import TENSORS, read_manifest, write_manifest
 from megavlm.errors import UserError
 from megavlm.programs import convert
@@ -137,7 +137,7 @@ def test_a_run_takes_the_parts_of_the_checkpoint_that_it_starts_from(tmp_path: P
     theirs = parts_in(tmp_path / "theirs")
     (tmp_path / "mine").mkdir()
     carry_sidecar(tmp_path / "theirs", tmp_path / "mine")
-    mine = read_part_sidecars(tmp_path / "mine")
+    mine = sidecars(tmp_path / "mine")
     assert {part: (each.files / "config.json").read_bytes() for part, each in mine.items()} == {
         part: (theirs / part / "files" / "config.json").read_bytes() for part in ("vision", "projector", "language")
     }
@@ -159,4 +159,4 @@ def test_a_part_that_is_elsewhere_or_missing_is_one_line(tmp_path: Path, name: s
     if linked:
         place.symlink_to(tmp_path / "moved")
     with pytest.raises(UserError, match=r"is damaged .* nothing can be exported from it"):
-        read_part_sidecars(tmp_path / "theirs")
+        sidecars(tmp_path / "theirs")

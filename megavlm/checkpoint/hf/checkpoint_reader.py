@@ -69,7 +69,9 @@ class CheckpointReader:
             block = out[low - start : high - start]
             if not whole_rows:
                 block = torch.empty((high - low, *record.sizes[1:]), dtype=dtype)
-            _read_rows(record, block, low - record.offsets[0])
+            row = record.bytes // max(1, record.sizes[0])
+            with record.file.open("rb", buffering=0) as file:
+                read_into(file.fileno(), block, _values_at(record) + (low - record.offsets[0]) * row)
             if not whole_rows:
                 columns = (slice(at, at + size) for at, size in zip(record.offsets[1:], record.sizes[1:], strict=True))
                 out[(slice(low - start, high - start), *columns)] = block
@@ -102,11 +104,6 @@ class TrainedReader(CheckpointReader):
 def _verify(items: VerifiedItems, record: Record) -> None:
     with record.file.open("rb", buffering=0) as file:
         items.verify(file, record.file.name, record.start, record.length)
-
-
-def _read_rows(record: Record, out: Tensor, first_row: int) -> None:
-    with record.file.open("rb", buffering=0) as file:
-        read_into(file.fileno(), out, _values_at(record) + first_row * (record.bytes // max(1, record.sizes[0])))
 
 
 _values_at = cache(Record.values_at)  # of each record, which exports read some rows of at a time

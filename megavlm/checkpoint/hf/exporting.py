@@ -39,8 +39,6 @@ from megavlm.checkpoint.hf.sidecar import (
     Sidecar,
     copy_kept,
     is_rounded,
-    read_part_sidecars,
-    read_sidecar,
     sidecars,
 )
 from megavlm.checkpoint.summary import model_of, read_summary
@@ -275,8 +273,8 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     if merge and not saved.lora.rank:
         raise UserError(f"{source} has no adapters to merge: use export")
     merged = saved.lora if merge else None
-    parts = read_part_sidecars(checkpoint)
-    if not parts:
+    parts = sidecars(checkpoint)
+    if not parts.keys() - {""}:
         export(checkpoint, exportable(source)[1], saved.model, out, merged=merged, averaged=averaged)
         return
     if out.exists():
@@ -314,18 +312,18 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     Raises UserError for a run that no folder of Hugging Face files belongs to.
     """
     checkpoint = folders.resolve(source)
-    sidecar = read_sidecar(checkpoint)
-    if read_part_sidecars(checkpoint):
+    found = sidecars(checkpoint)
+    if found.keys() - {""}:
         raise UserError(
             f"{source} consists of parts that no model of Transformers has together: use "
             f"{program('convert')} export, or merge-lora with adapters, which write a folder for each"
         )
-    if sidecar is None:
+    if not found:
         raise UserError(
             f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
             "runs that started with --init-from or an imported checkpoint can be exported"
         )
-    return checkpoint, sidecar, model_of(read_summary(checkpoint), checkpoint)
+    return checkpoint, found[""], model_of(read_summary(checkpoint), checkpoint)
 
 
 def family_at(sidecar: Sidecar) -> Family:

@@ -123,35 +123,19 @@ def carry_sidecar(checkpoint: Path, run_dir: Path) -> bool:
 
 
 def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
-    """Return what `hf/` of a checkpoint or its run holds: a model under the name "", or each of its parts; empty if the
-    model is not from Hugging Face. Raises UserError as `read_sidecar` does.
-    """
-    whole = read_sidecar(checkpoint)
-    return {"": whole} if whole is not None else read_part_sidecars(checkpoint)
-
-
-def read_sidecar(checkpoint: Path) -> Sidecar | None:
-    """Return the content of `hf/` in a checkpoint or in its run; None if the model is not from Hugging Face.
+    """Return what `hf/` of a checkpoint, or of its run, holds: a model under the name "", or each part (`hf/vision`, …)
+    of one that Transformers has no class for; empty if the model is not from Hugging Face.
 
     Raises UserError if it is damaged or names files elsewhere.
     """
-    found = (parent for parent in _places(checkpoint) if os.path.lexists(parent / NAME / TENSORS))
-    return next((_read(parent, NAME) for parent in found), None)
-
-
-def read_part_sidecars(checkpoint: Path) -> dict[str, Sidecar]:
-    """Return the same of each part, `hf/vision`, `hf/projector` and `hf/language`, of a model that consists of folders
-    and that Transformers has no class for; empty if there are none.
-    """
-    for parent in _places(checkpoint):
-        if any(os.path.lexists(parent / NAME / part) for part in ALL_PARTS):
-            return {part: _read(parent, NAME, part) for part in ALL_PARTS}
+    places = [parent / NAME for parent in (checkpoint, checkpoint.parent.parent)]
+    for place in places:
+        if os.path.lexists(place / TENSORS):
+            return {"": _read(place.parent, NAME)}
+    for place in places:
+        if any(os.path.lexists(place / part) for part in ALL_PARTS):
+            return {part: _read(place.parent, NAME, part) for part in ALL_PARTS}
     return {}
-
-
-def _places(checkpoint: Path) -> tuple[Path, Path]:
-    """Return where the folder `hf/` of a checkpoint may be: in it, or in its run."""
-    return checkpoint, checkpoint.parent.parent
 
 
 def _read(path: Path, *names: str) -> Sidecar:

@@ -22,7 +22,7 @@ backend.activate()
 from megavlm.checkpoint import folders, manifest, remote  # noqa: E402
 from megavlm.checkpoint.folders import Holds  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.checkpoint.hf.sidecar import carry_sidecar, read_sidecar  # noqa: E402
+from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars  # noqa: E402
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
 from megavlm.checkpoint.reading import Reader, choices_in  # noqa: E402
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
@@ -131,7 +131,7 @@ def sidecar(folder: Path, data: bytes) -> None:
     (made / "hf" / "files" / "config.json").write_text("{}")
     (made / "hf" / "unused.safetensors").write_bytes(b"")
     (made / "hf" / "tensors.json").write_bytes(data)
-    read_sidecar(made)
+    sidecars(made)
     (folder / "run").mkdir()
     carry_sidecar(made, folder / "run")
 

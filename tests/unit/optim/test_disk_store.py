@@ -72,14 +72,6 @@ def test_a_load_into_the_state_is_what_the_next_step_reads(tmp_path: Path) -> No
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-def test_three_pieces_are_in_memory(tmp_path: Path) -> None:
-    values = [torch.randn(100) for _ in range(50)]
-    optimizer = on_disk(values, tmp_path, piece=200)
-    step(optimizer, values, 0)
-    assert isinstance(optimizer.store, DiskStore)
-    assert [each.numel() for each in optimizer.store._buffers] == [400, 400, 400]
-
-
 def test_averages_stay_in_memory(tmp_path: Path) -> None:
     """The file has room for the rule's state alone."""
     values = params()
@@ -151,7 +143,3 @@ def test_calls_that_move_less_than_asked_are_continued(tmp_path: Path, monkeypat
     os.ftruncate(scratch._file.fileno(), 2000)
     with pytest.raises(ScratchLost, match="the file has become shorter"):
         scratch.read(0, found)
-
-
-def test_an_empty_shard_needs_no_file(tmp_path: Path) -> None:
-    assert Scratch(tmp_path, 0).numbers.numel() == 0

@@ -25,10 +25,6 @@ def test_matrices_are_spread_evenly(costs: list[int], ranks: int) -> None:
         assert load - min(own, default=0) <= min(loads)
 
 
-def test_the_longest_come_first() -> None:
-    assert owners_of([1, 1, 1, 3], 2) == [1, 1, 1, 0]
-
-
 WEIGHTS = st.builds(
     hidden_weight,
     st.integers(1, 6),

@@ -80,39 +80,25 @@ def expect_refusal(run_dir: Path) -> None:
         RunLock(run_dir).acquire()
 
 
+@pytest.mark.parametrize("machine", [None, "another machine"])
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_run_on_another_machine_is_judged_by_its_heartbeat(owner, tmp_path: Path, alive: bool):
-    """Without a kernel lock in between, as on shared storage that does not pass locks on."""
-    if not alive:
-        owner.kill()
-        owner.join()
-    with (
-        patch.object(lock, "_SILENCE", 2.0),
-        patch.object(lock, "_boot", lambda: "another machine"),
-        patch.object(lock, "_lock", lambda _: False),
-    ):
-        mine = RunLock(tmp_path)
-        if alive:
-            with pytest.raises(UserError, match=str(owner.pid)):
-                mine.acquire()
-        else:
-            mine.acquire()
-            mine.release()
-
-
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_file_system_without_locks(owner, tmp_path: Path, alive: bool):
-    if not alive:
-        owner.kill()
-        owner.join()
+def test_without_the_kernels_lock_a_process_or_its_heartbeat_is_looked_for(
+    owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool, machine: str | None
+):
+    """As on shared storage that does not pass locks on: the owner is of this machine, or of another."""
+    monkeypatch.setattr(lock, "_lock", lambda _: False)
+    if machine is not None:
+        monkeypatch.setattr(lock, "_SILENCE", 2.0)
+        monkeypatch.setattr(lock, "_boot", lambda: machine)
     mine = RunLock(tmp_path)
-    with patch.object(lock, "_lock", lambda _: False):
-        if alive:
-            with pytest.raises(UserError, match=str(owner.pid)):
-                mine.acquire()
-        else:
+    if alive:
+        with pytest.raises(UserError, match=str(owner.pid)):
             mine.acquire()
-            mine.release()
+        return
+    owner.kill()
+    owner.join()
+    mine.acquire()
+    mine.release()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "\\ud800", "machine": 3}', "[" * 100_000])

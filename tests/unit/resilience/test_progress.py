@@ -70,8 +70,8 @@ def test_where_all_wait_the_rank_that_is_behind_is_named_and_then_the_one_that_b
         ({"idle": 890.0, "phase": DATA}, False),  # a data worker that hangs is replaced meanwhile
         ({"idle": 910.0, "phase": DATA}, True),
         ({"idle": 61.0, "phase": DATA, "waits": True}, True),  # for another rank, not for data
-        ({"idle": 3590.0, "phase": START, "steps": 0}, False),
-        ({"idle": 3610.0, "phase": START, "steps": 0}, True),
+        ({"idle": 86390.0, "phase": START, "steps": 0}, False),
+        ({"idle": 86410.0, "phase": START, "steps": 0}, True),
     ],
 )
 def test_a_save_an_evaluation_and_a_first_step_may_take_longer(changed, hangs: bool):
