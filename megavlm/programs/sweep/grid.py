@@ -47,7 +47,6 @@ class Grid:
     metric: str = "loss"
     mode: str = "min"
     average_last: int = 1
-    baseline: str | None = None
 
     @property
     def world(self) -> int:
@@ -105,14 +104,13 @@ _KINDS = (
     ("seeds", lambda v: _is_list(v) and all(isinstance(each, int) for each in v), "a list of whole numbers"),
     ("metric", lambda value: isinstance(value, str), "a key of metrics.jsonl"),
     ("mode", lambda value: value in ("min", "max"), "min or max"),
-    ("baseline", lambda value: isinstance(value, str), "the name of a variant"),
 )
 
 
 def variants_of(grid: Grid) -> list[Variant]:
     """Return the variants: each combination of `product` with each entry of `list`, with each seed.
 
-    Raises UserError for names that are equal, for too many variants, and for a baseline that is none of them.
+    Raises UserError for names that are equal, and for too many variants.
     """
     number = math.prod(map(len, (grid.product or {}).values())) * len(grid.list or [{}]) * len(grid.seeds or [0])
     if number > _MOST:
@@ -121,10 +119,6 @@ def variants_of(grid: Grid) -> list[Variant]:
     twice = [name for name, count in Counter(variant.name for variant in found).items() if count > 1]
     if twice:
         raise UserError(f"grid: two variants are called {plain(twice[0])}: give entries of list a `name`, or vary more")
-    groups = dict.fromkeys(variant.group for variant in found)
-    if grid.baseline is not None and grid.baseline not in groups:
-        hint = did_you_mean(grid.baseline, groups) or f": there are {', '.join([*groups][:8])}"
-        raise UserError(f"grid: baseline {plain(grid.baseline)} is no variant{hint}")
     return found
 
 

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.config.messages import aligned
 from megavlm.errors import UserError
 from megavlm.programs.history import records_of
 from megavlm.programs.launch.checks import check_job, read_profile
 from megavlm.programs.launch.job import Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
 from megavlm.programs.sweep.training import (
-    State,
     array_command,
     note_flags,
     refuse_second,
@@ -90,8 +88,8 @@ def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting:
 
 
 def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> Command:
-    parallel, profile, image = options.parallel or 0, options.profile, options.image
-    return array_command(grid, waiting, more, parallel=parallel, profile=profile, image=image)
+    parallel = options.parallel or 0
+    return array_command(grid, waiting, more, parallel=parallel, profile=options.profile, image=options.image)
 
 
 def report(grid: Grid, variants: Sequence[Variant]) -> None:
@@ -135,118 +133,74 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one variant came to. The metric is None as long as there is none."""
-
-    variant: Variant
-    state: State
-    iteration: int
-    value: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
 class Row:
-    """What the variants of one group came to: they differ in their seed."""
+    """What the variants of one group came to: they differ in their seed. Numbers are None as long as there are none."""
 
     group: str
     settings: Mapping[str, str]
-    outcomes: tuple[Outcome, ...]
+    states: str  # the state that all are in, or the number of runs in each state
+    iteration: int  # that all have reached
     mean: float | None
     spread: float | None  # standard deviation over seeds; None with fewer than two
-    against: float | None  # mean less that of the baseline
     tokens_per_second: float | None
-
-    @property
-    def states(self) -> str:
-        """Return the state that all runs are in, or the number of runs in each state."""
-        found = [outcome.state for outcome in self.outcomes]
-        if len(set(found)) == 1:
-            return found[0]
-        return ", ".join(f"{found.count(state)} {state}" for state in dict.fromkeys(found))
-
-    @property
-    def iteration(self) -> int:
-        return min(outcome.iteration for outcome in self.outcomes)
-
-
-def outcome_of(variant: Variant, grid: Grid) -> Outcome:
-    """Return what a variant came to, from its run folder."""
-    records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
-    values = [float(each[grid.metric]) for each in records if _is_finite(each.get(grid.metric))]
-    rates = [rate for each in records[1:] if _is_finite(rate := each.get("tokens_per_second")) and rate]
-    return Outcome(
-        variant=variant,
-        state=state_of(variant),
-        iteration=records[-1]["iteration"] if records else 0,
-        value=statistics.fmean(values[-grid.average_last :]) if values else None,
-        tokens_per_second=statistics.median(rates) if rates else None,
-    )
 
 
 def rows_of(grid: Grid, variants: Sequence[Variant]) -> list[Row]:
-    """Return a row for each group, in the order of the grid."""
-    groups: dict[str, list[Outcome]] = {}
+    """Return a row for each group, in the order of the grid, from the run folders."""
+    groups: dict[str, list[Variant]] = {}
     for variant in variants:
-        groups.setdefault(variant.group, []).append(outcome_of(variant, grid))
-    means = {group: _mean([outcome.value for outcome in outcomes]) for group, outcomes in groups.items()}
-    base = None if grid.baseline is None else means[grid.baseline]
-    return [
-        Row(
-            group=group,
-            settings=outcomes[0].variant.settings,
-            outcomes=tuple(outcomes),
-            mean=means[group],
-            spread=_spread([outcome.value for outcome in outcomes]),
-            against=None if base is None or (mean := means[group]) is None else mean - base,
-            tokens_per_second=_mean([outcome.tokens_per_second for outcome in outcomes]),
-        )
-        for group, outcomes in groups.items()
-    ]
+        groups.setdefault(variant.group, []).append(variant)
+    return [_row(grid, group, same) for group, same in groups.items()]
+
+
+def _row(grid: Grid, group: str, variants: Sequence[Variant]) -> Row:
+    states = [state_of(variant) for variant in variants]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    reached, values, rates = [], [], []
+    for variant in variants:
+        records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
+        reached.append(records[-1]["iteration"] if records else 0)
+        if metric := [float(each[grid.metric]) for each in records if _is_finite(each.get(grid.metric))]:
+            values.append(statistics.fmean(metric[-grid.average_last :]))
+        if speeds := [rate for each in records[1:] if _is_finite(rate := each.get("tokens_per_second")) and rate]:
+            rates.append(statistics.median(speeds))
+    return Row(
+        group=group,
+        settings=variants[0].settings,
+        states=states[0] if len(set(states)) == 1 else counted,
+        iteration=min(reached),
+        mean=statistics.fmean(values) if values else None,
+        spread=statistics.stdev(values) if len(values) > 1 else None,
+        tokens_per_second=statistics.fmean(rates) if rates else None,
+    )
 
 
 def best_of(rows: Sequence[Row], *, mode: str) -> Row | None:
     """Return the row with the best mean among those whose variants have all finished; None if there is none."""
     done = [row for row in rows if row.mean is not None and row.states == "finished"]
-    if not done:
-        return None
-    return (min if mode == "min" else max)(done, key=lambda row: row.mean or 0.0)
+    return (min if mode == "min" else max)(done, key=lambda row: row.mean or 0.0, default=None)
 
 
 def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
     """Return the table as text, the head first."""
     varied = list(dict.fromkeys(key for row in rows for key in row.settings))
-    several = any(len(row.outcomes) > 1 for row in rows)
-    compared = grid.baseline is not None
-    head = ["variant", *varied, "state", "iteration", grid.metric]
-    head += [*(["± over seeds"] if several else []), *(["against baseline"] if compared else []), "tokens/s"]
-    table = [head]
+    several = len(grid.seeds) > 1
+    spread = ["± over seeds"] if several else []
+    table = [["variant", *varied, "state", "iteration", grid.metric, *spread, "tokens/s"]]
     for row in rows:
         cells = [row.group, *(row.settings.get(key, "") for key in varied), row.states, str(row.iteration)]
-        cells.append(_shown(row.mean))
-        cells += [_shown(row.spread)] if several else []
-        cells += [_shown(row.against, sign=True)] if compared else []
+        numbers = [row.mean, *([row.spread] if several else [])]
+        cells += ["" if value is None else f"{value:.5g}" for value in numbers]
         table.append([*cells, "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"])
     return table
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
-    return "\n".join(aligned(table, left=range(len(table[0]))))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # NaN is not
-
-
-def _shown(value: float | None, *, sign: bool = False) -> str:
-    return "" if value is None else f"{value:+.5g}" if sign else f"{value:.5g}"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.fmean(there) if there else None
-
-
-def _spread(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.stdev(there) if len(there) > 1 else None
