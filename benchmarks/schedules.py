@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import gantt
 from record import append, circumstances
 
 from megavlm.arch.dims import Dims, ScheduleName
@@ -39,7 +40,6 @@ from megavlm.families import published_model
 from megavlm.planner.hardware import PROFILES, for_precision
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.partition import Partition, best_partition
-from megavlm.programs import gantt
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.layers import part_of
 from megavlm.arch.objectives import objective_of
-from megavlm.arch.plan import make_plan
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import DataWindow, typical_workload
 from megavlm.command_line.commands import Parser, reported
@@ -25,8 +23,7 @@ from megavlm.files import write_out
 from megavlm.planner.candidates import Space
 from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
-from megavlm.planner.search import SearchResult, search
-from megavlm.programs import gantt
+from megavlm.planner.search import search
 from megavlm.programs.configuration import with_model
 from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
 from megavlm.rules.defaults import resolve
@@ -104,14 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to rank; default: 10.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
-    parser.add_argument("--gantt", type=Path, metavar="FILE", help="Draw the best layout's timeline, as .html or .svg.")
     return parser
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Search, write the files that were asked for, and print the report last: its reader may stop early."""
-    if options.gantt is not None and options.gantt.suffix not in (".html", ".svg"):
-        raise UserError(f"--gantt {plain(str(options.gantt))} must end in .html or .svg")
+    """Search, write the configuration, and print the report last: its reader may stop early."""
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
     if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
@@ -126,7 +120,6 @@ def plan(options: argparse.Namespace) -> int:
         raise UserError("--stage-gpus names the GPUs of all pipeline stages: leave --gpu and --machine out")
     # What stages do together ends when the slowest has done it.
     hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
-    name = " and ".join(options.stage_gpus) or name
     space = Space()
     if options.placement is not None:
         space = replace(space, placement=(options.placement,))
@@ -147,17 +140,12 @@ def plan(options: argparse.Namespace) -> int:
         window=window,
     )
     if outcome.best and options.out is not None:
-        _write(options.out, "--out", to_yaml(to_train(outcome.config(given), options)))
-    if outcome.best and options.gantt is not None:
-        draw(outcome, config, hardware_name=name, path=options.gantt)
+        write_out("--out", options.out, to_yaml(to_train(outcome.config(given), options)))
+        print(f"wrote {options.out}")
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(
         f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
-        + (
-            ""
-            if options.config or _names(options, "--gbs", "--global-batch-size")
-            else " (--gbs chooses another batch)"
-        )
+        + ("" if options.config or _names(options, "--gbs", "--global-batch-size") else " (--gbs sets another batch)")
     )
     if window is not None:
         print(window.line())
@@ -253,24 +241,3 @@ def _images(text: str, multiple: int) -> tuple[int, int]:
     if not (count.isdigit() and side.isdigit() and int(side) >= multiple):
         raise UserError(f"--images {plain(text)} is not COUNTxSIDE with a side of {multiple} pixels or more, as 6x1024")
     return int(count), int(side) // multiple * multiple
-
-
-def draw(outcome: SearchResult, config: Config, *, hardware_name: str, path: Path) -> None:
-    """Draw the timeline of the best layout as HTML or SVG, according to the file's suffix."""
-    candidate = outcome.best[0].candidate
-    chunks = [
-        {part_of(name) == "vision" for name in names}
-        for names in make_plan(outcome.config(config), candidate.dims).chunks
-    ]
-    title = f"{candidate.label} on {plain(hardware_name)}"
-
-    def part_of_chunk(chunk: int) -> str:
-        return gantt.PARTS[2] if len(chunks[chunk]) == 2 else gantt.PARTS[chunks[chunk] == {True}]
-
-    draw = gantt.svg if path.suffix == ".svg" else gantt.html
-    _write(path, "--gantt", draw(outcome.timeline(), title=title, part_of_chunk=part_of_chunk))
-
-
-def _write(path: Path, flag: str, text: str | bytes) -> None:
-    write_out(flag, path, text)
-    print(f"wrote {path}")

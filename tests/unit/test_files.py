@@ -79,7 +79,7 @@ def outputs() -> Iterator[tuple[str, str]]:
             if isinstance(action, argparse._SubParsersAction):
                 for name, inner in action.choices.items():
                     yield from of(inner, f"{words} {name}")
-            elif action.dest in ("out", "gantt", "json") and action.nargs != 0:
+            elif action.dest in ("out", "json") and action.nargs != 0:
                 yield words, action.option_strings[0] if action.option_strings else ""
 
     for name, (module, _) in COMMANDS.items():
@@ -91,7 +91,6 @@ _SMALL = ("--model", "qwen2_5_vl_3b", "--gpus", "1", "--gpu", "h100", "--images"
 # What comes before the option; with None the file is written once measured, which takes minutes: by `write_out`.
 _WORDS: dict[tuple[str, str], tuple[str, ...] | None] = {
     ("plan", "--out"): _SMALL,
-    ("plan", "--gantt"): _SMALL,
     ("report", "--out"): ("RUN",),
     ("preview", "--out"): None,
     ("channels", "--out"): None,
@@ -136,7 +135,7 @@ def test_no_command_replaces_a_device(
             json.dumps({"iteration": n, "loss": 1.0, "time": f"2026-01-01T00:00:0{n}+00:00"}) + "\n" for n in (1, 2)
         )
     )
-    target = tmp_path / ("n.html" if option == "--gantt" else "n")
+    target = tmp_path / "n"
     node(target)
     before = target.lstat()
     status = module.main([*inner, *words, *([option] if option else []), str(target)])

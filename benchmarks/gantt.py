@@ -1,4 +1,4 @@
-"""Draw a pipeline step: one row per rank, one bar per pass, as SVG and as a page of its own."""
+"""Draw a pipeline step: one row per rank, one bar per pass, as SVG."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from html import escape
 
 from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Event, Timeline
-from megavlm.html import document
 
 # The layers of a chunk, and the colours of its bars by what they do.
 PARTS = ("language", "vision", "vision and language")
@@ -19,26 +18,18 @@ _WORDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "backward of weights
 _ROW, _GAP, _LEFT, _WIDTH, _AXIS, _HEAD = 26, 6, 58, 1400, 26, 48
 _NARROWEST_NUMBER = 15.0  # a bar that is narrower has no room for its micro-batch
 WIDTH = _LEFT + _WIDTH + 20  # of a picture
-NOTE = (
-    "Without pipeline stages, the first pass on a GPU takes as long as its host needs to launch its kernels; in later "
-    "ones the host is ahead."
-)
-
-
-def html(timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language") -> str:
-    """Return a page with the picture; bars say what they are when they are pointed at.
-
-    Args:
-        timeline: with its events (`simulate(…, keep_events=True)`).
-        part_of_chunk: which of `PARTS` the layers of a chunk are.
-    """
-    return document(title, [svg(timeline, title=title, part_of_chunk=part_of_chunk), f"<p>{NOTE}</p>"])
 
 
 def svg(
     timeline: Timeline, *, title: str, part_of_chunk: Callable[[int], str] = lambda chunk: "language", top: int = 0
 ) -> str:
-    """Return the picture as an element of SVG, `height(timeline)` high, to be placed `top` from above."""
+    """Return the picture as an element of SVG, `height(timeline)` high, to be placed `top` from above.
+
+    Args:
+        timeline: with its events (`simulate(…, keep_events=True)`).
+        part_of_chunk: which of `PARTS` the layers of a chunk are.
+        top: distance from above.
+    """
     assert timeline.events, "the events of this timeline were not kept"
     scale = _WIDTH / timeline.seconds
     drawn = [
