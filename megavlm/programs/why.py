@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,37 +69,35 @@ def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not steps:
         return []
     total = sum(_number(record["step_time_s"]) for record in steps)
-    data = sum(_number(record.get("data_time_s")) for record in steps)
-    found = [
+    spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
+
+    def phase(name: str) -> float:
+        mean = statistics.mean(_number(each.get(name)) for each in spent) if spent else 0.0
+        return mean * len(steps) / total
+
+    return [
         Finding(
-            data / total,
+            sum(_number(record.get("data_time_s")) for record in steps) / total,
             "the ranks wait for data",
             f"raise --num-workers; see what samples cost with {program('preview')}",
-        )
-    ]
-    spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
-    mean = total / len(steps)
-    for phase, what, remedy in (
-        (
-            phases.PIPELINE,
+        ),
+        Finding(
+            phase(phases.PIPELINE),
             "pipeline stages wait for one another (the bubble, or uneven stages)",
             f"raise --global-batch-size or --vpp, lower --pp, or let {program('plan')} cut the stages",
         ),
-        (
-            phases.COMMUNICATION,
+        Finding(
+            phase(phases.COMMUNICATION),
             "ranks wait for gradients and sums of other ranks",
             "keep --overlap-grad-reduce on, raise --global-batch-size, or look at the slowest rank",
         ),
-    ):
-        share = statistics.mean(_number(each.get(phase)) for each in spent) / mean if spent else 0.0
-        found.append(Finding(share, what, remedy))
-    skipped = sum(_number(record["step_time_s"]) for record in steps if record.get("updated") is False)
-    found.append(
         Finding(
-            skipped / total, "steps are skipped (overflow or bad numbers)", "lower --lr; look at grad_norm and loss"
-        )
-    )
-    return [*found, *_slow_rank(steps)]
+            sum(_number(record["step_time_s"]) for record in steps if record.get("updated") is False) / total,
+            "steps are skipped (overflow or bad numbers)",
+            "lower --lr; look at grad_norm and loss",
+        ),
+        *_slow_rank(steps),
+    ]
 
 
 def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -123,38 +121,28 @@ def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Return what takes time between steps: saves, restarts, hangs, rewinds, validation."""
-    share = {name: value / past.wall for name, value in past.seconds.items()}
     times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
-    # The first start is no restart.
-    starting = (share.get(history.START, 0.0) + share.get(history.LOAD, 0.0)) * past.restarts / (past.restarts + 1)
     hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
-    return [
-        Finding(share.get(history.SAVES, 0.0), "the run stands still while it saves", "raise --save-interval"),
-        Finding(
-            share.get(history.LOST, 0.0),
-            f"steps after the last checkpoint were lost ({times})",
-            "lower --save-interval",
-        ),
-        Finding(
-            share.get(history.DOWNTIME, 0.0) + starting,
-            f"starting again ({times})",
-            "see RUN_DIR/events.jsonl for the reasons",
-        ),
-        Finding(
-            share.get(history.REWOUND, 0.0),
+    seconds = defaultdict(float, past.seconds)
+    # The first start is no restart.
+    starting = (seconds[history.START] + seconds[history.LOAD]) * past.restarts / (past.restarts + 1)
+    seconds[history.DOWNTIME] += starting
+    causes = {
+        history.SAVES: ("the run stands still while it saves", "raise --save-interval"),
+        history.LOST: (f"steps after the last checkpoint were lost ({times})", "lower --save-interval"),
+        history.DOWNTIME: (f"starting again ({times})", "see RUN_DIR/events.jsonl for the reasons"),
+        history.REWOUND: (
             "rewinds undo steps",
             "use --on-spike skip, raise --spike-factor, or lower --save-interval",
         ),
-        Finding(
-            share.get(history.HUNG, 0.0),
+        history.HUNG: (
             f"hangs, the last: {hangs[-1] if hangs else ''}",
             "look at RUN_DIR/hang-*, exclude the node that is named, or lower --hang-timeout",
         ),
-        Finding(share.get(history.VALIDATION, 0.0), "validation", "raise --eval-interval, or lower --eval-iters"),
-        Finding(
-            share.get(history.OTHER, 0.0), "logging and all else between steps", "look at the file system of RUN_DIR"
-        ),
-    ]
+        history.VALIDATION: ("validation", "raise --eval-interval, or lower --eval-iters"),
+        history.OTHER: ("logging and all else between steps", "look at the file system of RUN_DIR"),
+    }
+    return [Finding(seconds[cause] / past.wall, what, remedy) for cause, (what, remedy) in causes.items()]
 
 
 def _number(value: Any) -> float:

@@ -26,13 +26,12 @@ PROFILES = Path("launch/profiles")
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs", "vfat", "squashfs")
 
 
-def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool, mounts: str) -> Iterator[str]:
+def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool) -> Iterator[str]:
     """Yield a line for each reason for which a configuration that passes its own rules cannot run as a job.
 
     Args:
         gpu: name of the planner's profile of the GPU; without one, memory is not checked.
         shared: whether the user says that all nodes share the run folder.
-        mounts: content of /proc/self/mounts.
     """
     tp = config.parallel.tensor_model_parallel_size
     if tp > job.processes:
@@ -41,7 +40,7 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool, mount
             f"one: use at most --tp {job.processes}, and --pp for the rest"
         )
     if job.nodes > 1 and not shared:
-        kind = filesystem_of(Path(config.run.run_dir).resolve(), mounts)
+        kind = filesystem_of(Path(config.run.run_dir).resolve())
         if kind in _LOCAL:
             yield (
                 f"--run-dir {config.run.run_dir} is on {kind}, which other nodes do not see: choose a folder on shared "
@@ -63,15 +62,12 @@ def memory_complaint(config: Config, job: Job, *, gpu: str) -> str | None:
     return complaint(config, dims_of(config, world=job.world), hardware, name=gpu)
 
 
-def filesystem_of(path: Path, mounts: str) -> str:
-    """Return the type of the file system that a path is on, given the content of /proc/self/mounts."""
-    found = ("", "unknown")
-    for line in mounts.splitlines():
-        _, place, kind, *_ = line.split(" ")
-        place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), place)  # a space is written \040
-        if path.is_relative_to(place) and len(place) >= len(found[0]):
-            found = (place, kind)
-    return found[1]
+def filesystem_of(path: Path) -> str:
+    """Return the type of the file system that a path is on."""
+    import psutil
+
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
+    return max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else "unknown"
 
 
 def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool) -> None:
@@ -85,9 +81,7 @@ def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool
 
 def check_job(config: Config, job: Job, *, gpu: str | None, shared: bool) -> None:
     """Raise UserError for the first reason for which a configuration cannot run as a job."""
-    mounts = Path("/proc/self/mounts")
-    text = mounts.read_text() if mounts.exists() else ""
-    for problem in complaints(config, job, gpu=gpu, shared=shared, mounts=text):
+    for problem in complaints(config, job, gpu=gpu, shared=shared):
         raise UserError(problem)
 
 

@@ -25,12 +25,9 @@ def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
     """Check a job and run it here, or print the commands; return the exit status."""
     job = Job(given.nodes, given.gpus_per_node or 8, flags)
     check_job(configured(flags, world=job.world), job, gpu=given.gpu, shared=True)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         exit_file = Path(folder) / "exit"
-        commands = specification(job, port=port, exit_file=exit_file)
+        commands = specification(job, port=free_port(), exit_file=exit_file)
         if given.dry_run:
             print(*commands, sep="\n")
             return 0
@@ -41,16 +38,22 @@ def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
 
 def specification(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
     """Return the command of each node's agent, by number of the node; they meet at `port`."""
-    return tuple(_agent(job, node, port=port, exit_file=exit_file) for node in range(job.nodes))
+    commands = []
+    for node in range(job.nodes):
+        command = agent(job, node, address="127.0.0.1", port=port)
+        variables = {**command.environment, VARIABLE: str(exit_file)}
+        if job.nodes > 1:
+            own = range(node * job.processes, (node + 1) * job.processes)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+        commands.append(Command(command.words, variables))
+    return tuple(commands)
 
 
-def _agent(job: Job, node: int, *, port: int, exit_file: Path) -> Command:
-    first = node * job.processes
-    variables = {VARIABLE: str(exit_file)}
-    if job.nodes > 1:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + number) for number in range(job.processes))
-    command = agent(job, node, address="127.0.0.1", port=port)
-    return Command(command.words, {**command.environment, **variables})
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:

@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,6 +22,7 @@ from megavlm.files import open_to_append, replace_file
 from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.job import SIGNALS, Command, Job, read_exit
+from megavlm.programs.launch.local import free_port
 from megavlm.programs.launch.local import specification as local_commands
 from megavlm.programs.sweep.grid import Grid, Variant
 from megavlm.resilience.status import STOPPED, read_status
@@ -127,7 +127,7 @@ class Runs:
             ):
                 exit_file = Path(folder) / "exit"
                 job = Job(1, self._processes, variant.flags)
-                (command,) = local_commands(job, port=_free_port(), exit_file=exit_file)
+                (command,) = local_commands(job, port=free_port(), exit_file=exit_file)
                 started = subprocess.Popen(
                     command.words,
                     env={**os.environ, **command.environment, **self._devices(slot)},
@@ -177,13 +177,6 @@ def gpus_here() -> list[str]:
     every = [str(number) for number, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return every if visible is None or not every else [each for each in visible.split(",") if each]
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def array_command(

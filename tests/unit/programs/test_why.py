@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megavlm.programs.history import history_of
-from megavlm.programs.why import findings
+from megavlm.programs.why import findings, main
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -74,3 +76,18 @@ def test_what_lies_between_steps_is_found_in_the_history():
 
 def test_a_run_without_trouble_has_no_finding():
     assert findings(steps(10), None, []) == []
+
+
+def test_it_says_what_takes_time_and_which_option_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    steps = [{"iteration": i, "step_time_s": 1.0, "data_time_s": 0.5, "updated": True} for i in range(1, 11)]
+    lines = [json.dumps(step) for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "[" * 100_000, "torn {"]))
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "50.0%  the ranks wait for data" in said
+    assert "--num-workers" in said
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

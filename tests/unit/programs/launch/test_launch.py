@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -18,12 +20,12 @@ from megavlm.programs.launch.job import Job, agent
 from megavlm.programs.launch.launch import main
 from tests.support.forked import ROOT
 
-MOUNTS = (
-    "/dev/sda1 / ext4 rw 0 0\n"
-    "server:/home /home nfs4 rw 0 0\n"
-    "tmpfs /home/me/scratch tmpfs rw 0 0\n"
-    "lustre /big\\040data lustre rw 0 0\n"
-)
+
+@pytest.fixture(autouse=True)
+def mounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"/": "ext4", "/home": "nfs4", "/home/me/scratch": "tmpfs", "/big data": "lustre"}
+    found = [Namespace(mountpoint=place, fstype=kind) for place, kind in kinds.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,7 @@ MOUNTS = (
     ],
 )
 def test_the_file_system_of_a_path_is_that_of_its_longest_mount(path: str, kind: str):
-    assert filesystem_of(Path(path), MOUNTS) == kind
-    assert filesystem_of(Path(path), "") == "unknown"
+    assert filesystem_of(Path(path)) == kind
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_file_system_of_a_path_is_that_of_its_longest_mount(path: str, kind:
 )
 def test_what_cannot_run_on_nodes_is_one_line(flags: str, nodes: int, shared: bool, found: list[str]):
     job = Job(nodes, 2, tuple(flags.split()))
-    told = list(complaints(parse(job.flags), job, gpu=None, shared=shared, mounts=MOUNTS))
+    told = list(complaints(parse(job.flags), job, gpu=None, shared=shared))
     assert len(told) == len(found)
     assert all(line in each and "\n" not in each for line, each in zip(found, told, strict=True))
 
@@ -80,7 +81,7 @@ BIG = (
 def test_memory_is_estimated_for_the_named_gpu(gpu: str, flags: str, line: str | None):
     job = Job(2, 8, (*BIG, *flags.split(), "--gbs", "16"))
     try:
-        told = "".join(complaints(parse(job.flags), job, gpu=gpu, shared=True, mounts=""))
+        told = "".join(complaints(parse(job.flags), job, gpu=gpu, shared=True))
     except UserError as error:
         told = str(error)
     assert (told == "") if line is None else re.search(line, told), told
