@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megavlm.programs import convert
 from tests.support import hf
-from tests.support.fresh import run_programs
+from tests.support.forked import ROOT
 from tests.support.tiny_models import tiny
 
 
@@ -62,26 +65,35 @@ def test_missing_surplus_and_misshapen_tensors_are_listed_together(
         assert expected in message
 
 
-def test_pickles_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    assert "unpickling can run code" in refusal(folder, capsys)
 
 
-def test_quantized_weights_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change_config(folder, quantization_config={"quant_method": "awq"})
-    assert "holds quantized weights" in refusal(folder, capsys)
-
-
-def test_half_a_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert "is no complete safetensors file" in refusal(folder, capsys)
 
 
-def test_an_index_must_not_lead_out_of_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def led_out(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../other.safetensors"}}')
-    assert "'../other.safetensors', which is not in the folder" in refusal(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "expected"),
+    [
+        (pickled, "", "unpickling can run code"),
+        (cut, "", "is no complete safetensors file"),
+        (led_out, "", "'../other.safetensors', which is not in the folder"),
+        (bool, "--set model.vision.num_layers=7", "model.vision.num_layers 7 contradicts"),
+        (bool, "--pp 16", "--pp 16 × --vpp 1 needs 16 chunks"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: str, expected: str
+) -> None:
+    damage(folder)
+    assert expected in refusal(folder, capsys, *flags.split())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +103,7 @@ def test_an_index_must_not_lead_out_of_the_folder(folder: Path, capsys: pytest.C
             {"model_type": "gpt2"},
             "model_type 'gpt2' is not supported; supported are gemma3, glm4v, glm46v, glm4v_moe, internvl",
         ),
+        ({"quantization_config": {"quant_method": "awq"}}, "holds quantized weights"),
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
         ({"vision_feature_layer": [1, 2]}, "vision_feature_layer = [1, 2] is not supported"),
         ({"vision_feature_select_strategy": "full"}, "the class token as a feature is not known here"),
@@ -107,38 +120,17 @@ def test_what_cannot_be_expressed_is_refused(
     assert expected in refusal(folder, capsys)
 
 
-def test_an_option_that_contradicts_the_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(folder, capsys, "--set", "model.vision.num_layers=7")
-    assert "model.vision.num_layers 7 contradicts" in message
-    assert "which has 3: leave it out" in message
-
-
 def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_works(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    longer = [
-        "--set",
-        "model.language.max_positions=null",
-        "--seq-length",
-        "640",
-    ]  # none is the default: the folder decides
+    # None is the default: the folder decides.
+    longer = "--set model.language.max_positions=null --seq-length 640".split()
     message = refusal(folder, capsys, *longer)
     assert "--seq-length 640 is longer than the 512 positions" in message
     assert f"raise max_position_embeddings (and sliding_window, if it is less) in {folder}/config.json" in message
     text = json.loads((folder / "config.json").read_text())["text_config"]
     change_config(folder, text_config={**text, "max_position_embeddings": 1024})
     assert convert.main(["import", str(folder), str(folder.with_name("out")), *longer]) == 0
-
-
-def test_a_layout_that_does_not_work_is_refused_before_converting(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "--pp 16 × --vpp 1 needs 16 chunks" in refusal(folder, capsys, "--pp", "16")
-
-
-def test_export_needs_to_know_where_a_run_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert f"RUN_OR_CHECKPOINT {tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
 
 
 def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,9 +156,11 @@ def test_import_writes_into_no_model_and_no_run(
         assert f"OUT_DIR {out} {what}: name another folder" in capsys.readouterr().err
 
 
-def test_verify_takes_the_model_first(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["verify", str(tmp_path), str(folder)]) == 2
     assert f"HF_DIR comes first: write {folder} {tmp_path}" in capsys.readouterr().err
+    assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert f"RUN_OR_CHECKPOINT {tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -182,5 +176,7 @@ def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> 
         ["tools/convert.py", "export", b, theirs],
         ["tools/convert.py", "verify", theirs, a],
     ]
-    results = run_programs(commands)
-    assert [status for status, _ in results] == [0] * len(commands), results[-1][1]
+    for command in commands:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()

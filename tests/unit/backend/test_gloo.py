@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megavlm.backend import activate, gloo
 from megavlm.errors import UserError
-from tests.support.fresh import ROOT
+from tests.support.forked import ROOT
 
 WORKERS = "pt_gloo_runloop"  # what torch calls them
 
