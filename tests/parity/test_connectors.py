@@ -81,12 +81,6 @@ PERCEIVER: dict[str, Any] = {
 }
 
 
-def bare_perceiver() -> transformers.PreTrainedModel:
-    from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverConfig, Idefics2PerceiverResampler
-
-    return Idefics2PerceiverResampler(Idefics2PerceiverConfig(**PERCEIVER))
-
-
 def whole_idefics2() -> transformers.PreTrainedModel:
     vision = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {"model_type": "mistral", "hidden_size": OUTPUTS, "intermediate_size": 31, "num_hidden_layers": 1}
@@ -100,14 +94,6 @@ def whole_idefics2() -> transformers.PreTrainedModel:
     return transformers.Idefics2ForConditionalGeneration(config)
 
 
-def of_perceiver(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
-    """Their features of one image, with our projection."""
-    gate, up, down = (ours[f"projection.{name}.weight"] for name in ("gate", "up", "fc2"))
-    projected = F.linear(F.silu(F.linear(patches, gate)) * F.linear(patches, up), down)
-    mask = torch.ones(1, len(patches), dtype=torch.long)
-    return theirs(context=projected[None], attention_mask=mask)[0]
-
-
 def of_idefics2(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
     mask = torch.ones(1, len(patches), dtype=torch.long)
     return theirs.model.connector(patches[None], mask)[0]
@@ -116,7 +102,6 @@ def of_idefics2(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor
 Features = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
 CASES: dict[str, tuple[Callable[[], Any], str, Features]] = {
     "qformer": (bare_qformer, "--set model.projector.connectors.qformer.num_queries=5", of_qformer),
-    "perceiver": (bare_perceiver, "", of_perceiver),
     "idefics2": (whole_idefics2, "", of_idefics2),
     "blip-2": (whole_blip2, "", of_qformer),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,42 +10,25 @@ from torch import Tensor
 
 from megavlm.arch.layers import layer_names, part_of
 from megavlm.arch.plan import Plan
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig, ProjectorConfig, TrainConfig, VisionConfig
+from megavlm.config.schema import Config
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.pipeline.schedule import pipeline_config
-from megavlm.rules.defaults import resolve, resolve_model
 from tests.support import hf
+from tests.support.flags import resolved
 from tests.support.harness import Single, assert_same
 
 VOCABULARY = 61
-MODEL = resolve_model(
-    ModelConfig(
-        vision=VisionConfig(
-            num_layers=4,
-            hidden_size=24,
-            ffn_hidden_size=32,
-            num_attention_heads=3,
-            patch_size=4,
-            temporal_patch_size=2,
-            position_embedding="learned_rope2d",
-            position_interpolation="bilinear",
-            deepstack_layers=(0, 2),
-        ),
-        projector=ProjectorConfig(hidden_size=96, pixel_shuffle=2),
-        language=LanguageConfig(
-            num_layers=3,
-            hidden_size=32,
-            ffn_hidden_size=48,
-            num_attention_heads=4,
-            vocab_size=VOCABULARY,
-            mrope_section=(2, 1, 1),
-            mrope_interleaved=True,
-        ),
-        image_token=60,
-    )
-)
+FLAGS = (
+    "--set model.vision.num_layers=4 model.vision.hidden_size=24 model.vision.ffn_hidden_size=32 "
+    "model.vision.num_attention_heads=3 model.vision.patch_size=4 model.vision.temporal_patch_size=2 "
+    "model.vision.position_embedding=learned_rope2d model.vision.position_interpolation=bilinear "
+    "model.vision.deepstack_layers=[0,2] model.projector.hidden_size=96 model.projector.pixel_shuffle=2 "
+    "model.language.num_layers=3 model.language.hidden_size=32 model.language.ffn_hidden_size=48 "
+    f"model.language.num_attention_heads=4 model.language.vocab_size={VOCABULARY} model.language.mrope_section=[2,1,1] "
+    f"model.language.mrope_interleaved=true --image-token 60 --seq-length {hf.LENGTH} --freeze"
+).split()
 IMAGES = [[(8, 16), (24, 8)], []]
 
 
@@ -86,7 +68,7 @@ def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("projector",), ("vision", "projector")])
 def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
-    config = resolve(Config(model=replace(MODEL, freeze=freeze), train=TrainConfig(seq_length=hf.LENGTH)))
+    config = resolved([*FLAGS, *(freeze or ["none"])])
     for images in (IMAGES, [[]]):
         batch = hf.batch_of(config, images)
         whole = run(chunks_of(config, single), batch)
@@ -104,7 +86,7 @@ def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
 
 def test_no_backward_runs_through_a_frozen_tower(single: Single) -> None:
     """The mergers in it are trained all the same, on either side of a cut."""
-    config = resolve(Config(model=replace(MODEL, freeze=("vision",)), train=TrainConfig(seq_length=hf.LENGTH)))
+    config = resolved([*FLAGS, "vision"])
     chunks = chunks_of(config, single, layer_names(config.model).index("vision.layers.1"))
     needed: dict[str, bool] = {}
     for chunk in chunks:

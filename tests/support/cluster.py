@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.support.forked import PATIENCE, ROOT
+from tests.support.torchrun import kill_tree
 
 NODES = ("fake1", "fake2")
 GPUS = 2  # per node: files that stand for them
@@ -91,7 +92,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.ask("scancel --quiet --signal=KILL --full --state=RUNNING -u root", check=False)
         for daemon in reversed(self._daemons.values()):
-            _kill_tree(daemon.pid)
+            kill_tree(daemon.pid)
             daemon.wait()
 
     def start_node(self, node: str) -> None:
@@ -104,7 +105,7 @@ class Cluster:
         # The daemons of steps first: they would report how their processes ended.
         steps = {pid for pid in map(_step_of, own) if pid is not None}
         for pid in (daemon.pid, *steps, *(each.pid for each in own)):
-            _kill_tree(pid)
+            kill_tree(pid)
         daemon.wait()
 
     def ask(self, command: str, *words: str, check: bool = True) -> str:
@@ -244,13 +245,3 @@ def _step_of(process: psutil.Process) -> int | None:
         return parent.pid if parent is not None and parent.name() == "slurmstepd" else None
     except psutil.Error:
         return None
-
-
-def _kill_tree(pid: int) -> None:
-    try:
-        top = psutil.Process(pid)
-        below = top.children(recursive=True)
-        for each in [top, *below]:
-            each.kill()
-    except psutil.Error:
-        return

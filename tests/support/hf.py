@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import filecmp
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,15 +21,8 @@ from megavlm.arch.plan import make_plan
 from megavlm.checkpoint.hf.files import HfFolder
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.config.schema import (
-    CheckpointConfig,
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.types import Sample
 from megavlm.families import family_of
@@ -48,6 +40,10 @@ from tests.support.gates import TOLERANCES, hold
 from tests.support.harness import Single, difference, random_image, randomize
 
 LENGTH = 48
+ADAMW = (
+    "--precision fp32 --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --adam-beta2 0.999 "
+    "--clip-grad 0"
+)
 
 
 def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -58,19 +54,10 @@ def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> 
     return folder
 
 
-def config_for(folder: Path, **train: Any) -> Config:
+def config_for(folder: Path, seq_length: int = LENGTH) -> Config:
     """A run that starts from the folder."""
-    training = TrainConfig(**{"seq_length": LENGTH, **train})
-    schedule = OptimizerConfig(lr=1e-3, lr_decay_style="constant", lr_warmup_iters=0)
-    optimizer = replace(schedule, weight_decay=0.0, adam_beta2=0.999, clip_grad=0.0)
-    config = Config(
-        precision=PrecisionConfig("fp32"),
-        train=training,
-        optimizer=optimizer,
-        run=RunConfig(run_dir=str(folder / "run")),
-        checkpoint=CheckpointConfig(init_from=str(folder)),
-    )
-    return resolve(with_pretrained_model(config))
+    argv = f"--init-from {folder} --run-dir {folder / 'run'} --seq-length {seq_length} {ADAMW}"
+    return resolve(with_pretrained_model(parse(argv.split())))
 
 
 def engine_for(config: Config, folder: Path, single: Single) -> Engine:

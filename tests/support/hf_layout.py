@@ -9,6 +9,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import distributed as dist
+
+from megavlm import backend
+from megavlm.arch.dims import dims_of
+from megavlm.arch.plan import make_plan
+from megavlm.checkpoint.hf.importing import load_weights
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.command_line.parsing import parse
+from megavlm.model.weights import index_of, named_shards, real_shape
+from megavlm.parallel.groups import build_groups, destroy_groups
+from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve
+from megavlm.train.build_engine import build_engine
+from tests.support import hf
 from tests.support.gates import ALL_LAYOUTS, hold
 from tests.support.tiny_models import FAMILIES
 
@@ -29,11 +44,6 @@ class Reference:
 
 def make_reference(theirs: Any, folder: Path, images: Sequence[Any]) -> Reference:
     """Run the Transformers model on micro-batches whose losses count alike (equally many trained tokens)."""
-    from safetensors.torch import save_file
-
-    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
-    from tests.support import hf
-
     hf.save(theirs, folder)
     config, pretrained = hf.config_for(folder), Pretrained.of(folder, *ALL_PARTS)
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(images)]
@@ -71,24 +81,9 @@ class References:
 
 def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
     """Return configuration and engine of this rank, at the layout that the flags say, with the folder's weights."""
-    from torch import distributed as dist
-
-    from megavlm import backend
-    from megavlm.arch.dims import dims_of
-    from megavlm.arch.plan import make_plan
-    from megavlm.checkpoint.hf.importing import load_weights
-    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import build_groups, destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.rules.defaults import resolve
-    from megavlm.train.build_engine import build_engine
-    from tests.support import hf
-
     argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8"
-    argv += " --precision fp32 --images-per-sample 0"  # none of the synthetic images
-    argv += " --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --weight-decay 0 --adam-beta2 0.999 --clip-grad 0"
-    config = with_pretrained_model(parse(shlex.split(f"{argv} {layout}")))
+    # None of the synthetic images.
+    config = with_pretrained_model(parse(shlex.split(f"{argv} --images-per-sample 0 {hf.ADAMW} {layout}")))
     check(config, world=dist.get_world_size())
     config = resolve(config)
     destroy_groups()
@@ -114,12 +109,6 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
 
     Each replica has its share of the micro-batches. With `packed`, the samples of a micro-batch share one row.
     """
-    from safetensors.torch import load_file
-
-    from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
-    from megavlm.model.weights import index_of, named_shards, real_shape
-    from tests.support import hf
-
     config, engine = engine_at(reference, f"{layout} --data-parallel-sharding none")
     vocabulary, groups = config.model.language.vocab_size or 0, engine.groups
     batches = [hf.batch_of(config, sizes, seed=number, packed=packed) for number, sizes in enumerate(reference.images)]
@@ -161,8 +150,6 @@ def _rows(batch: Any, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
 
 def losses(reference: Reference, layout: str) -> list[float]:
     """Return the losses of steps with all micro-batches, each replica with its share of them."""
-    from tests.support import hf
-
     config, engine = engine_at(reference, layout)
     batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
     mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]

@@ -84,18 +84,21 @@ TILE = {"height": 28, "width": 28}
 PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 
+CLASS_TOKEN: dict[str, Any] = {
+    **{"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+    "image_token": "<image>",
+}
+ANYRES: dict[str, Any] = {
+    **{"num_image_tokens": 4, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
+}
+AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
 CASES = {
     "llava": Whole(
         transformers.LlavaProcessor,
         LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE),
         TEMPLATES["llava"],
         "llama",
-        {
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-            "image_token": "<image>",
-        },
+        CLASS_TOKEN,
         model_of(14),
     ),
     "llava-next": Whole(
@@ -103,12 +106,7 @@ CASES = {
         LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=TILE, image_grid_pinpoints=PINPOINTS),
         TEMPLATES["llava"],
         "llama",
-        {
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-            "image_token": "<image>",
-        },
+        CLASS_TOKEN,
         model_of(14, most=2**16),
     ),
     "onevision": Whole(
@@ -116,19 +114,9 @@ CASES = {
         LlavaOnevisionImageProcessorPil(size=TILE, image_grid_pinpoints=PINPOINTS),
         TEMPLATES["onevision"],
         "qwen",
-        {
-            "num_image_tokens": 4,
-            "vision_feature_select_strategy": "full",
-            "vision_aspect_ratio": "anyres_max_9",
-            "image_token": "<image>",
-            "video_token": "<video>",
-        },
+        {**ANYRES, "image_token": "<image>", "video_token": "<video>"},
         model_of(14, most=9),
-        options={
-            "num_image_tokens": 4,
-            "vision_feature_select_strategy": "full",
-            "vision_aspect_ratio": "anyres_max_9",
-        },
+        options=ANYRES,
     ),
     "internvl": Whole(
         transformers.InternVLProcessor,
@@ -136,21 +124,12 @@ CASES = {
         TEMPLATES["internvl"],
         "qwen",
         {
-            "image_seq_length": 1,
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
+            **{"image_seq_length": 1, **AROUND, "image_token": "<IMG_CONTEXT>"},
             "multimodal_pattern": re.compile("(?P<image><IMG_CONTEXT>)|(?P<video><video>)"),
         },
         model_of(14, merge=2),
         options={"image_seq_length": 1},
-        marks={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
+        marks={**AROUND, "context_image_token": "<IMG_CONTEXT>"},
     ),
     "qwen2-vl": Whole(
         transformers.Qwen2VLProcessor,
@@ -203,11 +182,8 @@ CASES = {
         TEMPLATES["mistral3"],
         "mistral",
         {
-            "patch_size": 7,
-            "spatial_merge_size": 2,
-            "image_token": "[IMG]",
-            "image_break_token": "[IMG_BREAK]",
-            "image_end_token": "[IMG_END]",
+            **{"patch_size": 7, "spatial_merge_size": 2, "image_token": "[IMG]"},
+            **{"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         },
         model_of(7, merge=2),
     ),

@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from tests.support.forked import PATIENCE, ROOT
-from tests.support.torchrun import last_iteration
+from tests.support.torchrun import kill_tree, last_iteration
 
 Answer = Literal["again", "fail"]
 
@@ -55,7 +53,7 @@ class Platform:
 
     def __exit__(self, *_: object) -> None:
         for container in self._running.values():
-            _kill_tree(container.pid)
+            kill_tree(container.pid)
             container.wait()
 
     def _start(self, number: int) -> None:
@@ -72,7 +70,7 @@ class Platform:
 
     def lose(self, number: int) -> None:
         """End a container and all that it started, as a machine does that loses its power."""
-        _kill_tree(self._running[number].pid)
+        kill_tree(self._running[number].pid)
 
     def send(self, number: int, which: signal.Signals) -> None:
         self._running[number].send_signal(which)
@@ -162,16 +160,3 @@ def free_ports(count: int) -> list[int]:
     for number in range(count):
         found.append(20_000 + (first + 100 * number) % 9_000)
     return found
-
-
-def _kill_tree(pid: int) -> None:
-    try:
-        top = psutil.Process(pid)
-        processes = [top, *top.children(recursive=True)]
-    except psutil.Error:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.Error:
-            continue

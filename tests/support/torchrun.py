@@ -131,3 +131,14 @@ def with_suppressed(action: Callable[[], object]) -> None:
         action()
     except (psutil.Error, ProcessLookupError):
         return
+
+
+def kill_tree(pid: int) -> None:
+    """End a process and all that it started."""
+    try:
+        top = psutil.Process(pid)
+        processes = [top, *top.children(recursive=True)]
+    except psutil.Error:
+        return
+    for process in processes:
+        with_suppressed(process.kill)
