@@ -123,14 +123,14 @@ def measure(family: str, size: tuple[int, int], repeats: int) -> dict[str, Any]:
     ours, fast = processor_from(given, config), processor_from(given, config, fast=True)
     jpeg = photograph(*size)
     image = ImageOps.exif_transpose(Image.open(BytesIO(jpeg)))
-    pixels = decode(jpeg).pixels
+    pixels = decode(jpeg)
 
     def their_decode() -> Any:
         return theirs(ImageOps.exif_transpose(Image.open(BytesIO(jpeg))).convert("RGB"), return_tensors="pt")
 
     from_jpeg = (
-        lambda: ours.tiles(decode(jpeg).pixels),
-        lambda: fast.tiles(decode(jpeg).pixels),
+        lambda: ours.tiles(decode(jpeg)),
+        lambda: fast.tiles(decode(jpeg)),
         their_decode,
     )
     from_pixels = (lambda: ours.tiles(pixels), lambda: fast.tiles(pixels), lambda: theirs(image, return_tensors="pt"))

@@ -62,12 +62,9 @@ def probe(source: Source, *, max_pixels: int) -> Clip:
     Raises BadSample for a file that is no clip, has no frames, no end or too many pixels; UserError without PyAV.
     """
     with _opened(source, max_pixels) as (container, stream):
-        index, first = _index(container, stream), None
+        index = _index(container, stream)
         container.seek(index.marks[0], stream=stream)
-        for frame in container.decode(stream):
-            first = frame
-            break
-        if first is None:
+        if (first := next(container.decode(stream), None)) is None:
             raise BadSample(Reason.CORRUPT, "the first frame of the clip cannot be decoded")
         turned = first.rotation % 180 != 0
         height, width = (first.width, first.height) if turned else (first.height, first.width)

@@ -17,7 +17,6 @@ from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.data.types import POSITIVE, QUERY, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
-from megavlm.inputs.patches import spanning
 
 if TYPE_CHECKING:
     from megavlm.data.source import Source
@@ -116,7 +115,8 @@ def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None =
 
 def _repeated(patches: Tensor, spec: CollateSpec) -> Tensor:
     """Return the patches of an image as those of a video in which nothing moves."""
-    return spanning([patches], spec.frames_per_patch, spec.channels)
+    frames = patches.view(len(patches), spec.channels, 1, -1).expand(-1, -1, spec.frames_per_patch, -1)
+    return frames.flatten(1)
 
 
 def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:

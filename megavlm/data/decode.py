@@ -12,7 +12,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
@@ -73,14 +72,6 @@ _DAMAGED = (
     zlib.error,
     Image.DecompressionBombError,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """The pixels [height, width, 3] of an image, uint8 RGB; if it is `animated`, those of its first frame."""
-
-    pixels: NDArray[np.uint8]
-    animated: bool
 
 
 def resolve_inside(root: Path, name: str) -> Path:
@@ -173,15 +164,17 @@ def content_of(source: Source) -> bytes | Path:
         return source.read(at_most=_LARGEST)
 
 
-def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Return the pixels of an image file, upright and opaque. Raises BadSample for any file that cannot be decoded."""
+def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
+    """Return the RGB pixels [height, width, 3] of an image file, upright and opaque; of an animation, the first frame.
+
+    Raises BadSample for any file that cannot be decoded.
+    """
     content = content_of(source)
     with as_bad_sample(), open_pixels(content, max_pixels) as image:
-        animated = bool(getattr(image, "is_animated", False))  # without counting its frames
         orientation = _orientation(image)
         image.load()
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
-        return Decoded(np.array(_to_rgb(upright)), animated)
+        return np.array(_to_rgb(upright))
 
 
 @contextmanager

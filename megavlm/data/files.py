@@ -13,7 +13,7 @@ from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
 from megavlm.data.encoder import Encoder
-from megavlm.data.order import Order, spread, weights_of
+from megavlm.data.order import Order, RecordRef, spread, weights_of
 from megavlm.data.prompts import choose_prompts
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
@@ -133,14 +133,19 @@ class FilesSource(Encoder, Source):
             shuffle=data.shuffle,
         )
 
+    def _at(self, sample_id: int | HeldOut) -> tuple[Records, RecordRef]:
+        """Return the data set of a sample, and its place there."""
+        if isinstance(sample_id, HeldOut):
+            return self.validation_records[sample_id.source], RecordRef(sample_id.source, sample_id.record, 0)
+        ref = self.order.record(sample_id)
+        return self.records[ref.source], ref
+
     def conversation(self, sample_id: SampleId) -> tuple[Conversation, int]:
         """Return a sample's conversation and the index of its data set. Raises BadSample."""
         if isinstance(sample_id, StreamSample):
             return sample_id.conversation, sample_id.source
-        if isinstance(sample_id, HeldOut):
-            return self.validation_records[sample_id.source].read(sample_id.record), sample_id.source
-        ref = self.order.record(sample_id)
-        return self.records[ref.source].read(ref.record), ref.source
+        records, ref = self._at(sample_id)
+        return records.read(ref.record), ref.source
 
     def place(self, sample_id: SampleId) -> tuple[int, int]:
         """Return the data set and the record of a numbered sample, alike for all samples of that record; of any other
@@ -158,8 +163,8 @@ class FilesSource(Encoder, Source):
         that a window of encoded samples stays small. A sample of the training data that is held out has no tokens.
         """
         if isinstance(sample_id, int) and self.config.data.validation_split:
-            ref = self.order.record(sample_id)
-            if self._is_held_out(self.records[ref.source], ref.record):
+            records, ref = self._at(sample_id)
+            if self._is_held_out(records, ref.record):
                 return EncodedRecord(())
         try:
             conversation, source = self.conversation(sample_id)
@@ -198,10 +203,8 @@ class FilesSource(Encoder, Source):
         """Return the index of a sample's data set, and the sample's name in messages."""
         if isinstance(sample_id, StreamSample):
             return sample_id.source, sample_id.label
-        if isinstance(sample_id, HeldOut):
-            return sample_id.source, self.validation_records[sample_id.source].label(sample_id.record)
-        ref = self.order.record(sample_id)
-        return ref.source, self.records[ref.source].label(ref.record)
+        records, ref = self._at(sample_id)
+        return ref.source, records.label(ref.record)
 
     # --- What other parts ask every source
 

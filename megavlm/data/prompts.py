@@ -64,8 +64,8 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
         raise BadSample(encoded.skipped[0].reason, encoded.skipped[0].detail)
     if len(encoded.samples) != 1:
         raise BadSample(Reason.TOO_LONG, "it does not fit --seq-length as a whole")
-    conversation, number = source.conversation(held_out)
-    name, label = source.validation_names[number], source.label(held_out)[1]
+    conversation, _ = source.conversation(held_out)
+    name, label = source.name(held_out)
     label = label if label.startswith(name) else f"{name}: {label}"
     if conversation.turns[0].role == "text":
         sample, question, reference = _continued(source, held_out, encoded.samples[0], most)

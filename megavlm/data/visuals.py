@@ -65,7 +65,7 @@ class Visuals:
     def _pixels(self, image: ImageRef) -> Pixels:
         channels = self.processor.vision_input.array_channels
         if channels is None:
-            return decode(image.source, max_pixels=self.max_pixels).pixels
+            return decode(image.source, max_pixels=self.max_pixels)
         return read_array(image.source, channels=channels, max_pixels=self.max_pixels)
 
     def _film(self, video: VideoRef, wanted: StoredImage) -> Tensor:
@@ -74,7 +74,7 @@ class Visuals:
         numbers, frame = wanted.film.frames, partial(self._videos.frame, grid=wanted.grids[0])
         if isinstance(video.source, tuple):
             shown = [video.source[number].source for number in numbers]
-            made = [frame(decode(image, max_pixels=self.max_pixels).pixels) for image in shown]
+            made = [frame(decode(image, max_pixels=self.max_pixels)) for image in shown]
         else:
             made = [frame(pixels) for pixels in clips.frames(video.source, numbers, max_pixels=self.max_pixels)]
         return self._videos.patches(made)
@@ -94,7 +94,7 @@ def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
     if isinstance(visual, ImageRef) and is_array(visual.source):
         return as_picture(read_array(visual.source, channels=None, max_pixels=max_pixels))
     if isinstance(visual, ImageRef):
-        return decode(visual.source, max_pixels=max_pixels).pixels
+        return decode(visual.source, max_pixels=max_pixels)
     if isinstance(visual.source, tuple):
         return first_frame(visual.source[0], max_pixels=max_pixels)
     return next(clips.frames(visual.source, (0,), max_pixels=max_pixels))

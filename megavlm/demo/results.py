@@ -35,10 +35,8 @@ def exact_match_table(questions: Sequence[HeldOutPrompt], answers: Sequence[str]
     return "\n".join(rows)
 
 
-def draw_examples(
-    questions: Sequence[HeldOutPrompt], predictions: Sequence[str], path: Path, *, count: int = 12
-) -> None:
-    """Write one PNG of up to `count` canvases with question, answer and prediction: green right, red wrong.
+def draw_examples(questions: Sequence[HeldOutPrompt], predictions: Sequence[str], path: Path) -> None:
+    """Write one PNG of up to twelve canvases with question, answer and prediction: green right, red wrong.
 
     Examples are taken evenly from the list of questions, whether the answer is right or wrong.
     """

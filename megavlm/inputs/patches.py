@@ -70,19 +70,6 @@ def normalised(
     return torch.from_numpy(patches.reshape(groups * count, -1))
 
 
-def spanning(frames: Sequence[Tensor], span: int, channels: int) -> Tensor:
-    """Return patches that span `span` frames each, [groups·P, channels·span·p·p], from the patches [P, channels·p·p] of
-    each frame; the last frame fills the last group.
-
-    Within a patch the order is (channel, frame, row, column), as in a flattened Conv3d weight.
-    """
-    import torch
-
-    filled = torch.stack([*frames, *[frames[-1]] * (-len(frames) % span)])
-    cells = filled.view(-1, span, filled.shape[1], channels, filled.shape[2] // channels)  # [groups, span, P, C, p²]
-    return cells.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1)
-
-
 @dataclass(frozen=True, eq=False)
 class Image:
     """An image of known size whose pixels are rendered on demand.

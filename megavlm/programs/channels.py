@@ -99,7 +99,7 @@ def _images(
                 if not isinstance(visual, ImageRef):
                     continue
                 if vision_input.make is not None:
-                    yield vision_input.make(decode(visual.source).pixels)
+                    yield vision_input.make(decode(visual.source))
                     continue
                 image = read_array(visual.source, channels=channels, max_pixels=MAX_PIXELS)
                 channels = image.shape[-1]

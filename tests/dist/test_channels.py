@@ -24,7 +24,7 @@ import transformers  # noqa: E402
 
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
 from megavlm.families.shared.family import ALL_PARTS  # noqa: E402
-from megavlm.programs import channels, convert, prepare  # noqa: E402
+from megavlm.programs import channels, convert  # noqa: E402
 from tests.support.processors import picture  # noqa: E402
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time  # noqa: E402
 from tests.support.whole_models import whole_folder  # noqa: E402
@@ -106,17 +106,6 @@ def test_any_layout_gives_the_numbers_of_one_process(
 ) -> None:
     pools(world).run(train_model, [*flags(folder), *layout.split(), "--no-save"], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole))
-
-
-def test_arrays_in_tars_train_alike_in_any_layout(pools: Pools, folder: Path, tmp_path: Path) -> None:
-    """Tars come in an order of their own, so that the curve is that of one process on the tars."""
-    tars = tmp_path / "tars"
-    assert prepare.main([str(folder / "arrays.jsonl"), str(tars), *"--vision-input array".split()]) == 0
-    argv = [*flags(folder), "--datasets", str(tars), "--no-save"]
-    pools(1).run(train_model, argv, str(tmp_path / "one"))
-    pools(4).run(train_model, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
-    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
-    assert all(record["images"] for record in metrics(tmp_path / "one"))
 
 
 def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(

@@ -97,15 +97,6 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_goes_on_with_the_same_clips(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path
-) -> None:
-    for steps in (["--train-iters", "2"], []):
-        pools(1).run(train_model, [*flags(folder), *steps], str(tmp_path))
-    assert without_wall_time(metrics(tmp_path)) == without_wall_time(metrics(whole))
-
-
-@pytest.mark.slow
 def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path
 ) -> None:

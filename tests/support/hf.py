@@ -28,7 +28,7 @@ from megavlm.data.types import Sample
 from megavlm.families import family_of
 from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.layout import Film
-from megavlm.inputs.patches import Image, LoadedImage, patchify, spanning
+from megavlm.inputs.patches import Image, LoadedImage, cells_of, normalised
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, named_shards
 from megavlm.programs import convert
@@ -137,7 +137,7 @@ def _picture(size: tuple[int, ...], model: ModelConfig, *, seed: int) -> Image |
     groups = -(-len(arrays) // span)
     moments = () if model.language.mrope_interleaved else tuple(range(0, 3 * groups, 3))
     film = Film(tuple(range(len(arrays))), (0.0,) * len(arrays), moments)
-    pixels = spanning([patchify(array, patch) for array in arrays], span, channels=3)
+    pixels = normalised([cells_of(array, patch) for array in arrays], span, mean=0.5, std=0.5)
     return LoadedImage((grid_of(height, width, patch),) * groups, pixels, film=film)
 
 

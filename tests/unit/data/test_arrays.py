@@ -185,12 +185,6 @@ def test_what_is_no_image_says_why(content: bytes, reason: Reason, words: str) -
     assert caught.value.reason == reason
 
 
-def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BadSample, match="cannot be opened") as caught:
-        array_size(tmp_path / "none.npy", channels=5, max_pixels=MOST)
-    assert caught.value.reason == Reason.MISSING
-
-
 OME = """<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{own}"><Image ID="I:0">
 <Pixels ID="P:0" DimensionOrder="XYCZT" Type="uint8" SizeX="9" SizeY="6" SizeC="2" SizeZ="1" SizeT="1"><TiffData IFD="0"
 FirstC="0" PlaneCount="1"><UUID FileName="a.tif">urn:uuid:1</UUID></TiffData><TiffData IFD="0" FirstC="1"

@@ -92,13 +92,6 @@ def test_a_window_is_counted_once_when_it_is_opened() -> None:
     assert len(skipped) == len(set(skipped)) == read // 5
 
 
-def test_packing_needs_fewer_sequences() -> None:
-    packed, alone = sampler(), sampler(packing=False)
-    assert taken(packed, packed.start, 9)[1][-1]["window"] > taken(alone, alone.start, 9)[1][-1]["window"]
-    packed.close()
-    alone.close()
-
-
 def test_data_without_a_usable_sample_says_why() -> None:
     bad = Skipped("train.jsonl:3", "train", Reason.MISSING, "no cat.jpg")
     given_sampler = PackedBatchSampler(lambda number: Window((), 1, (bad,)), count=1, windows=Windows(1), seq_length=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from megavlm.config.schema import ProjectorConfig
 from megavlm.data.collate import CollateSpec, collate
@@ -18,7 +16,7 @@ from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
-from megavlm.inputs.patches import Image, patchify
+from megavlm.inputs.patches import Image
 from megavlm.objective.gather import Texts
 from tests.support.flags import resolved
 
@@ -113,10 +111,6 @@ def test_positions_of_three_axes_restart_too() -> None:
     assert torch.equal(twice, torch.cat([alone, alone], dim=1))
 
 
-def test_without_neighbours_no_sequence_is_packed() -> None:
-    assert batch([text([5, 6], answer=1)]).text.cu_seqlens is None
-
-
 samples_of_text = st.lists(
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=8), min_size=1, max_size=4
 )
@@ -150,49 +144,9 @@ def test_features_follow_the_images_sample_by_sample() -> None:
     assert shades == [10, 20, 30, 30]
 
 
-def test_pixel_shuffle_merges_features_not_patches() -> None:
-    sample = text([IMAGE, 5, 6], answer=1, images=(flat(1, height=2 * PATCH, width=2 * PATCH),))
-    given_batch = batch([sample], pixel_shuffle=2)
-    assert given_batch.image_sizes.num_patches == 4
-    assert given_batch.text.feature_positions.tolist() == [0]
-
-
-def test_a_batch_without_images_still_knows_the_size_of_a_patch() -> None:
-    given_batch = batch([text([5, 6], answer=1)])
-    assert given_batch.images is not None
-    assert given_batch.images.patches.shape == (0, PATCH**2)
-    assert given_batch.image_sizes.grids == ()
-    assert given_batch.text.feature_positions.shape == (0,)
-    assert given_batch.text.feature_positions.dtype == torch.int64
-
-
-def test_nothing_is_rendered_without_patches() -> None:
-    def fail() -> NDArray[np.uint8]:
-        raise AssertionError("rendered")
-
-    render: Callable[[], NDArray[np.uint8]] = fail
-    sample = text([IMAGE, 5], answer=1, images=(Image(height=4, width=4, patch_size=PATCH, render=render),))
-    assert batch([sample], with_patches=False).images is None
-    with pytest.raises(AssertionError, match="rendered"):
-        batch([sample], with_patches=True)
-
-
 def test_a_sample_that_is_too_long_names_the_length_it_needs() -> None:
     with pytest.raises(UserError, match="--seq-length is 8: set --seq-length to at least 9"):
         batch([text([1] * 9, answer=1)])
-
-
-def test_image_tokens_must_match_the_features() -> None:
-    with pytest.raises(AssertionError, match="2 image tokens for 1 image features"):
-        batch([text([IMAGE, IMAGE, 5], answer=1, images=(flat(1),))])
-
-
-def test_patches_are_those_of_the_pixels() -> None:
-    pixels = np.arange(32, dtype=np.uint8).reshape(4, 8, 1)
-    image = Image(height=4, width=8, patch_size=PATCH, render=lambda: pixels)
-    given_batch = batch([text([IMAGE, IMAGE, 5], answer=1, images=(image,))])
-    assert given_batch.images is not None
-    assert torch.equal(given_batch.images.patches, patchify(pixels, PATCH))
 
 
 @pytest.mark.parametrize(("objective", "terms"), [("contrastive", [3, 1]), ("sigmoid", [2, 1])])

@@ -27,7 +27,6 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import collate_segments
 from megavlm.data.files import FilesSource
 from megavlm.data.loader import RankLoader
-from megavlm.data.sampler import PackedBatchSampler
 from megavlm.data.survey import data_table
 from megavlm.data.types import Segment
 from megavlm.data.workers import WorkerPool
@@ -213,22 +212,6 @@ def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) 
             sampler.batch_at(sampler.start)
         sampler.close()
     assert encode.call_count <= 8, "two windows are encoded, one ahead"
-
-
-def test_every_record_comes_once_an_epoch(tmp_path: Path) -> None:
-    config = config_for(write_all(tmp_path, samples=30))
-    config = replace(config, data=replace(config.data, datasets=config.data.datasets[:1], packing_window=30))
-    source = FilesSource(config)
-    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)))
-    assert isinstance(sampler, PackedBatchSampler)
-    place, items = sampler.start, []
-    while place["window"] == 0:
-        composed = sampler.batch_at(place)
-        place = composed.after
-        items += [segment.sample_id for row in composed.sequences for segment in row]
-    sampler.close()
-    assert set(range(30)) <= set(items)
-    assert sorted(source.order.record(item).record for item in range(30)) == list(range(30))
 
 
 def test_shares_are_told_before_a_run(broken: Path) -> None:

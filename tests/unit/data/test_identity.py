@@ -42,13 +42,6 @@ def test_other_records_of_the_same_size_are_other_data(file: Path, record: int) 
     assert "a has other files or other records (a.jsonl)" in str(difference(before, identity("--datasets", str(file))))
 
 
-def test_a_longer_file_is_other_data(file: Path) -> None:
-    before = identity("--datasets", str(file))
-    with file.open("a") as opened:
-        opened.write("{}\n")
-    assert "other records (a.jsonl)" in str(difference(before, identity("--datasets", str(file))))
-
-
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

@@ -75,11 +75,6 @@ def test_every_layout_reads_the_same_global_batches(dp_size: int, micro_batch_si
         assert all(len(rank[step]) == GLOBAL_BATCH // (dp_size * micro_batch_size) for rank in ranks)
 
 
-def test_consecutive_steps_differ() -> None:
-    first, second = steps(loader(), 2)
-    assert not torch.equal(first[0].text.tokens, second[0].text.tokens)
-
-
 def test_resume_with_another_layout_continues_the_stream() -> None:
     straight = steps(loader(micro_batch_size=GLOBAL_BATCH), 5)
     before = loader(dp_size=2, dp_rank=1, micro_batch_size=3)
@@ -96,16 +91,6 @@ def test_resume_with_another_layout_continues_the_stream() -> None:
     for step in range(2):
         tokens, _ = rows_in_global_order([rank[step] for rank in ranks])
         assert torch.equal(tokens, straight[3 + step][0].text.tokens)
-
-
-def test_loading_a_state_drops_what_was_prefetched() -> None:
-    given = loader(micro_batch_size=GLOBAL_BATCH)
-    first = given.next_step().batches[0]
-    given.next_step()
-    given.load_state_dict({"consumed_samples": 0})
-    again = given.next_step().batches[0]
-    given.close()
-    assert torch.equal(first.text.tokens, again.text.tokens)
 
 
 def test_ranks_without_vision_render_nothing_and_agree_on_the_rest() -> None:
@@ -146,12 +131,6 @@ def test_stats_sum_to_the_global_batch() -> None:
     assert whole.images == sum(len(sample.images) for sample in samples)
     assert whole.image_tokens == sum(int(np.sum(sample.tokens == source.image_token)) for sample in samples)
     assert whole.patches == whole.image_tokens, "without pixel shuffle a patch is a token"
-
-
-def test_stats_do_not_count_padding() -> None:
-    batches = steps(loader(micro_batch_size=GLOBAL_BATCH, with_patches=False, seq_length=60), 1)[0]
-    assert batches[0].text.tokens.shape == (GLOBAL_BATCH, 60)
-    assert stats(batches).tokens == GLOBAL_BATCH * 40
 
 
 def test_peek_shows_the_next_step_and_leaves_the_place():

@@ -29,10 +29,6 @@ def test_images_without_words_between_them() -> None:
     assert positions[2].tolist() == [0, 1, 0, 1, 2, 3, 3, 5]
 
 
-def test_text_alone_counts() -> None:
-    assert mrope_positions(np.zeros(5, dtype=np.bool_), [], merge=2).tolist() == [list(range(5))] * 3
-
-
 Piece = tuple[int, int, int, int]  # words before it, rows and columns of features, groups of frames (0: an image)
 
 

@@ -75,26 +75,6 @@ def test_an_upright_glyph_of_scan_size_is_the_scan(canvases: Canvases) -> None:
     assert np.abs(canvas - expected).max() <= 1, "up to rounding"
 
 
-def test_a_turned_glyph_turns_clockwise(canvases: Canvases) -> None:
-    upright = Glyph(scan=17, column=0, angle=0.0, size=(0.5, 0.5), shift=(0.0, 0.0), contrast=1.0)
-    turned = replace(upright, angle=np.pi / 2)
-    cells = [canvases.draw(Scene(glyphs=(g,), kind="largest", phrasing=0))[:16, :16] for g in (upright, turned)]
-    assert np.abs(np.rot90(cells[0], k=-1).astype(int) - cells[1]).max() <= 1
-
-
-def test_glyphs_stay_in_their_cells_from_left_to_right(canvases: Canvases) -> None:
-    for index in range(50):
-        scene = canvases.training_scene(index)
-        columns = [glyph.column for glyph in scene.glyphs]
-        assert columns == sorted(set(columns))
-        canvas = canvases.draw(scene)
-        for glyph in scene.glyphs:
-            cell = canvas[:, glyph.column * 16 : glyph.column * 16 + 16]
-            assert cell.max() > 64, "every digit can be seen"
-            cell[:] = 0
-        assert not canvas.any()
-
-
 def test_answers_are_true(canvases: Canvases) -> None:
     seen = set()
     for index in range(200):
@@ -124,19 +104,6 @@ def test_a_sample_trains_the_answer_and_the_end_mark(source: DigitsSource) -> No
         assert len(answer) == len(words) + 1 <= source.max_answer_tokens
 
 
-def test_the_number_of_image_tokens_tells_nothing(source: DigitsSource) -> None:
-    assert {int((source.sample(index).tokens == source.image_token).sum()) for index in range(100)} == {4}
-
-
-def test_samples_depend_on_the_seed_and_the_index_alone(source: DigitsSource, run_dir: Path) -> None:
-    same = build_source(CONFIG, run_dir=run_dir)
-    same.sample(9)
-    assert np.array_equal(source.sample(4).tokens, same.sample(4).tokens)
-    assert np.array_equal(source.sample(4).images[0].render(), same.sample(4).images[0].render())
-    other = build_source(replace(CONFIG, train=replace(CONFIG.train, seed=7)), run_dir=run_dir)
-    assert not np.array_equal(source.sample(4).images[0].render(), other.sample(4).images[0].render())
-
-
 def test_questions_are_the_same_for_every_seed_and_show_their_canvas(source: DigitsSource, run_dir: Path) -> None:
     other = build_source(replace(CONFIG, train=replace(CONFIG.train, seed=7)), run_dir=run_dir)
     assert isinstance(other, DigitsSource)
@@ -163,14 +130,6 @@ def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSour
         assert (before.kind, before.question, before.reference) == (after.kind, after.question, after.reference)
         assert np.array_equal(before.sample.tokens, after.sample.tokens)
         assert np.array_equal(after.sample.images[0].render(), after.pictures[0][:, :, :1])
-
-
-def test_channels_follow_the_model(run_dir: Path) -> None:
-    vision = replace(CONFIG.model.vision, in_channels=3)
-    colour = build_source(replace(CONFIG, model=replace(CONFIG.model, vision=vision)), run_dir=run_dir)
-    pixels = colour.sample(0).images[0].render()
-    assert pixels.shape == (16, 64, 3)
-    assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from megavlm.errors import UserError
 from megavlm.families import family_of, processor_from
 from megavlm.families.shared.settings import Settings
 from megavlm.inputs.layout import Layout, Prompt
-from megavlm.inputs.processor import Processor
 
 CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": 224, "crop_size": 224}
 MODEL = ModelConfig(vision=VisionConfig(patch_size=14))
@@ -52,10 +51,6 @@ def test_a_layout_knows_nothing_of_pixels() -> None:
     assert found.features == 13 * 256
     assert found.patches == 13 * 1024
     assert found.prompt == Prompt("<IMG_CONTEXT>", ("<img>", "</img>"), (13 * 256,))
-
-
-def test_a_prompt_alternates_texts_and_runs() -> None:
-    assert str(Prompt("*", ("a", "b", "c"), (2, 3))) == "a**b***c"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +101,3 @@ def test_what_no_processor_can_make_of_a_model_is_told_in_one_line(config: dict[
     with pytest.raises(UserError, match=says) as told:
         family_of(settings).config(settings)
     assert "\n" not in str(told.value)
-
-
-def test_a_processor_is_a_value() -> None:
-    assert processor_from(CLIP, MODEL) == processor_from(CLIP, MODEL)
-    assert isinstance(hash(processor_from(CLIP, MODEL)), int)
-    assert isinstance(processor_from(CLIP, MODEL), Processor)

@@ -56,11 +56,6 @@ def test_where_frames_are_taken(places: Places, expected: tuple[int, ...]) -> No
     assert taken(regular(10, 10.0), Budget(fps=3, min_frames=1), places) == expected
 
 
-def test_frames_of_any_length_of_clip() -> None:
-    budget = Budget(fps=float("inf"), max_frames=5)
-    assert len(taken(regular(400, 10.0), budget, in_the_middle)) == len(taken(regular(5, 10.0), budget, in_the_middle))
-
-
 def test_the_time_of_a_frame_is_its_number_unless_its_own_contradicts() -> None:
     rounded = Clip(48, 80, (0, 0.033, 0.067, 0.1), 30.0)
     assert [rounded.seconds(number) for number in range(4)] == [number / 30 for number in range(4)]

@@ -76,18 +76,3 @@ def test_a_template_that_rewrites_what_is_said_has_no_skeleton_for_it() -> None:
     assert skeleton(chat, shape).spans(rendered, said) is None
     with pytest.raises(TemplateError, match="leaves out"):
         skeleton(ChatTemplate("{{ messages[0].content }}"), shape)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ raise_exception.__globals__['json'] }}",
-    ],
-)
-def test_templates_cannot_reach_out(source: str) -> None:
-    with pytest.raises(TemplateError) as caught:
-        ChatTemplate(source).render([{"role": "user", "content": "a"}])
-    assert "\n" not in str(caught.value)

@@ -28,10 +28,6 @@ def lengths(encoded: EncodedConversation, seq_length: int) -> tuple[list[int], i
     return [len(piece) for piece in found.pieces], found.dropped
 
 
-def test_what_fits_stays_whole() -> None:
-    assert lengths(conversation(turn(5), turn(5, images=1), turn(5)), 16) == ([16], 0)
-
-
 def test_the_first_piece_is_the_longest_beginning_that_fits_and_each_begins_with_the_opening() -> None:
     encoded = conversation(turn(5), turn(5), turn(6), opening=3)
     assert lengths(encoded, 13) == ([13, 9], 0)
@@ -69,10 +65,6 @@ def test_text_is_cut_anywhere_but_not_behind_an_image() -> None:
     assert lengths(conversation(turn(25, divisible=True)), 10) == ([10, 10, 8], 0)
     pictured = conversation(turn(4, divisible=True), turn(3, images=1), turn(9, divisible=True))
     assert lengths(pictured, 10) == ([10], 1)
-
-
-def test_one_token_left_over_is_no_piece() -> None:
-    assert lengths(conversation(turn(11, divisible=True), opening=0), 10) == ([10], 0)
 
 
 TURNS = st.lists(

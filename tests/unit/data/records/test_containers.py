@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +51,6 @@ def test_arrays_and_lines_give_back_what_was_written(
     assert all_of(array_of(written(folder / "a.json", text.encode()))) == records
     lines = "\n".join(json.dumps(record, ensure_ascii=ascii) for record in records)
     assert all_of(lines_of(written(folder / "l.jsonl", lines.encode()))) == records
-
-
-def test_an_empty_array(tmp_path: Path) -> None:
-    assert len(array_of(written(tmp_path / "a.json", b" [ ] "))) == 0
 
 
 @pytest.mark.parametrize(
@@ -122,23 +116,6 @@ def test_lines_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def bounds(container: SpanFile) -> tuple[Any, Any]:
     return container._spans.starts, container._spans.ends
-
-
-def test_empty_lines_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "_CHUNK", 2**16)
-    path = written(tmp_path / "l", b"\n" * 2**22 + b"1\n")
-    tracemalloc.start()
-    container = lines_of(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert (container.read(0), container.label(0)) == (1, f"l:{2**22 + 1}")
-    assert peak < 2**23
-
-
-def test_spans_can_be_pickled_after_reading(tmp_path: Path) -> None:
-    container = lines_of(written(tmp_path / "l", b"1\n2\n"))
-    assert container.read(1) == 2
-    assert all_of(pickle.loads(pickle.dumps(container))) == [1, 2]
 
 
 def test_files_one_after_the_other(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import is_stream, name_of, open_records, text_files
+from megavlm.data.records import is_stream, open_records
 from megavlm.data.records.containers import Records
 from megavlm.data.records.shapes import SHAPES, shape_of
 from megavlm.data.types import Conversation, ImageRef, Turn
@@ -77,18 +77,6 @@ def test_json_is_opened_by_looking(folder: Path, name: str, text: str) -> None:
         conversation = records.read(len(records) - 3 + number)
         assert conversation.turns[0] == Turn("user", (ImageRef((folder / "a.jpg").resolve()), "What?"))
         assert conversation.turns[1] == Turn("assistant", (f"answer {number}",))
-
-
-@pytest.mark.parametrize("column", ["conversations", "messages"])
-def test_parquet(folder: Path, column: str) -> None:
-    texts = [[("user", "<image>What?"), ("assistant", f"answer {number}")] for number in range(5)]
-    turns = [[{"role": role, "content": content} for role, content in text] for text in texts]
-    images = [[{"bytes": b"jpg", "path": "x.jpg"}]] * 4 + [[{"bytes": None, "path": "a.jpg"}]]
-    pq.write_table(pa.table({column: turns, "images": images}), folder / "d.parquet", row_group_size=2)
-    found = conversations(opened(folder / "d.parquet"))
-    assert [conversation.turns[1].parts for conversation in found] == [(f"answer {number}",) for number in range(5)]
-    assert found[0].images == (ImageRef(b"jpg"),)
-    assert found[4].images == (ImageRef((folder / "a.jpg").resolve()),)
 
 
 def test_text_has_a_document_per_line(folder: Path) -> None:
@@ -180,12 +168,6 @@ def test_a_text_that_names_a_picture_is_told(folder: Path) -> None:
     assert opened(folder / "metadata.jsonl").unread == ["file_name"]
 
 
-def test_parquet_without_known_columns_names_them(folder: Path) -> None:
-    pq.write_table(pa.table({"question": ["x"]}), folder / "d.parquet")
-    with pytest.raises(UserError, match="fields 'question'"):
-        opened(folder / "d.parquet")
-
-
 @pytest.mark.parametrize(("name", "mark"), [("d.csv", ","), ("d.tsv", "\t")])
 def test_a_table_of_text(folder: Path, name: str, mark: str) -> None:
     """Cells may have line breaks, quotation marks and lists; an empty one is null. A bad row costs itself."""
@@ -211,13 +193,6 @@ def test_a_table_of_text(folder: Path, name: str, mark: str) -> None:
     for number, told in ((3, "2 cells, the first row 4"), (4, "no field `answer` or `answers`")):
         with pytest.raises(BadSample, match=told):
             records.read(number)
-
-
-def test_rows_of_text_are_found_across_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "_CHUNK", 5)
-    texts = ['a "quoted"\nline', "b", "\n\nx\n", "c, d", '"']
-    (folder / "d.csv").write_text("text,n\n" + "".join('"' + t.replace('"', '""') + '",1\n' for t in texts))
-    assert [found.turns[0].parts[0] for found in conversations(opened(folder / "d.csv"))] == texts
 
 
 ODD = [{"frage": "What?", "antwort": f"answer {number}", "bild": "a.jpg", "text": "of it"} for number in range(3)]
@@ -326,11 +301,6 @@ def test_which_sources_are_streams(folder: Path) -> None:
     assert is_stream(DatasetConfig(path=str(folder), kind="webdataset"))
     assert not is_stream(DatasetConfig(path="s3://bucket/d.jsonl"))
     assert not is_stream(DatasetConfig(path="s3://bucket/shards", kind="llava"))
-
-
-def test_names(folder: Path) -> None:
-    assert name_of(DatasetConfig(path="x/llava_665k.json")) == "llava_665k"
-    assert name_of(DatasetConfig(path="x/", name="y")) == "y"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json"])

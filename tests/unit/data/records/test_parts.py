@@ -44,13 +44,6 @@ def test_images_are_the_image_files_in_order(parts: dict[str, bytes]) -> None:
     assert conversation_of_parts(parts).turns[0] == Turn("user", (A, B, "?"))
 
 
-def test_messages_with_image_parts() -> None:
-    content = [{"type": "image"}, {"type": "text", "text": "?"}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "answer"}]
-    conversation = conversation_of_parts({"json": as_json({"messages": messages}), "jpg": b"first"})
-    assert conversation.turns == (Turn("user", (A, "?")), Turn("assistant", ("answer",)))
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -109,12 +102,6 @@ RECORDS = st.binary(max_size=30) | TEXTS.map(str.encode) | TEXTS.map(lambda text
 def test_whatever_a_sample_holds_it_stops_nothing(parts: dict[str, bytes]) -> None:
     with suppress(BadSample):
         assert conversation_of_parts(parts).turns
-
-
-def test_numbers_in_names_may_have_any_length() -> None:
-    """Python refuses to read integers of more than 4,300 digits."""
-    parts = {"json": turns("<image><image>?"), f"{'9' * 5000}.jpg": b"second", "0007.jpg": b"first"}
-    assert conversation_of_parts(parts).turns[0] == Turn("user", (A, B, "?"))
 
 
 def test_frames_of_a_video_are_none_of_the_images() -> None:

@@ -85,9 +85,3 @@ def test_reasons(value: Any, reason: Reason, root: Path) -> None:
     with pytest.raises(BadSample) as caught:
         image_of(value, lambda name: file_below(root, name))
     assert caught.value.reason == reason
-
-
-def test_a_long_path_that_begins_like_base64_is_decoded_or_refused(root: Path) -> None:
-    """What begins with "/9j/" and is long is JPEG in base64: nobody has a folder of that name at the root."""
-    with pytest.raises(BadSample):
-        image_of("/9j/" + "a.b" * 30, lambda name: file_below(root, name))

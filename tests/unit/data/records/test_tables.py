@@ -100,20 +100,6 @@ def test_rows_by_number(form: str, options: Any, tmp_path: Path, monkeypatch: py
     assert container.label(4) == f"{path.name}[4]"
 
 
-def test_row_groups_are_kept_for_a_while(tmp_path: Path) -> None:
-    opened = tables._Parquet(write(tmp_path / "t.parquet", rows(10), form="parquet", batch=5))
-    first = opened.group(0, ["id"])
-    opened.group(1, ["id"])
-    assert opened.group(0, ["id"]) is first
-
-
-def test_turns_as_an_object_of_lists(tmp_path: Path) -> None:
-    turns = {name: [turn[name] for turn in spoken(1)] for name in ("from", "value")}
-    table = pa.table({"images": [[{"bytes": b"1", "path": None}]], "conversations": [turns]})
-    records = open_records(DatasetConfig(str(write(tmp_path / "a.arrow", table))))
-    assert records.read(0) == conversation(tmp_path, 1)
-
-
 def reason(container: TableFile, number: int) -> Reason | None:
     try:
         container.read(number)

@@ -82,16 +82,6 @@ def test_folders_are_prepared_in_place_and_once(tmp_path: Path) -> None:
     assert said == []
 
 
-def test_an_index_that_is_newer_than_its_tar_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shards(tmp_path, count=2, each=3)
-    tars.index(tmp_path, ["0.tar"])
-    indexed: list[str] = []
-    offsets = tars.sample_offsets
-    monkeypatch.setattr(tars, "sample_offsets", lambda path: indexed.append(path.name) or offsets(path))
-    tars.index(tmp_path, ["0.tar", "1.tar"])
-    assert indexed == ["1.tar"]
-
-
 def test_where_nothing_can_be_written_links_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = tmp_path / "data", tmp_path / "run" / "webdataset"
     write_shards(folder / "sub", count=2, each=3)

@@ -236,18 +236,6 @@ def test_reasons(record: Any, shape: str, reason: Reason) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        (llava(human("Hi"), said("tool", "x"), ANSWER), "calls of tools are not trained, leave the record out"),
-        (llava(human("What?"), ANSWER, image=""), "write null where there is none"),
-    ],
-)
-def test_a_bad_record_is_told_what_helps(record: Any, says: str) -> None:
-    with pytest.raises(BadSample, match=says):
-        record_of(record, "llava", find)
-
-
 FIELDS = (
     *(name for shape in SHAPES.values() for name in shape.fields),
     *("image", "images", "role", "from", "content", "value", "type", "url", "bytes", "path", "base64", "source"),

@@ -10,7 +10,6 @@ import pytest
 
 from megavlm.data.records.media import video_below, video_of
 from megavlm.data.records.shapes import record_of
-from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.types import Conversation, ImageRef, VideoRef
 from megavlm.inputs.bad_sample import BadSample, Reason
 
@@ -97,14 +96,3 @@ def test_files_and_folders_of_frames(tmp_path: Path) -> None:
     with pytest.raises(BadSample) as raised:
         video_of([["frames"]][0], look)
     assert raised.value.reason is Reason.NOT_AN_IMAGE
-
-
-def test_clips_of_a_tar() -> None:
-    turns = (
-        b'{"video": "x/y.mp4", "conversations": [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "A"}]}'
-    )
-    assert conversation_of_parts({"json": turns, "mp4": b"clip"}).images == (VideoRef(b"clip"),)
-    assert conversation_of_parts({"txt": b"A man.", "1.mp4": b"b", "0.mp4": b"a"}).images == (
-        VideoRef(b"a"),
-        VideoRef(b"b"),
-    )

@@ -120,12 +120,6 @@ def test_what_goes_in_comes_out(source: Path, tmp_path: Path, capsys: pytest.Cap
     ]
 
 
-def test_text_comes_out_as_text(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("One.\nTwo.\n")
-    assert main([str(tmp_path / "t.txt"), str(tmp_path / "out")]) == 0
-    assert read_back(tmp_path / "out", 2) == [[("text", "One.")], [("text", "Two.")]]
-
-
 def test_the_bytes_are_the_same_each_time_and_after_a_stop(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
