@@ -48,9 +48,15 @@ def _matches(name: str, target: str) -> bool:
     return target == linear or fnmatchcase(name, target) or fnmatchcase(name, f"{target}.*")
 
 
-def all_names(config: Config) -> list[str]:
-    """Return the names of all linear layers that can have adapters."""
-    layers = {"vision": config.model.vision.num_layers, "language": config.model.language.num_layers}
+def all_names(config: Config, *, running: bool = False) -> list[str]:
+    """Return the names of all linear layers that can have adapters, or of those that are `running`: vision layers after
+    model.vision.feature_layer never do.
+    """
+    vision = config.model.vision
+    layers = {
+        "vision": vision.num_layers + (1 + vision.feature_layer) * running,
+        "language": config.model.language.num_layers,
+    }
     return [
         f"{part}.layers.{number}.{linear}"
         for part, count in layers.items()
@@ -59,23 +65,10 @@ def all_names(config: Config) -> list[str]:
     ]
 
 
-def unmatched(config: Config) -> list[str]:
-    """Return the targets that match no linear layer."""
-    names = all_names(config)
+def unmatched(config: Config, *, running: bool = False) -> list[str]:
+    """Return the targets that match no linear layer, or none that is `running`."""
+    names = all_names(config, running=running)
     return [target for target in config.lora.targets if not any(_matches(name, target) for name in names)]
-
-
-def never_run(config: Config) -> list[str]:
-    """Return the targets that match only vision layers after model.vision.feature_layer, which never run."""
-    vision = config.model.vision
-    runs = vision.num_layers + 1 + vision.feature_layer
-    skipped = {
-        f"vision.layers.{number}.{linear}"
-        for number in range(max(0, runs), vision.num_layers)
-        for linear in linears_of(config, "vision", number)
-    }
-    used = [name for name in all_names(config) if name not in skipped]
-    return [target for target in config.lora.targets if not any(_matches(name, target) for name in used)]
 
 
 def adapted_parts(config: Config) -> tuple[str, ...]:

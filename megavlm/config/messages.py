@@ -83,6 +83,16 @@ def nearest(value: int, divisor: int) -> str:
     return f"use {above}" if below == 0 else f"use {below} or {above}"
 
 
+def indivisible(option: str, value: int, by: str, divisor: int) -> str:
+    """Return what a message says of a value that has to be a multiple of another option's."""
+    return f"{option} {value} is not divisible by {by} {divisor}: {nearest(value, divisor)}"
+
+
+def no_divisor(option: str, value: int, whole: str, total: int) -> str:
+    """Return what a message says of a value that has to divide a number, as `whole` names it."""
+    return f"{option} {value} does not divide {whole}: set it to {divisors(total)}"
+
+
 def divisors(value: int) -> str:
     """Return the divisors of a number, largest first, as "8, 4, 2 or 1"."""
     found = [str(divisor) for divisor in range(min(value, _LARGEST), 0, -1) if value % divisor == 0]

@@ -142,11 +142,9 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
     """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `megavlm calibrate` fits."""
     products, attention = rank_flops(name, scenario)
-    traffic = (
-        memory_traffic(name, scenario, program_of(scenario)).forward
-        if scenario.on_gpu
-        else 2 * touched_bytes(name, scenario)
-    )
+    traffic = 2 * touched_bytes(name, scenario)
+    if scenario.on_gpu:
+        traffic = sum(pair[0] for pair in memory_traffic(name, scenario, program_of(scenario)).values())
     experts = layer_cost(name, scenario.model, scenario.work).expert_flops / scenario.dims.tp
     return products + experts, attention, traffic, kind_in(scenario.model, name).calls(scenario.model)
 

@@ -143,21 +143,6 @@ NOW = MemoryPasses(
 _NOW_ADDING = replace(NOW, weight_gradient=10)
 
 
-@dataclass(frozen=True)
-class MemoryTraffic:
-    """The bytes of one layer's passes by term, forward and backward."""
-
-    terms: dict[str, Pair]
-
-    @property
-    def forward(self) -> float:
-        return sum(pair[0] for pair in self.terms.values())
-
-    @property
-    def backward(self) -> float:
-        return sum(pair[1] for pair in self.terms.values())
-
-
 def program_of(scenario: Scenario) -> MemoryPasses:
     """Return the passes of the layers that a scenario runs on a GPU: Transformer Engine's, or torch's."""
     if not scenario.te:
@@ -166,8 +151,8 @@ def program_of(scenario: Scenario) -> MemoryPasses:
     return NOW if fused and scenario.dims.order != "zb-h1" else _NOW_ADDING
 
 
-def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> MemoryTraffic:
-    """Return what a layer moves beside its products, on one rank.
+def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> dict[str, Pair]:
+    """Return the bytes that a layer moves beside its products on one rank, forward and backward, by term.
 
     Under tensor parallelism a rank has its share of what lies inside the two blocks of a transformer layer, for all
     tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
@@ -184,17 +169,17 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> Memor
     added: dict[str, Pair] = {"weight gradients": (0.0, summed)} if summed else {}
     if transformer:
         terms = _of_layer(layer_sizes(name, scenario), scenario, passes, trained=trained, fp8=name in scenario.fp8)
-        return MemoryTraffic({term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added)
+        return {term: _times(pair, e) for term, pair in terms.items() if any(pair)} | added
     if name == OUTPUT:
         ahead, back = passes.cross_entropy
         if computes_logits_again(scenario):
             back = passes.cross_entropy_again * trained
         loss = _times((ahead, back), scenario.work.trained_tokens * logit_columns(scenario))
-        return MemoryTraffic({"cross entropy": loss, **added})
+        return {"cross entropy": loss, **added}
     if name == LANGUAGE_NORM:
-        return MemoryTraffic({"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added})
+        return {"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added}
     touched = touched_bytes(name, scenario) if layer_kind(name).is_present(scenario.model) else 0.0
-    return MemoryTraffic({"other": (2 * touched, 4 * touched), **added})
+    return {"other": (2 * touched, 4 * touched), **added}
 
 
 def _of_layer(
@@ -290,7 +275,7 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
     terms = work_terms(name, scenario, hardware)
     rates = hardware.forward.bandwidth, hardware.backward.bandwidth
     if scenario.on_gpu:
-        moves = memory_traffic(name, scenario, passes).terms
+        moves = memory_traffic(name, scenario, passes)
     else:
         touched = touched_bytes(name, scenario)
         moves = {"other": (2 * touched, 4 * touched)}  # written once, read once; backward the same of two gradients

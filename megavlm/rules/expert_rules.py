@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
 from megavlm.config.lora import trained_whole
-from megavlm.config.messages import divisors, nearest
+from megavlm.config.messages import divisors, indivisible, nearest, no_divisor
 from megavlm.config.schema import Config
 from megavlm.rules.defaults import resolve_model, starts_from_weights
 
@@ -57,14 +57,11 @@ def _groups(config: Config) -> Iterator[str]:
             yield f"model.experts.{given} needs model.experts.{missing}: add it, or leave both out"
         return
     if count % groups:
-        yield (
-            f"model.experts.router_num_groups {groups} does not divide --num-experts {count}: set it to "
-            f"{divisors(count)}"
-        )
+        yield no_divisor("model.experts.router_num_groups", groups, f"--num-experts {count}", count)
     if chosen > groups:
         yield f"{option} is more than model.experts.router_num_groups {groups}: lower it"
     if topk % chosen:
-        yield f"{option} does not divide model.experts.router_topk {topk}: set it to {divisors(topk)}"
+        yield no_divisor("model.experts.router_group_topk", chosen, f"model.experts.router_topk {topk}", topk)
     if topk > (left := chosen * (count // groups)):
         yield f"{option} leaves {left} experts to choose from, fewer than model.experts.router_topk {topk}: raise it"
 
@@ -80,17 +77,12 @@ def experts_over_ranks(config: Config) -> Iterator[str]:
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
     width, shared = model.experts.ffn_hidden_size, model.experts.shared_ffn_hidden_size
     if count % ep:
-        yield f"--expert-model-parallel-size {ep} does not divide --num-experts {count}: set it to {divisors(count)}"
+        yield no_divisor("--expert-model-parallel-size", ep, f"--num-experts {count}", count)
     if width % etp:
-        yield (
-            f"model.experts.ffn_hidden_size {width} is not divisible by --expert-tensor-parallel-size {etp}: "
-            f"{nearest(width, etp)}, or set --etp to {divisors(width)}"
-        )
+        problem = indivisible("model.experts.ffn_hidden_size", width, "--expert-tensor-parallel-size", etp)
+        yield f"{problem}, or set --etp to {divisors(width)}"
     if shared is not None and shared % tp:
-        yield (
-            f"model.experts.shared_ffn_hidden_size {shared} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"{nearest(shared, tp)}"
-        )
+        yield indivisible("model.experts.shared_ffn_hidden_size", shared, "--tensor-model-parallel-size", tp)
     step = 16 if fp8_in("language", config) else 4 if config.precision.dtype == "fp32" else 8
     asks = "--fp8" if step == 16 else f"--precision {config.precision.dtype}"
     for flag, size, multiple, split in (

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.config.derived import rotary_channels
-from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, never_run, unmatched
-from megavlm.config.messages import divisors, nearest
+from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, unmatched
+from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.rules import Rule
@@ -23,10 +23,7 @@ def vision_tower(config: Config) -> Iterator[str]:
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
     if hidden % heads:
-        yield (
-            f"model.vision.hidden_size {hidden} is not divisible by model.vision.num_attention_heads {heads}: "
-            f"{nearest(hidden, heads)}"
-        )
+        yield indivisible("model.vision.hidden_size", hidden, "model.vision.num_attention_heads", heads)
     if vision.position_embedding != "learned" and (head := hidden // heads) % 4:
         yield (
             f"model.vision.position_embedding {vision.position_embedding} needs a head width divisible by 4, but "
@@ -95,10 +92,8 @@ def language_model(config: Config) -> Iterator[str]:
             f"to {channels // 2}, the channel pairs of a language head that rotate"
         )
     if is_set(language, "num_query_groups") and heads % groups:
-        yield (
-            f"model.language.num_query_groups {groups} must divide model.language.num_attention_heads {heads}: use "
-            f"{divisors(heads)}"
-        )
+        whole = f"model.language.num_attention_heads {heads}"
+        yield no_divisor("model.language.num_query_groups", groups, whole, heads)
     last = language.num_layers - 1
     if max(language.full_attention_layers, default=0) > last:
         shown = _listed(language.full_attention_layers)
@@ -157,10 +152,8 @@ def images(config: Config) -> Iterator[str]:
         yield "--data digits has no tiled images: leave model.projector.anyres_max_tiles out, or use --data synthetic"
     for side in config.data.image_sizes:
         if side % vision.image_size:
-            yield (
-                f"--image-sizes {side} is not a multiple of model.vision.image_size {vision.image_size}, which "
-                f"model.projector.anyres_max_tiles needs: {nearest(side, vision.image_size)}"
-            )
+            problem = indivisible("--image-sizes", side, "model.vision.image_size", vision.image_size)
+            yield f"{problem}, or leave model.projector.anyres_max_tiles out"
 
 
 def connector_takes_the_model(config: Config) -> Iterator[str]:
@@ -189,7 +182,7 @@ def adapters(config: Config) -> Iterator[str]:
         if "," in name:
             yield f"--lora-targets {name} is one name: write spaces between names"
         yield f"--lora-targets {name} matches no linear layer: try language, vision, q_proj or language.layers.*.q_proj"
-    for name in never_run(config):
+    for name in unmatched(config, running=True):
         yield (
             f"--lora-targets {name} matches only vision layers that never run, because model.vision.feature_layer "
             f"{vision.feature_layer} uses the output of layer {vision.num_layers + vision.feature_layer}: name layers "

@@ -14,7 +14,7 @@ from megavlm.arch.kind import FP32, Communication, LayerCost, Stream, stream_byt
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
-from megavlm.config.messages import divisors
+from megavlm.config.messages import no_divisor
 from megavlm.config.option import AT_LEAST_1, POSITIVE, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
@@ -61,11 +61,9 @@ class Perceiver(Connector):
     def problems(self, config: Config) -> Iterator[str]:
         own: PerceiverConfig = self.own(config.model)
         if own.num_attention_heads % own.num_query_groups:
-            yield (
-                f"model.projector.connectors.perceiver.num_query_groups {own.num_query_groups} must divide "
-                f"model.projector.connectors.perceiver.num_attention_heads {own.num_attention_heads}: use "
-                f"{divisors(own.num_attention_heads)}"
-            )
+            here = "model.projector.connectors.perceiver"
+            groups, heads = own.num_query_groups, own.num_attention_heads
+            yield no_divisor(f"{here}.num_query_groups", groups, f"{here}.num_attention_heads {heads}", heads)
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
         latents: int = projector.connectors.perceiver.num_latents

@@ -12,7 +12,7 @@ from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, Stream, hi
 from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
-from megavlm.config.messages import divisors
+from megavlm.config.messages import no_divisor
 from megavlm.config.option import AT_LEAST_1, POSITIVE, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
@@ -45,9 +45,12 @@ class QFormer(Connector):
     def problems(self, config: Config) -> Iterator[str]:
         own: QFormerConfig = self.own(config.model)
         if own.hidden_size % own.num_attention_heads:
-            yield (
-                f"model.projector.connectors.qformer.num_attention_heads {own.num_attention_heads} must divide "
-                f"model.projector.connectors.qformer.hidden_size {own.hidden_size}: use {divisors(own.hidden_size)}"
+            here = "model.projector.connectors.qformer"
+            yield no_divisor(
+                f"{here}.num_attention_heads",
+                own.num_attention_heads,
+                f"{here}.hidden_size {own.hidden_size}",
+                own.hidden_size,
             )
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:

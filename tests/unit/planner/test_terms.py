@@ -51,11 +51,11 @@ def without_padding(scenario: Scenario) -> Scenario:
 def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_rest(name: str) -> None:
     whole = without_padding(case(name))
     for layer in (LANGUAGE, VISION):
-        alone = memory_traffic(layer, whole, NOW).terms
+        alone = memory_traffic(layer, whole, NOW)
         assert {"norms", "residuals", "activation"} <= set(alone) <= INSIDE | BETWEEN
         for sequences in (True, False):
             two = without_padding(case(name, tp=2))
-            half = memory_traffic(layer, replace(two, sequence_parallel=sequences), NOW).terms
+            half = memory_traffic(layer, replace(two, sequence_parallel=sequences), NOW)
             for term, (forward, backward) in alone.items():
                 share = 2 if sequences or term in INSIDE else 1
                 assert half[term] == pytest.approx((forward / share, backward / share)), (layer, term)
@@ -63,19 +63,19 @@ def test_tensor_parallelism_divides_what_lies_inside_blocks_and_sequences_the_re
 
 def test_norms_of_queries_and_layer_scale_are_counted_where_a_model_has_them() -> None:
     """Qwen3: 32 query and 8 key heads of 128. InternViT: 1,024 wide, two scales."""
-    assert memory_traffic(LANGUAGE, case(), NOW).terms["norms of queries and keys"][0] == 2 * 2 * 4096 * 40 * 128
+    assert memory_traffic(LANGUAGE, case(), NOW)["norms of queries and keys"][0] == 2 * 2 * 4096 * 40 * 128
     intern = case("internvl3_8b")
-    assert memory_traffic(VISION, intern, NOW).terms["layer scale"][0] == 2 * 2 * 2 * intern.work.patches * 1024
-    assert "layer scale" not in memory_traffic(LANGUAGE, intern, NOW).terms
+    assert memory_traffic(VISION, intern, NOW)["layer scale"][0] == 2 * 2 * 2 * intern.work.patches * 1024
+    assert "layer scale" not in memory_traffic(LANGUAGE, intern, NOW)
 
 
 def test_frozen_layers_have_no_weight_gradients_and_without_gradients_no_backward_pass() -> None:
     trained, torch = case(), case(flags="--transformer-impl torch")
     assert program_of(torch) is TORCH
-    added = memory_traffic(LANGUAGE, torch, TORCH).terms["weight gradients"]
+    added = memory_traffic(LANGUAGE, torch, TORCH)["weight gradients"]
     assert added[0] == 0 < added[1]
     reached = replace(torch, own=torch.own - {LANGUAGE})
-    assert "weight gradients" not in memory_traffic(LANGUAGE, reached, TORCH).terms
+    assert "weight gradients" not in memory_traffic(LANGUAGE, reached, TORCH)
     assert layer_seconds(LANGUAGE, reached, H100).backward < layer_seconds(LANGUAGE, torch, H100).backward
     frozen = replace(trained, own=frozenset(), trained=frozenset())
     for name in frozen.names:
@@ -99,7 +99,8 @@ def test_products_add_to_the_sums_only_where_there_are_some() -> None:
     ):
         apart = case(flags=flags, dp=2)
         passes = program_of(apart)
-        more = memory_traffic(LANGUAGE, apart, passes).backward - memory_traffic(LANGUAGE, fused, NOW).backward
+        back = [memory_traffic(LANGUAGE, *of).values() for of in ((apart, passes), (fused, NOW))]
+        more = sum(pair[1] for pair in back[0]) - sum(pair[1] for pair in back[1])
         assert more == pytest.approx(10 * 192_946_432, rel=1e-3), flags
 
 

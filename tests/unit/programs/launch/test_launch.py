@@ -104,7 +104,7 @@ def test_a_slurm_job_is_one_command():
     [
         (
             "slurm --nodes 2 --gpus-per-node 2 --run-dir-is-shared -- --tp 3",
-            "not divisible by --tp 3, over which it is sharded: use 63 or 66",
+            "not divisible by --tp 3: use 63 or 66",
         ),
         ("slurm --nodes 2 --gpus-per-node 2 --run-dir-is-shared -- --tp 4", "wider than a node"),
         ("slurm --nodes 0 -- --tp 1", "--nodes and --gpus-per-node must be at least 1"),
