@@ -8,7 +8,6 @@ from megavlm.programs.evaluation.metrics import (
     METRICS,
     anls,
     chosen_letter,
-    edit_distance,
     exact_match,
     multiple_choice,
     normalised,
@@ -58,12 +57,6 @@ def test_vqa_accuracy_leaves_each_annotator_out(agree: int, score: float) -> Non
 )
 def test_answers_are_normalised_as_in_vqas_evaluation(answer: str, expected: str) -> None:
     assert normalised(answer) == expected
-
-
-def test_edit_distance_counts_insertions_deletions_and_substitutions() -> None:
-    assert edit_distance("kitten", "sitting") == 3
-    assert edit_distance("", "abc") == edit_distance("abc", "") == 3
-    assert edit_distance("flaw", "lawn") == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.metrics.callback import StepEnd, Stop
 from megavlm.metrics.sinks import FILE, ExpertLoadsSink
 from megavlm.programs import report
-from megavlm.programs.charts import Line, chart, short, thinned, ticks
+from megavlm.programs.charts import Line, chart
 from megavlm.programs.report import RunRecord, differing, page, read_run
 from megavlm.rules.load import to_yaml
 from tests.support.html import told
@@ -164,25 +164,3 @@ def test_a_chart_places_the_extremes_at_its_edges() -> None:
     assert "2" in told(drawn)
     assert not chart("loss", [Line("a", "red", [])], across="steps")
     assert 'points="0.0,500.0' not in chart("flat", [Line("a", "red", [(1, 3.0), (2, 3.0)])], across="steps")
-
-
-def test_long_lines_are_averaged() -> None:
-    points = [(float(n), float(n % 2)) for n in range(1, 4001)]
-    few = thinned(points)
-    assert len(few) == 400
-    assert few[-1] == (4000.0, 0.5)
-    assert thinned(points[:3]) == points[:3]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (0.13, 0.19, [0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.19]), (5, 5, [5])],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_numbers_are_short() -> None:
-    assert [short(x) for x in (0, 0.00012, 1.5, 340, 12_000, 3_400_000, 2e10)] == [
-        *("0", "0.00012", "1.5", "340", "12k", "3.4M", "20G")
-    ]

@@ -183,13 +183,6 @@ def test_scores_and_the_page_of_failures(file: Path) -> None:
     assert failures_page("x", [], [(task, found)], most=1).count("<article>") == 1
 
 
-def test_a_question_that_was_not_asked_is_wrong_whatever_its_reference(tmp_path: Path) -> None:
-    task = read_task(task_option(str(written(tmp_path, [{"question": "Which mark ends it?", "answers": ["."]}]))))
-    answers = {(task.name, 0): Answer(task.name, 0, "", "missing_file: x.png")}
-    assert task.questions[0].score("") == 1.0  # a full stop at the end does not count
-    assert [each.score for each in scored(task, answers)] == [0.0]
-
-
 def test_a_task_of_which_more_than_a_twentieth_cannot_be_asked_has_no_score(tmp_path: Path) -> None:
     task = read_task(task_option(str(written(tmp_path, [{"question": "What?", "answers": ["it"]}] * 40))))
     errors = [Answer("task", number, "", f"too_long: {number}") for number in range(3)]

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import SUMMARY
+from megavlm.programs.checkpoint import main
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checkpoint_tool", ROOT / "tools/checkpoint.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -42,61 +31,59 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_verify_names_the_damaged_files(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["verify", str(run)]) == 1
+def test_verify_names_the_damaged_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
     found = [line.split(": ", 1)[1].split(":")[0] for line in lines]
     assert found == ["whole", "whole", "__0_0.distcp is damaged", "common.pt is missing"]
-    assert tool.main(["verify", str(run / "checkpoints/iter_0000010")]) == 0
+    assert main(["verify", str(run / "checkpoints/iter_0000010")]) == 0
 
 
-def test_list_and_show(tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["list", str(run)]) == 0
+def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[-1] for line in lines] == ["whole", "whole", "whole", "common.pt is missing"]
-    assert tool.main(["show", str(run / "checkpoints/iter_0000020")]) == 0
+    assert main(["show", str(run / "checkpoints/iter_0000020")]) == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 20
 
 
-def test_prune_prints_first_and_deletes_when_told(
-    tool: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_prints_first_and_deletes_when_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["prune", str(run), "--keep", "1", "--keep-every", "20"]
-    assert tool.main(argv) == 0
+    assert main(argv) == 0
     assert capsys.readouterr().out.count("would be deleted") == 2
     assert len(folders.complete(run / "checkpoints")) == 4
-    assert tool.main([*argv, "--delete"]) == 0
+    assert main([*argv, "--delete"]) == 0
     assert [iteration for iteration, _ in folders.complete(run / "checkpoints")] == [20, 40]
 
 
-def test_the_best_is_marked_and_kept(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_is_marked_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "checkpoints"
     for iteration, accuracy in ((1, 0.5), (2, 0.75), (3, 0.625)):
         summary = {"format": 1, "metrics": {"eval_count": accuracy}, "keep_best": ["eval_count", "max"]}
         (folders.prepare(root, iteration) / SUMMARY).write_text(json.dumps(summary))
         folders.commit(root, iteration)
-    assert tool.main(["list", str(tmp_path)]) == 0
+    assert main(["list", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ["best" in line for line in lines] == [False, True, False]
     assert "eval_count 0.625" in lines[2]
-    assert tool.main(["prune", str(tmp_path), "--keep", "1", "--keep-best", "count", "--delete"]) == 2
+    assert main(["prune", str(tmp_path), "--keep", "1", "--keep-best", "count", "--delete"]) == 2
     assert "--keep-best count is a metric that no checkpoint has: use one of eval_count" in capsys.readouterr().err
     argv = ["prune", str(tmp_path), "--keep", "1", "--keep-best", "eval_count", "--delete"]
-    assert tool.main([*argv, "--keep-best-mode", "max"]) == 0
+    assert main([*argv, "--keep-best-mode", "max"]) == 0
     assert [iteration for iteration, _ in folders.complete(root)] == [2, 3]
 
 
-def test_copy_verifies(tool: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_verifies(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
-    assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 0
-    assert tool.main(["verify", str(other)]) == 0
-    assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 2
-    assert tool.main(["copy", str(run / "checkpoints/iter_0000030"), str(other)]) == 2
+    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 0
+    assert main(["verify", str(other)]) == 0
+    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 2
+    assert main(["copy", str(run / "checkpoints/iter_0000030"), str(other)]) == 2
     error = capsys.readouterr().err
     assert "already there" in error
     assert "__0_0.distcp is damaged" in error
     assert [path.name for path in other.iterdir()] == ["iter_0000020"]
-    assert tool.main(["copy", str(run / "checkpoints/iter_0000020"), str(tmp_path / "iter_0000020")]) == 2
+    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(tmp_path / "iter_0000020")]) == 2
     assert "has the name of a checkpoint: name the folder to put a copy into" in capsys.readouterr().err
 
 
@@ -111,6 +98,6 @@ def test_it_needs_no_torch(run: Path) -> None:
     assert done.stdout.count("iter_") == 4
 
 
-def test_mistakes_are_one_line(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["list", str(tmp_path / "nowhere")]) == 2
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path / "nowhere")]) == 2
     assert "holds no checkpoints" in capsys.readouterr().err
