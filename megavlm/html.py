@@ -61,7 +61,6 @@ tr:last-child td{border:0}
 .dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
 .quiet{color:var(--quiet);margin:0 0 10px}
 .warning{color:var(--warn);font-weight:600}
-.sequences+details{border:0;margin-top:8px}
 details{border-top:1px solid var(--line);padding:6px 0}
 summary{cursor:pointer}
 details ul{margin:6px 0;padding-left:18px;font-size:13px;color:var(--quiet);overflow-wrap:anywhere}

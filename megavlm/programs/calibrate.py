@@ -114,7 +114,7 @@ def calibrate(options: argparse.Namespace) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if first:
-        base = PROFILES["cpu"] if backend.is_cpu else _similar(backend.name)
+        base = PROFILES["cpu"] if backend.is_cpu else profile_of_device(backend.name) or PROFILES["h100"]
         hardware = replace(
             base,
             name=backend.name,
@@ -134,11 +134,6 @@ def calibrate(options: argparse.Namespace) -> None:
 def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:
     """Return each layer's median time over the rounds, which list the same layers."""
     return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
-
-
-def _similar(name: str) -> Hardware:
-    """Return the built-in profile of a GPU, for the peak and the network (not measured); H100's for one without."""
-    return profile_of_device(name) or PROFILES["h100"]
 
 
 def _memory(*, on_cpu: bool, processes: int) -> float:

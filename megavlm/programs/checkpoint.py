@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.checkpoint import folders, manifest, remote
@@ -43,26 +43,12 @@ def checkpoints_of(place: str) -> list[StoredCheckpoint]:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = checkpoints_of(options.run)
-    metrics = {each.iteration: each.metrics() for each in found}
-    best = _best(found[-1], metrics)
-    for each in found:
+    for each in checkpoints_of(options.run):
         saved = each.folder.modified(MANIFEST if each.is_complete else min(each.files)).astimezone()
         parts = [each.name, f"{each.bytes / 1e9:10.3f} GB", f"{saved:%Y-%m-%d %H:%M:%S}"]
-        parts += [f"{name} {value:.4g}" for name, value in metrics[each.iteration].items()]
-        parts += ["best"] * (each.iteration == best)
+        parts += [f"{name} {value:.4g}" for name, value in each.metrics().items()]
         print("  ".join([*parts, remote.first_look(each) or "whole"]))
     return 0
-
-
-def _best(newest: StoredCheckpoint, metrics: Mapping[int, Mapping[str, float]]) -> int | None:
-    """Return the iteration of the best checkpoint by the rule that the newest one names; None if there is no rule."""
-    try:
-        metric, mode = newest.summary()["keep_best"]
-        known = {iteration: each[metric] for iteration, each in metrics.items() if metric in each}
-    except (UserError, KeyError, TypeError, ValueError):
-        return None
-    return folders.best_of(known, "max" if mode == "max" else "min")
 
 
 def _verify(options: argparse.Namespace) -> int:

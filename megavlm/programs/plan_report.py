@@ -25,19 +25,8 @@ from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 ERROR = 0.136  # of predicted step times, in the median of 16 configurations: docs/reports/measured.md
 _DETECTION = 90.0  # seconds from a failure to the end of the attempt
 _NUMBER = re.compile(r"\d[\d.,]*")
-_HEADER = (
-    "layout",
-    "step s",
-    "tokens/s",
-    "MFU",
-    "bubble",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "other",
-    "GiB in all",
-)
+_HEADER = ("layout", "step s", "tokens/s", "MFU", "bubble", "weights", "gradients", "optimizer", "activations", "other",
+           "GiB in all")  # fmt: skip
 
 
 def report(outcome: SearchResult) -> str:

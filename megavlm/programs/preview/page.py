@@ -15,7 +15,7 @@ from PIL import Image
 from megavlm.html import COLOURS, document, facts, picture, section, table
 from megavlm.programs.preview.collect import PackedSegment, PreviewContent, Shown, Stretch
 
-_FIRST_BARS, _MOST_BARS = 24, 512  # sequences that are drawn at first, and after a click on "more"
+_MOST_BARS = 64  # sequences that are drawn
 _MOST_SKIPPED = 5  # examples that are listed for each reason
 _FIRST_FRAMES, _FRAME = 12, 320  # frames of a video that are shown at first; pixels of a frame's longer side
 
@@ -105,13 +105,9 @@ def _sequences(content: PreviewContent) -> str:
         '<p class="quiet">Each bar is a sequence. Its parts are samples in the colour of their source; samples do not '
         "attend to each other. Hatched parts are padding.</p>"
     )
-    listed = f'{about}<ol class="sequences">{"".join(rows[:_FIRST_BARS])}</ol>'
-    if len(rows) > _FIRST_BARS:
-        left = len(content.sequences) - len(rows)
-        told = f"{len(rows) - _FIRST_BARS:,} more" + (f"; {left:,} others are not drawn" if left else "")
-        rest = f'<ol class="sequences">{"".join(rows[_FIRST_BARS:])}</ol>'
-        listed += f"<details><summary>{told}</summary>{rest}</details>"
-    return listed
+    left = len(content.sequences) - len(rows)
+    more = f'<p class="quiet">{left:,} more are not drawn.</p>' if left > 0 else ""
+    return f'{about}<ol class="sequences">{"".join(rows)}</ol>{more}'
 
 
 def _legend() -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, ParallelConfig
+from megavlm.files import write_out
 from megavlm.programs.configuration import with_model
 from megavlm.rules.check import check
 
@@ -25,7 +26,14 @@ def main(argv: Sequence[str]) -> int:
     if rest and not rest[0].startswith("-"):
         is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
         rest = ["--datasets" if is_data else "--config", *rest]
-    print(f"wrote {write(_config(rest), options.out, shown=options.samples)}")
+    config = _config(rest)
+
+    from megavlm.programs.preview.collect import look
+    from megavlm.programs.preview.page import page
+
+    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
+    write_out("--out", options.out, page(look(config, shown=options.samples, title=f"Data of {names}")))
+    print(f"wrote {options.out}")
     return 0
 
 
@@ -47,15 +55,3 @@ def _config(argv: Sequence[str]) -> Config:
     config = with_model(config, weights=False)
     check(replace(config, parallel=ParallelConfig()), world=1)
     return config
-
-
-def write(config: Config, out: Path, *, shown: int) -> Path:
-    """Write the page atomically and return its path."""
-    from megavlm.files import write_out
-    from megavlm.programs.preview.collect import look
-    from megavlm.programs.preview.page import page
-
-    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
-    text = page(look(config, shown=shown, title=f"Data of {names}"))
-    write_out("--out", out, text)
-    return out

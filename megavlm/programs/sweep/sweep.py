@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megavlm.command_line.commands import Parser, reported
+from megavlm.config.messages import aligned
 from megavlm.errors import UserError
 from megavlm.programs.history import records_of
 from megavlm.programs.launch.checks import check_job, read_profile
@@ -98,7 +99,7 @@ def report(grid: Grid, variants: Sequence[Variant]) -> None:
     table = columns(grid, rows)
     write_whole(path, "".join("\t".join(row) + "\n" for row in table))
     best = best_of(rows, mode=grid.mode)
-    print(as_text(table))
+    print("\n".join(aligned(table, left=range(len(table[0])))))
     if best is not None:
         print(f"best by {grid.metric} ({grid.mode}): {best.group}")
     print(f"wrote {path}; megavlm report {shlex.quote(grid.run_dir)}/*/ draws the curves")
@@ -193,13 +194,6 @@ def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
         cells += ["" if value is None else f"{value:.5g}" for value in numbers]
         table.append([*cells, "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"])
     return table
-
-
-def as_text(table: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:
