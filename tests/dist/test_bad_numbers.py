@@ -21,43 +21,25 @@ FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
 
 DELAYED = "--fp8 hybrid --fp8-recipe delayed --set precision.fp8_amax_history_len=3"
 
+CODED = "--compress-gradients int8 --compress-weights int8 --precision bf16"
+
+
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 CASES = [
     (2, "--tp 2", Fault("output", (3,), rank=1, name="language.layers.2")),
     (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
-    pytest.param(2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1), marks=pytest.mark.slow),
     (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.1")),
-    pytest.param(
-        2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0), marks=pytest.mark.slow
-    ),
-    pytest.param(2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,)), marks=pytest.mark.slow),
-    pytest.param(
-        2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector"), marks=pytest.mark.slow
-    ),
     (2, "--precision fp16", Fault("output", (3,), rank=1, name="language.layers.2")),
-    pytest.param(
-        2,
-        "--precision bf16 --offload optimizer",
-        Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2,
-        "--compress-gradients int8 --compress-weights int8 --precision bf16",
-        Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2,
-        "--data-parallel-sharding full --compress-gradients int8 --compress-weights int8 --precision bf16",
-        Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2,
-        f"--pp 2 --precision bf16 {DELAYED}",
-        Fault("output", (3,), name="language.layers.1", value=inf),
-        marks=pytest.mark.slow,
-    ),
+    slow(2, "--data-parallel-sharding none", Fault("pixels", (3,), rank=1)),
+    slow(2, "--data-parallel-sharding full --offload optimizer", Fault("pixels", (3,), rank=0)),
+    slow(2, "--tp 2 --micro-batch-size 2 --placement colocated", Fault("pixels", (3,))),
+    slow(2, "--pp 2 --lora-rank 4 --freeze vision", Fault("output", (3,), name="projector")),
+    slow(2, CODED, Fault("gradient", (3,), rank=1, name="language.layers.3", value=inf)),
+    slow(2, f"--data-parallel-sharding full {CODED}", Fault("gradient", (3,), rank=1, name="language.layers.3")),
+    slow(2, f"--pp 2 --precision bf16 {DELAYED}", Fault("output", (3,), name="language.layers.1", value=inf)),
 ]
 
 

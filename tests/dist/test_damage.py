@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import shutil
@@ -47,26 +46,12 @@ def undisturbed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(argv: list[str], run_dir: str) -> tuple[str, str]:
     """Run the program's parts in this process; return what it printed and the user's error, if any."""
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.errors import UserError
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
-    from megavlm.train.loop import fit
-
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
-    destroy_groups()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            fit(build(config, backend.activate()))
-        except UserError as error:
-            return printed.getvalue(), str(error)
-    return printed.getvalue(), ""
+    printed, error = io.StringIO(), ""
+    try:
+        train(argv, run_dir, printed=printed)
+    except UserError as raised:
+        error = str(raised)
+    return printed.getvalue(), error
 
 
 def cut(path: Path) -> None:

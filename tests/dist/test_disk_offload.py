@@ -25,7 +25,6 @@ def on_disk(argv: list[str], folder: Path) -> list[str]:
         (1, BF16),
         pytest.param(2, f"--tp 2 {BF16}", marks=pytest.mark.slow),
         pytest.param(2, f"{BF16} --data-parallel-sharding full", marks=pytest.mark.slow),
-        pytest.param(2, f"{BF16} --data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, f"{BF16} --placement colocated --pp 2", marks=pytest.mark.slow),
         pytest.param(2, "--precision fp16", marks=pytest.mark.slow),
     ],

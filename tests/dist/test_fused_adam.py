@@ -43,8 +43,6 @@ OFFLOAD = "--offload optimizer"
     [
         "--precision bf16",
         pytest.param(f"{OFFLOAD} --precision bf16", marks=pytest.mark.slow),
-        pytest.param(OFFLOAD, marks=pytest.mark.slow),
-        pytest.param(f"{OFFLOAD} --data-parallel-sharding none --precision bf16", marks=pytest.mark.slow),
         pytest.param("--data-parallel-sharding none", marks=pytest.mark.slow),
     ],
 )

@@ -123,14 +123,11 @@ SHARDED = [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             (2, "rich", SLOWER, "--offload optimizer"),
-            (2, "rich", LION, "--offload optimizer"),
             (4, "rich", SLOWER, f"--tp 2 {ZERO_3}"),
-            (4, "rich", SLOWER, f"--pp 2 --vpp 2 {ZERO_2}"),
             (2, "rich", SLOWER, f"{ZERO_3} --offload optimizer parameters"),
             (4, "rich", SLOWER, "--hybrid-shard-size 2"),
             (4, "rich", SLOWER, f"{ZERO_3} --hybrid-shard-size 2"),
             (4, "experts", SLOWER, "--ep 2"),
-            (8, "rich", SLOWER, "--tp 2 --pp 2"),
             (4, "padded-heads", SLOWER, f"--tp 2 {ZERO_2}"),
             (4, "frozen-vision-projector", SLOWER, f"--pp 2 {ZERO_3}"),
             *((4, ("rich", "gemma3")[place % 2], LION, flags) for place, (_, flags) in enumerate(LAYOUTS)),

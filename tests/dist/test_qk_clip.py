@@ -68,14 +68,11 @@ SLOW = [
     (4, "qwen2.5-vl", "--tp 2 --cp 2"),
     (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
     *((world, model, "--micro-batch-size 2") for world in (1, 2) for model in ("plain", "grouped")),
-    (4, "grouped", "--cp 4"),
-    (4, "shared-kv", "--tp 4"),
     (4, "qwen2.5-vl", "--tp 4 --no-sequence-parallel"),
     (4, "padded-heads", "--tp 2 --pp 2 --vpp 2"),
     (4, "grouped", "--tp 2 --pp 2 --schedule zb-h1"),
     (4, "gemma3", "--tp 2 --pp 2"),
     (4, "glm4v", "--tp 2 --placement colocated"),
-    (4, "one-image-rank", "--pp 2"),
     (4, "frozen-vision", "--tp 2 --placement colocated"),
 ]
 
@@ -97,7 +94,6 @@ def test_layouts_clip_the_heads_of_one_process(pools, alone, tmp_path, world, mo
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
-                (4, "plain", SLOWER, "--tp 2"),
                 (4, "grouped", CLIP, "--hybrid-shard-size 2"),
                 (2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),
                 (4, "shared-kv", SLOWER, "--pp 2 --data-parallel-sharding optimizer_gradients"),

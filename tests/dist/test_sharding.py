@@ -35,7 +35,6 @@ FAST = [
 ]
 SLOW = [
     (2, "frozen-vision", GRADIENTS),
-    (2, "recompute", f"{FULL} --micro-batch-size 2"),
     (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
     (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
     (4, "plain", "--data-parallel-sharding optimizer --hybrid-shard-size 2"),
@@ -45,19 +44,14 @@ SLOW = [
         for turn, (world, layout) in enumerate([(4, "--tp 2"), (4, "--pp 2"), (2, "--placement colocated")])
         for place, model in enumerate(MODELS)
     ],
-    (4, "rich", f"--tp 2 {FULL} --hybrid-shard-size 1"),
-    (2, "recompute", f"{FULL} --offload activations"),
     (1, "rich", f"{FULL} --offload parameters optimizer activations"),
     (2, "frozen-vision", f"{FULL} --offload parameters optimizer=nvme:DISK --micro-batch-size 2"),
     (2, "recompute", f"{FULL} --placement colocated --offload parameters optimizer activations"),
     (4, "one-image-rank", f"{FULL} --hybrid-shard-size 2 --offload optimizer parameters"),
     (4, "rich", f"{FULL} --secondary-shard-size 2 --offload optimizer parameters"),
     (4, "rich", f"--pp 2 --vpp 2 {FULL} --offload optimizer parameters"),
-    (4, "plain", f"--tp 2 {FULL} --offload optimizer parameters"),
     (2, "plain", "--data-parallel-sharding none --offload optimizer"),
     (2, "rich", "--tp 2 --offload optimizer=nvme:DISK"),
-    (2, "plain", f"{FULL} --offload optimizer=nvme:DISK activations"),
-    (2, "frozen-vision", f"{GRADIENTS} --offload optimizer=nvme:DISK"),
     (2, "recompute", "--pp 2 --placement colocated --offload optimizer=nvme:DISK"),
     (2, "rich", "--pp 2 --vpp 2 --offload activations"),
     (2, "recompute", "--pp 2 --placement colocated --offload activations optimizer"),
@@ -90,7 +84,6 @@ SECONDARY = f"{FULL} --secondary-shard-size 2"
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        pytest.param(4, "--global-batch-size 8", marks=pytest.mark.slow),
         pytest.param(4, "--cp 2 --recompute-granularity full", marks=pytest.mark.slow),
         pytest.param(4, "--precision bf16 --freeze vision --lora-rank 4", marks=pytest.mark.slow),
         pytest.param(4, "--placement colocated --offload optimizer activations", marks=pytest.mark.slow),

@@ -50,6 +50,11 @@ WALL_TIME = {
 
 def started(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> Any:
     """Return a run that has not made a step, on this process's world, in place of whatever layout ran before."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return _built(argv, run_dir, prepare)
+
+
+def _built(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any]) -> Any:
     import torch.distributed as dist
 
     from megavlm import backend
@@ -61,17 +66,21 @@ def started(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = l
     config = prepare(parse([*argv, *PRECISION, "--run-dir", run_dir]))
     check(config, world=dist.get_world_size())
     destroy_groups()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return build(config, backend.activate())
+    return build(config, backend.activate())
 
 
-def train(argv: Sequence[str], run_dir: str, prepare: Callable[[Any], Any] = lambda config: config) -> None:
-    """One run of the program on this process's world."""
+def train(
+    argv: Sequence[str],
+    run_dir: str,
+    prepare: Callable[[Any], Any] = lambda config: config,
+    *,
+    printed: io.StringIO | None = None,
+) -> None:
+    """One run of the program on this process's world; `printed` gets what it prints."""
     from megavlm.train.loop import fit
 
-    run = started(argv, run_dir, prepare)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fit(run)
+    with contextlib.redirect_stdout(printed or io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        fit(_built(argv, run_dir, prepare))
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
