@@ -35,7 +35,6 @@ from megavlm.paths import open_regular
 
 Loaded = TypeVar("Loaded")
 _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
-_LOOKS = 10  # at folders in which another run saves and deletes
 _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
 
 
@@ -127,26 +126,18 @@ class Choices:
 
 
 def choices_in(root: Path, holds: Holds, *, fallback: bool = True) -> Choices:
-    """Return the checkpoints of a folder that look whole, held. Raises UserError if there are some, all damaged.
-
-    Another run may write there: where it deletes one meanwhile, there is a newer one, and all are looked at anew.
-    """
-    for _ in range(_LOOKS):
-        whole, remarks, moved = [], [], False
-        for _, folder in reversed(folders.checkpoints(root)):
-            if not holds.add(folder):
-                moved = True
-                continue
-            problem = first_look(folder)
-            if problem is None:
-                whole.append(folder)
-            elif not whole:
-                remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
-                if not fallback:
-                    raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
-        if not moved:
-            break
-        holds.release()
+    """Return the checkpoints of a folder that look whole, held. Raises UserError if there are some, all damaged."""
+    whole, remarks = [], []
+    for _, folder in reversed(folders.checkpoints(root)):
+        if not holds.add(folder):
+            continue  # another run that writes there has deleted it meanwhile
+        problem = first_look(folder)
+        if problem is None:
+            whole.append(folder)
+        elif not whole:
+            remarks.append(f"checkpoint {folder} is damaged, and left out: {problem}")
+            if not fallback:
+                raise UserError(f"checkpoint {folder} is damaged: {problem}. {_WITHOUT}")
     if remarks and not whole:
         raise UserError(f"{remarks[0]}, and no older one is whole: move the folders away to start anew")
     return Choices(tuple(whole), tuple(remarks), fallback)

@@ -41,13 +41,6 @@ class Coded:
 
     code: Code
 
-    def size(self, numbers: int) -> int:
-        """Return the bytes of so many numbers."""
-        if self.code == "bf16":
-            return 2 * numbers
-        blocks = math.ceil(numbers / BLOCK)
-        return blocks * (BLOCK + 1)
-
     def encode(self, rows: Tensor) -> Tensor:
         """Return [rows, bytes] uint8 of [rows, numbers]."""
         if self.code == "bf16":

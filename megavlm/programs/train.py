@@ -20,7 +20,7 @@ from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.programs.configuration import with_model, with_plan
 from megavlm.programs.launch.job import note_cause, note_exit
 from megavlm.programs.main import survive_lost_output
-from megavlm.resilience.signals import StopRequest, listen, torchrun_patience, under_torchrun
+from megavlm.resilience.signals import StopRequest, listen, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
 from megavlm.rules.check import check, usable_world
 from megavlm.world import World, world_of
@@ -48,7 +48,7 @@ def train(argv: Sequence[str]) -> None:
     survive_lost_output()
     before = read_status(Path(config.run.run_dir))
     stop = StopRequest()
-    listen(stop, parent=os.getppid() if under_torchrun() else None, patience=torchrun_patience())
+    listen(stop, parent=os.getppid() if under_torchrun() else None)
     if world < launched:
         os.environ["WORLD_SIZE"] = str(world)  # the other ranks know of no spare ones
         rank = int(os.environ["RANK"])

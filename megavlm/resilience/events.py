@@ -21,27 +21,11 @@ from megavlm.paths import open_regular
 FILE = "events.jsonl"
 _LONGEST = 2**24  # bytes of a line
 
-# Every kind of event and what it means; docs/long-runs.md has the same table.
-KINDS = {
-    "start": "a run, or an attempt of it, begins or goes on after `iteration`; `seconds` since its processes began, "
-    "`load_seconds` of which the checkpoint was read; `lost_steps` are to be done again, the last ended at `last_lost`",
-    "stop": "the run ends before its last iteration; `reason` is the signal or the request",
-    "finish": "the run has done its last iteration",
-    "failure": "the run ends by an error; `reason` is its line",
-    "save": "a checkpoint is complete; `seconds` is what the save took",
-    "save_failed": "a checkpoint could not be written, and those before it stay; `reason` says why",
-    "upload": "a checkpoint is in --checkpoint-dir; `bytes` and `seconds` of the copy, `folder` is its URL",
-    "upload_failed": "a checkpoint could not be copied to --checkpoint-dir, which is tried again; `reason` says why",
-    "download": "a checkpoint was copied from `folder`, a URL, to RUN_DIR; `bytes` and `seconds` of the copy",
-    "damage": "a checkpoint is not what was saved, or cannot be verified; `reason` says why",
-    "skip": "the numbers of step `iteration` were bad, and its batch was left out; `reason` says what was found",
-    "mismatch": "a device computes or stores wrongly; `reason` names the rank, the tensor and the machine",
-    "rewind": "after a bad step the run went back to the weights of a checkpoint, that of iteration `back_to`",
-    "worker": "a data worker died or hung, and another took its place; `reason` names the sample",
-    "slow": "a rank stays slower than the median: `slow_rank`, `phase`, `excess` (0.5: by half), `seconds` per step",
-    "hang": "no rank made progress and the run ended; `reason` names the rank that stopped first, `stacks` the folder",
-    "takeover": "the run took its folder over from a run that is dead",
-}
+# Every kind of event; docs/long-runs.md has a table of what each means.
+KINDS = (
+    *("start", "stop", "finish", "failure", "save", "save_failed", "upload", "upload_failed", "download", "damage"),
+    *("skip", "mismatch", "rewind", "worker", "slow", "hang", "takeover"),
+)
 
 
 def record(
@@ -58,7 +42,7 @@ def record(
     `iteration` is the last one that is done. A value that is None is left out. If the file cannot be written, the
     function prints a line on stderr and raises nothing.
     """
-    assert kind in KINDS, f"describe the event {kind!r} in KINDS"
+    assert kind in KINDS, f"list the event {kind!r} in KINDS"
     given = {"iteration": iteration, "reason": reason, "seconds": seconds, **details}
     event = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -11,11 +11,8 @@ import select
 import signal
 import threading
 import time
-from importlib.metadata import version
 from multiprocessing.process import BaseProcess
 from typing import Literal
-
-from packaging.version import Version
 
 from megavlm.program import started_as
 from megavlm.resilience.status import STOPPED
@@ -27,8 +24,8 @@ _WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGTERM may come 
 # once, and torchrun passes on what it gets.
 _SAME_REQUEST = 5.0  # seconds
 _LOOK_AT_PARENT = 1.0  # seconds
+_ORPHANED = 120.0  # seconds in which a process whose torchrun is gone may do a step and save
 _MOMENT = 1.0  # seconds within which another thread keeps the status that it was given
-DEFAULT_PATIENCE = 30.0  # seconds that torchrun, SLURM (KillWait) and Kubernetes wait between SIGTERM and SIGKILL
 
 
 class StopRequest:
@@ -85,7 +82,7 @@ def _end(status: int, line: str) -> None:
     os._exit(status)
 
 
-def listen(stop: StopRequest, *, parent: int | None, patience: float) -> None:
+def listen(stop: StopRequest, *, parent: int | None, patience: float = _ORPHANED) -> None:
     """Pass signals on to `stop`, from now on and for good; the main thread calls it, once.
 
     `parent`: if this process is gone, that is a request too, and this one ends `patience` seconds later at the latest.
@@ -126,40 +123,9 @@ def _say(line: str) -> None:
     os.write(2, f"{started_as('train')} (rank {os.environ.get('RANK', '0')}): {line}\n".encode())
 
 
-def torchrun_patience() -> float:
-    """Return the seconds between torchrun's signal and its SIGKILL: `--shutdown-timeout`, its variables, or 30.
-
-    Before torch 2.12 they are 30, whatever the variables say.
-    """
-    if Version(version("torch")) < Version("2.12.dev0"):
-        return DEFAULT_PATIENCE
-    words = _words_of(os.getppid())
-    for number, word in enumerate(words):
-        name, has_value, value = word.partition("=")
-        if name in ("--shutdown-timeout", "--shutdown_timeout"):
-            return _seconds(value if has_value else "".join(words[number + 1 : number + 2]))
-    given = os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or ""
-    return _seconds(given)
-
-
 def under_torchrun() -> bool:
     """Return whether torchrun started this process, and so is its parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _words_of(process: int) -> list[str]:
-    try:
-        with open(f"/proc/{process}/cmdline", "rb") as file:
-            return file.read().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return DEFAULT_PATIENCE
 
 
 def how_it_ended(process: BaseProcess, timeout: float | None = None) -> str:

@@ -14,7 +14,6 @@ import json
 import linecache
 import os
 import platform
-import signal
 import sys
 import threading
 import time
@@ -214,7 +213,7 @@ class Watchdog:
             "iteration": found.iteration,
             "seconds": round(found.idle + found.silent, 1),
             "phase": found.phase,
-            "silent": [(each.rank, each.host, each.process) for each in table if is_silent(each, self._interval)],
+            "silent": [each.rank for each in table if is_silent(each, self._interval)],
             "folder": f"hang-{time.strftime('%Y%m%d-%H%M%S')}-attempt-{events.attempt()}",
             "by": self._member.rank,
         }
@@ -233,16 +232,13 @@ class Watchdog:
             self._store.set("said", "")
         else:
             _until(lambda: self._store.check(["said"]), 2 * _WRITE)
-        for _, host, process in verdict["silent"]:
-            if host == platform.node():
-                _kill_sibling(process)
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(HUNG)
 
     def _say(self, verdict: Mapping[str, Any], folder: Path) -> None:
         line = verdict["line"]
-        mute = ", ".join(str(each) for each, *_ in verdict["silent"])
+        mute = ", ".join(map(str, verdict["silent"]))
         with contextlib.suppress(OSError):
             said = f"{line}\n" + (f"no stacks of rank {mute}: no answer\n" if mute else "")
             replace_file(folder / "README.txt", said)
@@ -267,14 +263,6 @@ def _until(done: Callable[[], bool], seconds: float) -> None:
     last = time.monotonic() + seconds
     while time.monotonic() < last and not done():
         time.sleep(0.1)
-
-
-def _kill_sibling(process: int) -> None:
-    """End another process of this one's torchrun, which does not answer: torchrun would wait for it for 30 s."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        if parent == os.getppid() and process != os.getpid():
-            os.kill(process, signal.SIGKILL)
 
 
 def _key(rank: int) -> str:

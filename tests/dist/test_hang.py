@@ -49,7 +49,6 @@ def test_a_rank_that_stops_while_the_run_is_built_is_named_before_torch_gives_up
         assert not run.alive()
     assert "the run hangs: rank 1 (" in run.output()
     assert "in iteration 0, start (" in run.output()
-    assert "forcefully exiting" not in run.output(), "torchrun need not wait for the stopped rank"
 
 
 def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:

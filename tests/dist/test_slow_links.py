@@ -67,11 +67,7 @@ def sums(code: str, steps: int) -> dict[str, Any]:
         "everywhere": reduced.tolist(),
         "gathered": weights.float().tolist(),
         "bytes": (bytes_scattered, bytes_reduced, bytes_gathered),
-        "expected": (
-            coded.size(size) * (world - 1),
-            2 * coded.size(size) * (world - 1),
-            coded.size(size) * (world - 1),
-        ),
+        "expected": tuple(times * coded.encode(torch.zeros(1, size)).numel() * (world - 1) for times in (1, 2, 1)),
         "seen": bool(poisoned.view(world, size)[rank].isnan().all()),
         "finite": bool(errors[0].isfinite().all()),
     }

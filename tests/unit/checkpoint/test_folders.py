@@ -107,28 +107,6 @@ def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
     assert not Holds().add(folders.folder_for(tmp_path, 1))
 
 
-def test_a_newest_checkpoint_that_vanishes_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As beside a run that saves each step and keeps one."""
-    from megavlm.backend import activate
-
-    activate()
-    from megavlm.checkpoint.reading import choices_in
-
-    write(tmp_path, 1)
-    add, steps = Holds.add, iter(range(2, 5))
-
-    def slowly(self: Holds, folder: Path) -> bool:
-        if (step := next(steps, None)) is not None:
-            write(tmp_path, step)
-            folders.prune(tmp_path, Keep(1))
-        return add(self, folder)
-
-    monkeypatch.setattr(Holds, "add", slowly)
-    # A folder without a summary looks damaged; what counts here is which one is looked at.
-    monkeypatch.setattr("megavlm.checkpoint.reading.first_look", lambda folder: None)
-    assert choices_in(tmp_path, Holds()).folders == (folders.folder_for(tmp_path, 4),)
-
-
 def test_links_and_files_in_the_place_of_checkpoints_do_not_fail_a_save(tmp_path: Path) -> None:
     """A checkpoint that was moved to another disk and linked is unlinked, and what has a new one's name makes way."""
     root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"

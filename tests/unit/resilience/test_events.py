@@ -59,4 +59,4 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: py
 def test_the_page_lists_every_kind():
     page = (ROOT / "docs/long-runs.md").read_text()
     section = page.split("## Events")[1].split("\n## ")[0]
-    assert dict(re.findall(r"^\| `([a-z_]+)` \| (.+) \|$", section, re.MULTILINE)) == KINDS
+    assert re.findall(r"^\| `([a-z_]+)` \| .+ \|$", section, re.MULTILINE) == list(KINDS)

@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from megavlm.resilience import signals
-from megavlm.resilience.signals import SIGNALS, StopRequest, how_it_ended, listen, torchrun_patience
+from megavlm.resilience.signals import SIGNALS, StopRequest, how_it_ended, listen
 from megavlm.resilience.status import STOPPED
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -138,27 +137,6 @@ def test_a_process_whose_parent_is_gone_is_asked_and_then_ends():
     process, _ = started(orphan=(1, 1.5))
     process.join(PATIENCE)
     assert process.exitcode == 1
-
-
-def test_torchruns_patience(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(signals, "version", lambda _: "2.13.0")
-    for words, seconds in (
-        (["torchrun", "--shutdown-timeout", "120", "x.py"], 120),
-        (["torchrun", "--shutdown_timeout=7"], 7),
-        (["torchrun", "--shutdown-timeout"], 30),
-        (["torchrun"], 30),
-    ):
-        monkeypatch.setattr(signals, "_words_of", lambda _, words=words: words)
-        assert torchrun_patience() == seconds
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
-    assert torchrun_patience() == 90
-    monkeypatch.setattr(signals, "version", lambda _: "2.11.0+cu130")
-    assert torchrun_patience() == 30
-
-
-def test_the_patience_of_a_real_process_is_read_from_its_command_line():
-    own = Path(f"/proc/{os.getpid()}/cmdline").read_bytes().decode().split("\0")
-    assert signals._words_of(os.getpid()) == own
 
 
 def sleep() -> None:

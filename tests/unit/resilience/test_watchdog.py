@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -17,7 +14,7 @@ from megavlm.resilience.events import events
 from megavlm.resilience.phases import COMPUTE, SAVE, Phases
 from megavlm.resilience.progress import Limits
 from megavlm.resilience.status import HUNG
-from megavlm.resilience.watchdog import Member, Watchdog, _kill_sibling
+from megavlm.resilience.watchdog import Member, Watchdog
 
 
 class Ranks:
@@ -123,18 +120,6 @@ def test_the_status_of_another_run_is_left_alone(tmp_path: Path, capfd: pytest.C
     assert wait(lambda: len(ranks.ended) == 2)
     assert "the run hangs: rank" in capfd.readouterr().err
     assert [path.name[:5] for path in tmp_path.iterdir()] == ["hang-"]
-
-
-def test_a_stopped_process_of_the_same_torchrun_is_ended(monkeypatch: pytest.MonkeyPatch):
-    """torchrun would send it SIGTERM, which it does not hear, and wait. Other processes are left alone."""
-    child = subprocess.Popen(["sleep", "600"])
-    child.send_signal(signal.SIGSTOP)
-    _kill_sibling(child.pid)
-    assert child.poll() is None, "its parent is not this process's parent"
-    monkeypatch.setattr("os.getppid", os.getpid)
-    _kill_sibling(child.pid)
-    assert child.wait(60) == -signal.SIGKILL
-    _kill_sibling(child.pid)  # it is gone
 
 
 @pytest.mark.parametrize(("silent", "at_once"), [(0, False), (2, False), (2, True)])
