@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,13 +47,14 @@ def argv_of(model: str) -> list[str]:
         for model in CONNECTORS
     ],
 )
-def test_a_connector_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, case: str, model: str) -> None:
+def test_a_connector_gives_the_numbers_of_one_process(
+    pools: Pools, alone: Any, tmp_path: Path, case: str, model: str
+) -> None:
     world, changes, flags = CASES[case]
     argv = [*argv_of(model), *THREE, "--no-save", *changes.split()]
-    pools(1).run(train, argv, str(tmp_path / "one"))
     more = flags.replace("CACHE", str(tmp_path / "cache")).split()
-    pools(world).run(train, [*argv, *more], str(tmp_path / "many"))
-    assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"))
+    pools(world).run(train, [*argv, *more], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), alone(argv))
 
 
 @pytest.mark.parametrize(

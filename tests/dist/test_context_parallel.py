@@ -95,34 +95,22 @@ def test_other_runs_split_rows(pools, tmp_path, flags):
     assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
 
 
-@pytest.mark.slow
-def test_three_ranks_split_rows_of_six_heads(pools, tmp_path):
-    argv = [
-        *SMALL,
-        "--no-save",
-        *"--set model.language.num_attention_heads=6 model.language.num_query_groups=2".split(),
-    ]
-    argv += "--seq-length 33".split()
-    pools(1).run(train, argv, str(tmp_path / "one"))
-    pools(3).run(train, [*argv, "--cp", "3"], str(tmp_path / "three"))
-    assert_same_curve(metrics(tmp_path / "three"), metrics(tmp_path / "one"))
-
-
-def test_heads_that_context_ranks_do_not_divide(pools, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (4, "model.language.num_query_groups=3 --images-per-sample 3 0 2 1 --image-sizes 16 24 32 --seq-length 64"),
+        pytest.param(3, "model.language.num_query_groups=2 --seq-length 33", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_context_ranks_do_not_divide(pools, alone, tmp_path, world, flags):
     """Six heads on four ranks: two exchange heads, two groups of them gather keys and values.
 
     The first rank encodes the largest image, which is not the first of its sample: features arrive in another order
     than that of their tokens.
     """
-    argv = [
-        *SMALL,
-        "--no-save",
-        *"--set model.language.num_attention_heads=6 model.language.num_query_groups=3".split(),
-    ]
-    argv += "--images-per-sample 3 0 2 1 --image-sizes 16 24 32 --seq-length 64".split()
-    pools(1).run(train, argv, str(tmp_path / "one"))
-    pools(4).run(train, [*argv, "--cp", "4"], str(tmp_path / "four"))
-    assert_same_curve(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+    argv = [*SMALL, "--no-save", *f"--set model.language.num_attention_heads=6 {flags}".split()]
+    pools(world).run(train, [*argv, "--cp", str(world)], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), alone(argv))
 
 
 @pytest.mark.slow

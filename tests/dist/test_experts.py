@@ -115,34 +115,25 @@ def test_every_layout_of_experts_gives_the_numbers_of_one_process(pools, one, tm
     check(pools, one, tmp_path, layout, model, option, LONG)
 
 
-def test_experts_move_between_layouts(pools, one, tmp_path):
+MANY = ((2, "--ep 2"), (4, "--ep 4"), (2, "--tp 2 --etp 2"), (2, "--cp 2 --ep 2"), (2, "--tp 2 --etp 1"), (1, ""))
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "layouts"),
+    [
+        ("sigmoid", "", ((4, "--tp 2 --ep 2 --etp 2"), (2, "--tp 2"), (1, ""))),
+        pytest.param("softmax", "", MANY, marks=pytest.mark.slow),
+        pytest.param("softmax", "--data-parallel-sharding none", MANY, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_move_between_layouts(pools, one, tmp_path, model, option, layouts):
     """Any EP and ETP read each other's checkpoints, moments and biases too."""
-    layouts = ((4, "--tp 2 --ep 2 --etp 2"), (2, "--tp 2"), (1, ""))
-    for number, (world, layout) in enumerate(layouts):
-        argv = [*SMALL, *SIGMOID.split(), *layout.split(), "--train-iters", str(number + 2)]
+    for number, (world, layout) in enumerate(layouts, start=2):
+        argv = [*SMALL, *MODELS[model].split(), *layout.split(), *option.split(), "--train-iters", str(number)]
         pools(world).run(train, argv, str(tmp_path))
-    expected = one("sigmoid", ["--train-iters", "4"])
+    expected = one(model, ["--train-iters", str(number)])
     assert_same_curve(metrics(tmp_path), expected)
     assert_same_balance(metrics(tmp_path), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["", "--data-parallel-sharding none"])
-def test_a_run_with_ep_goes_on_anywhere(pools, one, tmp_path, option):
-    steps = "--train-iters 7".split()
-    layouts = (
-        (2, "--ep 2"),
-        (4, "--ep 4"),
-        (2, "--tp 2 --etp 2"),
-        (2, "--cp 2 --ep 2"),
-        (2, "--tp 2 --etp 1"),
-        (1, ""),
-    )
-    for number, (world, layout) in enumerate(layouts):
-        argv = [*SMALL, *SOFTMAX.split(), *layout.split(), *option.split(), "--train-iters", str(number + 2)]
-        pools(world).run(train, argv, str(tmp_path))
-    assert_same_curve(metrics(tmp_path), one("softmax", steps))
-    assert_same_balance(metrics(tmp_path), one("softmax", steps))
 
 
 def test_steps_move_the_bias(pools, one, tmp_path):

@@ -171,23 +171,23 @@ def test_in_float64_a_layout_that_needs_a_tolerance_gives_the_numbers_of_one_pro
     assert_same_curve(metrics(tmp_path / "many"), metrics(tmp_path / "one"), tolerance=1e-12)
 
 
-def test_recomputation_draws_the_same_dropout(pools, tmp_path):
-    """With dropout, and sequence parallelism's own generators, recomputed layers see the numbers of the first pass."""
-    dropout = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --tp 2 --train-iters 2".split()]
-    for granularity in ("none", "full", "selective"):
-        argv = [*dropout, "--recompute-granularity", granularity]
-        pools(2).run(train, argv, str(tmp_path / granularity))
-    for granularity in ("full", "selective"):
-        assert_same_curve(metrics(tmp_path / granularity), metrics(tmp_path / "none"), tolerance=1e-6)
-
-
-def test_passes_that_run_again_draw_the_same_dropout(pools, tmp_path):
-    """A colocated encoder's numbers do not depend on which passes keep their activations."""
-    argv = [*SMALL, "--no-save", *"--hidden-dropout 0.2 --attention-dropout 0.2 --pp 2 --train-iters 2".split()]
-    argv += "--placement colocated --encoder-chunk-patches 20 --set".split()
-    for kept in ("0", "100"):
-        pools(2).run(train, [*argv, f"placement.encoder_keep_chunks={kept}"], str(tmp_path / kept))
-    assert_same_curve(metrics(tmp_path / "0"), metrics(tmp_path / "100"), tolerance=1e-6)
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ("--tp 2", [f"--recompute-granularity {how}" for how in ("none", "full", "selective")]),
+        # A colocated encoder's numbers do not depend on which passes keep their activations.
+        (
+            "--pp 2 --placement colocated --encoder-chunk-patches 20",
+            [f"--set placement.encoder_keep_chunks={kept}" for kept in (100, 0)],
+        ),
+    ],
+)
+def test_what_runs_again_draws_the_same_dropout(pools, tmp_path, flags, ways):
+    """With sequence parallelism's own generators, too."""
+    argv = [*SMALL, "--no-save", *f"--hidden-dropout 0.2 --attention-dropout 0.2 --train-iters 2 {flags}".split()]
+    for way in ways:
+        pools(2).run(train, [*argv, *way.split()], str(tmp_path / way))
+        assert_same_curve(metrics(tmp_path / way), metrics(tmp_path / ways[0]), tolerance=1e-6)
 
 
 def test_bf16_follows_fp32(pools, one_process, tmp_path):

@@ -299,7 +299,7 @@ sides = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(["onevision-384", "onevision-uneven", "internvl-448", "internvl-few"]),
     height=sides,
@@ -321,7 +321,7 @@ def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
         assert expected.count("<image>") - (tile // case.ours().patch_size) ** 2 < 6 * tile
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(["qwen2.5", "qwen2.5-old", "qwen3"]), height=sides, width=sides)
 def test_native_grids_of_any_size(name: str, height: int, width: int) -> None:
     case = CASES[name]
@@ -347,7 +347,7 @@ class Sizes(SmolVLMImageProcessorPil):
         return np.broadcast_to(np.uint8(0), (3, *sides))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(height=sides, width=sides)
 def test_splits_of_any_size(height: int, width: int) -> None:
     case = CASES["smolvlm-512"]

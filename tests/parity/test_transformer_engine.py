@@ -85,6 +85,15 @@ def engine() -> Iterator[Any]:
         yield lambda: stack.enter_context(transformer_engine())
 
 
+def assert_same(ours: tuple[float, dict[str, Any]], theirs: tuple[float, dict[str, Any]]) -> None:
+    """Losses and gradients, ours by the names of Transformer Engine's modules."""
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    named = {global_name(local): gradient for local, gradient in ours[1].items()}
+    assert named.keys() == theirs[1].keys()
+    for key, gradient in theirs[1].items():
+        assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+
+
 def global_name(local: str) -> str:
     for inside, outside in te._FUSED.items():
         local = local.replace(inside, outside)
@@ -120,11 +129,7 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         found, found_gradients = trained(theirs, [batch])
         assert te_kernels.calls == KERNELS[name]
         assert TEDotProductAttention.calls == vision + [format] * (1 if name == "masked" else 2)
-        assert found == pytest.approx(loss, rel=1e-6)
-        named = {global_name(local): gradient for local, gradient in found_gradients.items()}
-        assert named.keys() == gradients.keys()
-        for key, gradient in gradients.items():
-            assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+        assert_same((found, found_gradients), (loss, gradients))
 
 
 def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +155,7 @@ def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, mo
     te_kernels.calls.clear()
     found, found_gradients = trained(theirs, batches)
     assert te_kernels.calls["grouped"] == 4  # two products of one layer, in two micro-batches
-    assert found == pytest.approx(loss, rel=1e-6)
-    named = {global_name(local): gradient for local, gradient in found_gradients.items()}
-    assert named.keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        assert (named[key] - gradient).abs().max() <= 1e-5 * max(float(gradient.abs().max()), 1e-8), key
+    assert_same((found, found_gradients), (loss, gradients))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

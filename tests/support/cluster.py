@@ -28,41 +28,7 @@ needs_cluster = pytest.mark.skipif(
     bool(missing) or os.getuid() != 0, reason=f"no {', '.join(missing) or 'root'}: `make cluster-tools` installs SLURM"
 )
 
-_CONF = """
-ClusterName=fake
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-JobAcctGatherType=jobacct_gather/none
-ReturnToService=2
-SlurmdTimeout=10
-KillWait=60
-InactiveLimit=0
-MinJobAge=3600
-SchedulerParameters=sched_interval=2,batch_sched_delay=1,bf_interval=2
-GresTypes=gpu
-NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] \\
-    CPUs={cpus} RealMemory=1000 Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+_CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
 class Cluster:
