@@ -74,12 +74,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-wait", type=seconds, metavar="TIME", help="FLEX_START: longest wait; 0 for ever; default: 24h."
     )
-    parser.add_argument(
-        "--restart-job-on-worker-restart",
-        action="store_true",
-        help="Restart all replicas with one. Default: the others wait for it and go on from the newest checkpoint.",
-    )
-    parser.add_argument("--disable-retries", action="store_true", help="Never restart anything.")
     parser.add_argument("--base-output-dir", metavar="gs://…", help="Where to write; RUN_DIR is its folder `run`.")
     parser.add_argument("--staging-bucket", metavar="gs://…", help="Where the file of --config is put for replicas.")
     parser.add_argument(
@@ -91,7 +85,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--network", help="Peered network: projects/NUMBER/global/networks/NAME.")
     parser.add_argument("--service-account", metavar="EMAIL", help="Account that the replicas act as.")
-    parser.add_argument("--tensorboard", help="Vertex AI TensorBoard: projects/…/locations/…/tensorboards/NUMBER.")
     parser.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help="Label of the job.")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the replicas.")
 
@@ -240,15 +233,10 @@ def custom_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     scheduling: dict[str, Any] = {"timeout": f"{options.timeout}s", "strategy": options.strategy}
     if options.max_wait is not None:
         scheduling["maxWaitDuration"] = f"{options.max_wait}s"
-    if options.restart_job_on_worker_restart:
-        scheduling["restartJobOnWorkerRestart"] = True
-    if options.disable_retries:
-        scheduling["disableRetries"] = True
     spec: dict[str, Any] = {"workerPoolSpecs": pools, "scheduling": scheduling}
     optional = {
         "serviceAccount": options.service_account,
         "network": options.network,
-        "tensorboard": options.tensorboard,
         "baseOutputDirectory": options.base_output_dir and {"outputUriPrefix": options.base_output_dir},
     }
     spec |= {key: value for key, value in optional.items() if value is not None}

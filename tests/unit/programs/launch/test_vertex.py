@@ -26,12 +26,10 @@ FULL = vertex_options(
     project="my-project",
     strategy="SPOT",
     timeout=3 * DAY,
-    restart_job_on_worker_restart=True,
     base_output_dir="gs://bucket/runs/1",
     nfs=("10.0.0.2:/share:data",),
     network="projects/12345/global/networks/training",
     service_account="trainer@my-project.iam.gserviceaccount.com",
-    tensorboard="projects/my-project/locations/europe-west4/tensorboards/99",
     labels={"team": "vision"},
     variables={"NCCL_DEBUG": "WARN", "HF_HUB_OFFLINE": "1"},
 )
@@ -40,7 +38,7 @@ JOBS = {
     "all-options": (Job(4, 8, ("--config", "/gcs/bucket/run.yaml", "--run-dir", "/mnt/nfs/data/run")), FULL),
     "flex-start": (
         Job(16, 8, ("--run-dir", "/gcs/bucket/run", "--tp", "8")),
-        changed(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY, disable_retries=True),
+        changed(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY),
     ),
 }
 
