@@ -62,8 +62,8 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
     """
     before = noted(folder)
     for variant in variants:
-        flags = before.get(variant.name)
-        if flags is not None and tuple(flags) != variant.flags and run_dir_of(variant).exists():
+        flags = before.get(variant.name, variant.flags)
+        if tuple(flags) != variant.flags and run_dir_of(variant).exists():
             changed = " ".join(sorted(set(flags) ^ set(variant.flags)))
             raise UserError(
                 f"variant {variant.name} began with other options ({changed[:120]}): give the grid another run_dir, or "
@@ -73,13 +73,9 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
 
 
 def noted(folder: Path) -> dict[str, list[str]]:
-    """Return the flags that were written down, by variant; none of what is no list of texts."""
-    try:
-        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    flags = found.items() if isinstance(found, dict) else ()
-    return {name: each for name, each in flags if isinstance(each, list) and all(isinstance(f, str) for f in each)}
+    """Return the flags that were written down, by variant."""
+    file = folder / _FILE
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

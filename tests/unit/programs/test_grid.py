@@ -128,16 +128,6 @@ def test_a_variant_that_began_with_other_options_is_refused(tmp_path: Path):
         note_flags(folder, before)
 
 
-@pytest.mark.parametrize("noted", [b"[]", b'{"lr-1": 5}', b'{"lr-1": [{}]}', b"[" * 10**5])
-def test_notes_of_a_sweep_that_are_none_are_written_anew(noted: bytes, tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, product={"lr": [1, 2]})
-    variants, folder = variants_of(grid), tmp_path / "runs"
-    ended(variants[0], "finished", 1.0)
-    (folder / "sweep.json").write_bytes(noted)
-    note_flags(folder, variants)
-    assert json.loads((folder / "sweep.json").read_text())["lr-1"] == list(variants[0].flags)
-
-
 def test_records_of_a_variant_that_are_none_are_left_out(tmp_path: Path) -> None:
     grid = grid_of(tmp_path, product={"lr": [1]})
     (variant,) = variants_of(grid)

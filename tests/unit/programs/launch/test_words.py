@@ -20,51 +20,11 @@ from tests.support.cloud import changed, kubernetes_options, vertex_options
 
 ROOT = Path(__file__).parents[4]
 NASTY = (
-    *(
-        "",
-        " ",
-        "a b",
-        "Instruct: find\nQuery: ",
-        "\n$(touch ran) #",
-        "`touch ran`",
-        "$(touch ran)",
-        "${HOME}",
-        "$$",
-        "$",
-    ),
-    *(
-        "a$$b",
-        "$$(HOME)",
-        "x$(HOME)y$",
-        "${local_rank}",
-        "!!",
-        "!1",
-        "'",
-        '"',
-        "'; touch ran; '",
-        "\\",
-        "\\n",
-        "a\\",
-        "*",
-        "~",
-    ),
-    *(
-        "-n",
-        "--",
-        "--run-dir",
-        "{a,b}",
-        "a;b&c|d>e",
-        "\t",
-        "\r",
-        "\x1b[31m",
-        "é 漢字 🙂",
-        "\u2028",
-        "%j",
-        "a=b",
-        "#",
-        "\x7f",
-    ),
-)
+    "", " ", "a b", "Instruct: find\nQuery: ", "\n$(touch ran) #", "`touch ran`", "$(touch ran)", "${HOME}",
+    "$$", "$", "a$$b", "$$(HOME)", "x$(HOME)y$", "${local_rank}", "!!", "!1", "'", '"', "'; touch ran; '", "\\",
+    "\\n", "a\\", "*", "~", "-n", "--", "--run-dir", "{a,b}", "a;b&c|d>e", "\t", "\r", "\x1b[31m", "é 漢字 🙂",
+    "\u2028", "%j", "a=b", "#", "\x7f",
+)  # fmt: skip
 
 
 def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
