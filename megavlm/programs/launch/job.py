@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import signal
@@ -61,6 +62,20 @@ def agent(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -
         *(*program(), *(flag.replace("$", "$$") for flag in job.flags)),
     )
     return Command(words, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace)})
+
+
+def add_agent_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a machine of a job is told: how long its agent may save, and how often it is started again."""
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=GRACE,
+        metavar="SECONDS",
+        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
+    )
+    parser.add_argument(
+        "--max-crashes", type=int, default=10, metavar="N", help="Crashes that are answered by a new attempt."
+    )
 
 
 def note_exit(status: int, environment: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, local, slurm, vertex
 from megavlm.programs.launch.checks import read_profile
-from megavlm.programs.launch.job import GRACE
+from megavlm.programs.launch.job import add_agent_options
 from megavlm.rules.fields import options as training
 
 
@@ -81,20 +81,7 @@ def _add_container_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Do not check the flags here: they name models or data that only the machines there have.",
     )
-    parser.add_argument(
-        "--grace",
-        type=int,
-        default=GRACE,
-        metavar="SECONDS",
-        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
-    )
-    parser.add_argument(
-        "--max-crashes",
-        type=int,
-        default=10,
-        metavar="N",
-        help="Crashes that are answered by a new attempt.",
-    )
+    add_agent_options(parser)
 
 
 if __name__ == "__main__":

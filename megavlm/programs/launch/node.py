@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import psutil
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
-from megavlm.programs.launch.job import GRACE, SIGNALS, VARIABLE, Command, Job, agent, read_exit
+from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, add_agent_options, agent, read_exit
 from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
@@ -142,15 +143,10 @@ def _attempt(command: Command, meeting: Host | Guest, signals: _Signals, *, grac
 
 def _kill(pid: int) -> None:
     """End a torchrun, its ranks and their data workers, which have sessions of their own."""
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.Error:
-            continue
+    with suppress(psutil.Error):
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def outcome(parts: Parts) -> End:
@@ -182,16 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs, and so processes, of a machine; default: 8."
     )
-    parser.add_argument(
-        "--grace",
-        type=int,
-        default=GRACE,
-        metavar="SECONDS",
-        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
-    )
-    parser.add_argument(
-        "--max-crashes", type=int, default=10, metavar="N", help="Crashes that are answered by a new attempt."
-    )
+    add_agent_options(parser)
     return parser
 
 
