@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, complaint
+from megavlm.config.messages import aligned
 from megavlm.errors import RankError, UserError
 from megavlm.files import write_out
 from megavlm.programs.doctor.machine import Facts, collect
@@ -107,9 +108,7 @@ def _write(
 def as_text(rows: Iterable[tuple[str, str]], found: Sequence[Problem]) -> str:
     """Return a table of facts, then each problem with its remedy in a line."""
     table = list(rows)
-    width = max((len(name) for name, _ in table), default=0)
-    lines = [f"{name:<{width}}  {value}" for name, value in table]
-    lines += [""] if table else []
+    lines = [*aligned(table, left=(0, 1)), ""] if table else []
     lines += [f"{_SIGNS[each.level]} {each.level}: {each.what}: {each.remedy}" for each in found]
     return "\n".join(lines if found else [*lines, "nothing is missing, and nothing is slow"])
 

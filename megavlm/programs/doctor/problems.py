@@ -45,26 +45,16 @@ class RequiredPackage:
 
     requirement: Requirement
     extra: str | None  # the optional dependency that names it; None: always required
-    cloned: bool = True  # whether commands are for a clone, in its root
 
     def admits(self, version: str) -> bool:
         return self.requirement.specifier.contains(Version(version), prereleases=True)
 
     @property
     def command(self) -> str:
-        """Return the command that installs the package."""
-        if not self.cloned:
-            return self.exact_command
-        if self.extra is None:
-            return "pip install -e ."
+        """Return the command that installs a supported version of the package."""
         isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
-        return f"pip install {isolation}-e '.[{self.extra}]'"
-
-    @property
-    def exact_command(self) -> str:
-        """Return the command that replaces another version with a supported one."""
-        isolation = "--no-build-isolation " if self.extra == _SOURCE_BUILT else ""
-        return f"pip install {isolation}'{self.requirement.name}{self.requirement.specifier}'"
+        extras = f"[{','.join(sorted(self.requirement.extras))}]" if self.requirement.extras else ""
+        return f"pip install {isolation}'{self.requirement.name}{extras}{self.requirement.specifier}'"
 
 
 Needs = Mapping[str, RequiredPackage]
@@ -75,7 +65,7 @@ def needs(pyproject: Path) -> Needs:
     package name and without those of `dev`; the first extra that names a package counts.
     """
     listed: list[tuple[str | None, Requirement]] = []
-    if cloned := pyproject.exists():
+    if pyproject.exists():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         for extra, texts in ({None: project["dependencies"]} | project["optional-dependencies"]).items():
             listed += [(extra, Requirement(text)) for text in texts]
@@ -86,7 +76,7 @@ def needs(pyproject: Path) -> Needs:
     found: dict[str, RequiredPackage] = {}
     for extra, requirement in listed:
         if extra != "dev":
-            found.setdefault(canonicalize_name(requirement.name), RequiredPackage(requirement, extra, cloned=cloned))
+            found.setdefault(canonicalize_name(requirement.name), RequiredPackage(requirement, extra))
     return found
 
 
@@ -112,13 +102,9 @@ def packages(facts: Facts, needs: Needs) -> Iterator[Problem]:
             level: Level = "error" if need.extra is None else "note"
             yield Problem(level, f"{name} is not installed", need.command)
         elif not need.admits(have.version):
-            yield Problem(
-                "error", f"{name} {have.version} is installed, {need.requirement} is needed", need.exact_command
-            )
+            yield Problem("error", f"{name} {have.version} is installed, {need.requirement} is needed", need.command)
         elif have.error is not None:
-            yield Problem(
-                "error", f"{name} cannot be imported: {have.error}", f"{need.exact_command} --force-reinstall"
-            )
+            yield Problem("error", f"{name} cannot be imported: {have.error}", f"{need.command} --force-reinstall")
 
 
 def torch_and_driver(facts: Facts, needs: Needs) -> Iterator[Problem]:
@@ -162,7 +148,7 @@ def transformer_engine(facts: Facts, needs: Needs) -> Iterator[Problem]:
         remedy = f"pip install --no-build-isolation '{need.requirement.name}[pytorch]=={shown(newest)}.*'"
         yield Problem("error" if facts.devices else "warning", what, remedy)
     elif have is not None and have.error is not None and facts.devices:
-        remedy = f"{need.exact_command} --force-reinstall --no-deps --no-cache-dir"
+        remedy = f"{need.command} --force-reinstall --no-deps --no-cache-dir"
         yield Problem("error", f"{TE} {have.version} cannot be imported: {have.error}", remedy)
     elif have is None and any(device.capability >= (8, 0) for device in facts.devices):
         what = f"{TE} is not installed: no FP8, no fused layers; torch's own layers are used"
@@ -212,7 +198,7 @@ def storage(facts: Facts, needs: Needs) -> Iterator[Problem]:
 def communication(facts: Facts, needs: Needs) -> Iterator[Problem]:
     for backend, error in facts.communication.items():
         if error is not None:
-            remedy = f"NCCL_DEBUG=INFO {program('doctor')}" if backend == "nccl" else needs["torch"].exact_command
+            remedy = f"NCCL_DEBUG=INFO {program('doctor')}" if backend == "nccl" else needs["torch"].command
             yield Problem("error", f"{backend} cannot reduce on this machine: {error}", remedy)
 
 
