@@ -162,9 +162,9 @@ def _npz(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
         names = [name for name in archive.namelist() if name.endswith(".npy")]
         chosen = "image.npy" if "image.npy" in names else names[0] if len(names) == 1 else None
         if chosen is None:
-            told = ", ".join(name.removesuffix(".npy") for name in names[:8])
+            arrays = ", ".join(name.removesuffix(".npy") for name in names[:8])
             raise BadSample(
-                Reason.NOT_AN_IMAGE, f"the .npz file has the arrays {told or 'none'}: name the image's array image"
+                Reason.NOT_AN_IMAGE, f"the .npz file has the arrays {arrays or 'none'}: name the image's array image"
             )
         with archive.open(chosen) as member:
             return _npy(member, fitting, pixels)
@@ -175,7 +175,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
         import tifffile
     except ImportError as error:
         raise UserError("--vision-input array reads TIFF with tifffile: pip install tifffile") from error
-    logging.getLogger(tifffile.__name__).disabled = True  # what is damaged is told with its record
+    logging.getLogger(tifffile.__name__).disabled = True  # what is damaged is reported with its record
     with tifffile.TiffFile(file, _multifile=False) as tiff:  # or it has zeros for the files that it does not open
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))
@@ -234,7 +234,7 @@ def _channels_last(array: NDArray[Any], channels: int | None) -> NDArray[Any]:
     if array.ndim == 3 and array.shape[-1] != channels and array.shape[0] == channels:
         array = np.moveaxis(array, 0, -1)
     if array.ndim != 3 or array.shape[-1] != channels or 0 in array.shape:
-        told = "×".join(map(str, shape))
+        sides = "×".join(map(str, shape))
         wanted = f"{channels} channels" if channels else "channels"
-        raise BadSample(Reason.NOT_AN_IMAGE, f"it has the shape {told}, not height × width × {wanted}")
+        raise BadSample(Reason.NOT_AN_IMAGE, f"it has the shape {sides}, not height × width × {wanted}")
     return array

@@ -70,13 +70,13 @@ def _with_area(processor: Processor, data: DataConfig) -> Processor:
 
     Raises UserError for a processor that does not choose the area of an image, and for bounds that cross.
     """
-    asked = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
-    if not asked:
+    requested = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
+    if not requested:
         return processor
-    flag = f"--{next(iter(asked)).replace('_', '-')}"
+    flag = f"--{next(iter(requested)).replace('_', '-')}"
     if not isinstance(processor, NativeResolution):
         raise UserError(f"{flag} is for models that see images at their own size (Qwen's): leave it out")
-    bounded = replace(processor, **asked)
+    bounded = replace(processor, **requested)
     if bounded.min_pixels > bounded.max_pixels:
         raise UserError(
             f"{flag} leaves images with at least {bounded.min_pixels} and at most {bounded.max_pixels} pixels: set "

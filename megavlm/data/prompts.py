@@ -69,15 +69,15 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
     label = label if label.startswith(name) else f"{name}: {label}"
     if conversation.turns[0].role == "text":
         sample, question, reference = _continued(source, held_out, encoded.samples[0], most)
-        asked = conversation
+        shown = conversation
     else:
         place = _answer(conversation.turns, last=last)
-        asked = Conversation(conversation.turns[:place])
-        sample, question = source.prompt(asked), _told(asked.turns)
+        shown = Conversation(conversation.turns[:place])
+        sample, question = source.prompt(shown), _question(shown.turns)
         reference = _text(conversation.turns[place])
-    pictures = tuple(_picture(image, max_pixels=source.max_pixels) for image in asked.images[:_PICTURES])
-    if len(asked.images) > _PICTURES:
-        label += f" ({len(asked.images)} images, of which {_PICTURES} are shown)"
+    pictures = tuple(_picture(image, max_pixels=source.max_pixels) for image in shown.images[:_PICTURES])
+    if len(shown.images) > _PICTURES:
+        label += f" ({len(shown.images)} images, of which {_PICTURES} are shown)"
     return HeldOutPrompt(sample, label, question, reference, pictures)
 
 
@@ -103,7 +103,7 @@ def _continued(source: FilesSource, held_out: HeldOut, encoded: EncodedSample, m
     return replace(sample, tokens=begun, trained=np.zeros(cut, dtype=np.bool_)), words, reference
 
 
-def _told(turns: Sequence[Turn]) -> str:
+def _question(turns: Sequence[Turn]) -> str:
     """Return what is asked; with several turns, who says what."""
     if len(turns) == 1:
         return _text(turns[0])

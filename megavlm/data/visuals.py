@@ -82,8 +82,8 @@ class Visuals:
     @property
     def _videos(self) -> VideoProcessor:
         if self.processor.vision_input != RGB:
-            told = f"it has a video, and --vision-input {self.processor.vision_input.name} is for images alone"
-            raise BadSample(Reason.UNSUPPORTED, told)
+            message = f"it has a video, and --vision-input {self.processor.vision_input.name} is for images alone"
+            raise BadSample(Reason.UNSUPPORTED, message)
         if self.processor.video is None:
             raise BadSample(Reason.UNSUPPORTED, "it has a video, and models of this family are trained on images alone")
         return self.processor.video

@@ -146,7 +146,7 @@ class _Fetch:
             raise _Unreachable("pip install huggingface_hub") from None
         self._library = huggingface_hub
         huggingface_hub.utils.disable_progress_bars()
-        with self._told():
+        with self._errors():
             info = huggingface_hub.HfApi().repo_info(
                 wanted.name, repo_type=self._kind, revision=wanted.revision, files_metadata=True
             )
@@ -161,7 +161,7 @@ class _Fetch:
         """Return the folder of the cache, in which these files then are."""
         if (size := sum(self.sizes[name] for name in names)) > 1e6:
             print(f"fetches {self.wanted.name} ({size / 1e9:.3f} GB) to {cache()}", flush=True)
-        with self._told():
+        with self._errors():
             # By its name, so that the cache remembers which commit that is.
             folder = self._library.snapshot_download(
                 self.wanted.name,
@@ -173,7 +173,7 @@ class _Fetch:
         return Path(folder)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         """Raise UserError for what the hub refuses, and _Unreachable where it does not answer."""
         errors, wanted = self._library.errors, self.wanted
         try:

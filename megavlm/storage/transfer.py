@@ -89,7 +89,7 @@ def _wait(
     go_on: Callable[[int], None],
     patience: float,
 ) -> None:
-    done, told = 0, time.monotonic()
+    done, reported = 0, time.monotonic()
     while done < count:
         try:
             error = ended.get(timeout=1.0)
@@ -98,9 +98,9 @@ def _wait(
             error = None
         if error is not None:
             raise error
-        if time.monotonic() - told > 1.0:
+        if time.monotonic() - reported > 1.0:
             go_on(state.bytes)
-            told = time.monotonic()
+            reported = time.monotonic()
         if time.monotonic() - state.last > patience:
             raise StoreError(f"nothing has moved for {patience:.0f} s: the store does not answer")
 

@@ -264,9 +264,9 @@ def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str
         return (), end_of_turn
     openings = [(bare.gaps[0].removesuffix(header), "")]
     try:
-        told = skeleton(template, (("system", kinds), *talk))
+        with_system = skeleton(template, (("system", kinds), *talk))
     except TemplateError:
         return tuple(openings), end_of_turn
-    if told.order[:2] == (0, 1) and told.gaps[1].endswith(header):
-        openings.append((told.gaps[0], told.gaps[1].removesuffix(header)))
+    if with_system.order[:2] == (0, 1) and with_system.gaps[1].endswith(header):
+        openings.append((with_system.gaps[0], with_system.gaps[1].removesuffix(header)))
     return tuple(openings), end_of_turn

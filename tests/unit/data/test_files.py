@@ -7,11 +7,8 @@ import json
 import re
 import struct
 import zlib
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,8 +18,6 @@ from PIL import Image
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data import visuals
-from megavlm.data.chat import ChatFormat
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import collate_segments
 from megavlm.data.files import FilesSource
@@ -172,31 +167,6 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
                 assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
     for loader in loaders:
         loader.close()
-
-
-def test_a_sample_is_tokenised_and_its_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the record to the micro-batch, packing and balance included; its pixels are decoded once as well."""
-    config = config_for(write_all(tmp_path, samples=24))
-    source = FilesSource(config)
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(ChatFormat, "encode", counted("encode", ChatFormat.encode))
-    for name in ("size_of", "decode"):
-        monkeypatch.setattr(visuals, name, counted(name, getattr(visuals, name)))
-    collator = source.collator(CollateSpec.of(config, source))
-    records = collator.encode(range(24))
-    images = sum(len(sample.images) for record in records for sample in record.samples)
-    rows = [tuple(Segment(number, sample) for sample in record.samples) for number, record in enumerate(records)]
-    assert not any(made.skipped for made in collator.collate([[row] for row in rows]))
-    assert images > 12
-    assert calls == {"encode": 24, "size_of": images, "decode": images}
 
 
 def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.data import workers
 from megavlm.data.files import FilesSource
-from megavlm.data.workers import WorkerPool, _work, _WorkerLost
+from megavlm.data.workers import WorkerPool, _WorkerLost
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -76,17 +74,6 @@ def test_idle_workers_that_are_killed_are_replaced(source: FilesSource) -> None:
     pool.close()
 
 
-@pytest.mark.slow
-def test_a_worker_that_starts_after_the_run_has_ended_says_nothing() -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=_work, args=(None, theirs))
-    ours.close()
-    worker.start()
-    worker.join()
-    assert worker.exitcode == 0
-
-
 def test_a_sample_that_no_worker_survives_is_named(source: FilesSource, tmp_path: Path) -> None:
     lines: list[str] = []
     pool = WorkerPool(source, 1, timeout=300, report=lines.append)
@@ -127,25 +114,6 @@ class TooLarge:
 
 def too_large(source: FilesSource, task: int) -> TooLarge:
     return TooLarge()
-
-
-def test_a_worker_that_starts_while_its_pool_is_closed_is_killed(
-    source: FilesSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = WorkerPool(source, 1, timeout=0)
-    (worker,) = pool._workers
-    worker.kill()
-
-    @contextlib.contextmanager
-    def closing() -> Iterator[None]:
-        pool._closed.set()
-        worker.kill()
-        yield
-
-    monkeypatch.setattr(workers, "_alone", closing)
-    with pytest.raises(_WorkerLost, match="SIGKILL"):
-        pool.map(encode, TASKS[:1])
-    pool.close()
 
 
 @pytest.mark.parametrize("fate", ["hung (--data-worker-timeout)", "ended with exit status 3"])

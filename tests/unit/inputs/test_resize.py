@@ -37,18 +37,6 @@ def test_noise(old: tuple[int, int], new: tuple[int, int], resample: Resampling,
     assert difference(noise, *new, resample, fast=False).max() == 0
 
 
-@settings(max_examples=100, deadline=None)
-@given(old=sides, new=sides, other=sides, vertical=st.booleans(), levels=st.sampled_from([2, 256]))
-def test_one_axis_is_always_within_one_level(old: int, new: int, other: int, vertical: bool, levels: int) -> None:
-    noise = np.random.default_rng(old).integers(0, levels, (old, other, 3)) * (255 // (levels - 1))
-    noise = noise.astype(np.uint8)
-    if vertical:
-        assert difference(noise, new, other, Resampling.BICUBIC).max() <= 1
-    else:
-        noise = np.ascontiguousarray(noise.transpose(1, 0, 2))
-        assert difference(noise, other, new, Resampling.BICUBIC).max() <= 1
-
-
 @pytest.mark.parametrize("new", [(224, 224), (336, 448), (384, 384), (700, 500)])
 def test_of_a_photograph_over_99_percent_are_equal(new: tuple[int, int]) -> None:
     datasets = pytest.importorskip("sklearn.datasets")

@@ -161,21 +161,6 @@ def test_bad_samples_are_counted_and_passed_over(tmp_path: Path) -> None:
     assert found == ["good", "not_a_record", "image_count", "not_a_record", "good", "truncated"]
 
 
-def test_what_was_read_is_not_remembered(folder: Path) -> None:
-    stream = opened(folder)
-    take(stream, 130)
-    reader = _reader_of(stream)
-    assert reader.itar_files_cache
-    assert not any(tar.members for tar in reader.itar_files_cache.values())
-
-
-def _reader_of(stream: Any) -> Any:
-    dataset = stream._loader.dataset
-    while not hasattr(dataset, "join_readers"):
-        dataset = dataset.dataset
-    return dataset.join_readers[0]
-
-
 def test_the_code_beside_a_prepared_folder_is_not_run(folder: Path) -> None:
     opened(folder)
     (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: os\n__class__: system\n")

@@ -174,23 +174,6 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
         assert len(told.splitlines()) == 1
 
 
-def test_an_attempt_that_wrote_nothing_is_in_nobodys_way(
-    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The remedy that a refusal names works, also into the same folder; and after a stop within the first shard."""
-    out, records = tmp_path / "out", tmp_path / "elsewhere" / "train.jsonl"
-    records.parent.mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    records.write_text(json.dumps({"question": "What?", "answer": "That.", "image": "a.png"}))
-    assert main([str(records), str(out)]) == 2
-    told = capsys.readouterr().err
-    assert "1 × missing_file, as train.jsonl:1: " in told
-    assert "as PATH,image_root=DIR" in told
-    (out / "000000.tmp").write_bytes(b"half of a shard")
-    assert main([f"{records},image_root={tmp_path}", str(out)]) == 0
-    assert [turns[0][0] for turns in read_back(out, 1)] == ["user"]
-
-
 def test_videos_come_out_as_they_went_in(tmp_path: Path) -> None:
     """A clip at a rate of its own, a folder of frames, both beside an image, and what is no clip."""
     pytest.importorskip("av", reason="pip install av (the extra `video`)")
