@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megavlm.backend import activate
+from megavlm.errors import UserError
 from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS
 from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare  # noqa: E402
+from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, engine_at  # noqa: E402
 from tests.support.tiny_models import FAMILIES, MIXTURES  # noqa: E402
 
 # The fast set: every family where all kinds of cuts meet, one at the layouts that tell which of them is at fault, and
@@ -69,3 +75,54 @@ def test_an_encoder_of_two_ranks_equals_transformers(pools: Pools, references: R
     for worst in pools(2).run(compare, references("qwen3-vl"), "--pp 2 --placement colocated --vision-tp 2"):
         for what, difference in worst.items():
             assert difference < (1e-4 if what.startswith("logits") else 1e-3), f"{what}: {difference:.1e}"
+
+
+def bytes_read(reference: Any, layout: str) -> int:
+    """Return the bytes of weights that this rank reads when a run begins with the folder."""
+    from megavlm.checkpoint.hf import files
+
+    read_into, counted = files.read_into, []
+
+    def counting(descriptor: int, tensor: Any, offset: int) -> None:
+        counted.append(tensor.numel() * tensor.element_size())
+        read_into(descriptor, tensor, offset)
+
+    files.read_into = counting
+    try:
+        engine_at(reference, layout)[1].close()
+    finally:
+        files.read_into = read_into
+    return sum(counted)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3-vl", "--tp 2"), ("qwen3-vl", "--tp 4 --placement colocated"), ("glm4v-moe", "--tp 2 --ep 2")],
+)
+def test_ranks_read_each_byte_of_the_files_once(pools: Pools, references: References, family: str, layout: str) -> None:
+    """Rows that copies need, or all tensor-parallel ranks, are read by one of them."""
+    reference = references(family)
+    there = sum(file.stat().st_size for file in reference.folder.glob("*.safetensors"))
+    read = pools(4).run(bytes_read, reference, layout)
+    assert sum(read) <= 1.1 * there, f"{read} of {there}"
+    assert max(read) <= 0.6 * there, "the ranks share the work"
+
+
+def refusal(reference: Any, layout: str) -> str:
+    with pytest.raises(UserError) as refused:
+        engine_at(reference, layout)
+    return str(refused.value)
+
+
+def test_a_value_that_one_rank_reads_and_that_is_none_ends_all(
+    pools: Pools, references: References, tmp_path: Path
+) -> None:
+    """While the others wait for what it reads."""
+    folder = shutil.copytree(references("qwen3-vl").folder, tmp_path / "damaged")
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name][-1, -1] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    said = pools(4).run(refusal, replace(references("qwen3-vl"), folder=folder), "--tp 2")
+    assert said == [f"{name} of {folder} has values that are NaN or infinite: copy {file.name} again"] * 4

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.files import PIECE_BYTES
-from megavlm.checkpoint.hf.pretrained import Pretrained, refuse
+from megavlm.checkpoint.hf.pretrained import Pretrained, reads_of, refuse
+from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_reads
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
 from megavlm.checkpoint.items import STATE
 from megavlm.checkpoint.manifest import SUMMARY
@@ -38,6 +39,7 @@ from megavlm.families.shared.table import Shape
 from megavlm.files import replace_file
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of, initialize, named_shards, real_shape
+from megavlm.parallel.groups import from_rank_0
 
 
 def import_checkpoint(
@@ -98,19 +100,33 @@ def load_weights(
 ) -> None:
     """Set the weights of `chunks` from pretrained folders, and draw the others (such as a new projector's) at random.
 
-    Every rank calls it. Raises UserError on all ranks, listing every missing, surplus or wrongly shaped tensor.
+    Every rank calls it; rows that several need are read by one. Raises UserError on all ranks, listing every missing,
+    surplus or wrongly shaped tensor.
     """
     _check(chunks, pretrained_list, config, vocab_size=vocab_size)
     for chunk in chunks:
         initialize(chunk, config, vocab_size=vocab_size, drawn=lambda key: _provider(pretrained_list, key) is None)
-        for shard in named_shards(chunk):
-            if (pretrained := _provider(pretrained_list, shard.key)) is not None:
-                real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
-                shard.data.copy_(pretrained.read_slice(shard.key, real, index_of(shard)))
+        slices = [
+            (shard, number, real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size))
+            for shard in named_shards(chunk)
+            if (number := _provider(pretrained_list, shard.key)) is not None
+        ]
+        folders = [pretrained.folder for pretrained in pretrained_list]
+        reads = [
+            read_of(number, folders[number].tensors[name], name, rows)
+            for shard, number, real in slices
+            for name, rows in reads_of(folders[number], pretrained_list[number].table[shard.key], real, index_of(shard))
+        ]
+        groups = (chunk.groups.collection.tp_dp_cp, chunk.groups.dp_cp, chunk.groups.collection.expt_dp)
+        device = slices[0][0].data.device if slices else torch.device("cpu")
+        with shared_reads(reads, folders, groups, device) as shared:
+            for shard, number, real in slices:
+                folder = SharedFolder(folders[number].tensors, number, shared)
+                shard.data.copy_(pretrained_list[number].read_slice(shard.key, real, index_of(shard), folder))
 
 
-def _provider(pretrained_list: Sequence[Pretrained], key: str) -> Pretrained | None:
-    return next((pretrained for pretrained in pretrained_list if pretrained.provides(key)), None)
+def _provider(pretrained_list: Sequence[Pretrained], key: str) -> int | None:
+    return next((number for number, each in enumerate(pretrained_list) if each.provides(key)), None)
 
 
 def _check(
@@ -122,11 +138,11 @@ def _check(
         for shard in named_shards(chunk)
     }
     for pretrained in pretrained_list:
-        # A rank sees the shapes of its own chunks only, and all ranks must stop together.
+        # A rank sees the shapes of its own chunks only, and all ranks must stop together. Rank 0 compares tied weights.
+        problems = from_rank_0(pretrained.problems, list[str]())
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, pretrained.wrong_shapes(shapes))
-        wrong = sorted({problem for problems in found for problem in problems})
         refuse(
-            [*pretrained.problems(), *wrong],
+            [*problems, *sorted({problem for each in found for problem in each})],
             f"{pretrained.folder.path} does not hold the model that its config.json says",
         )

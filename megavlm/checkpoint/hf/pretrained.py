@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from megavlm.arch.image_tokens import Tiling
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
-from megavlm.checkpoint.hf.files import DTYPES, HfFolder
+from megavlm.checkpoint.hf.files import DTYPES, HfFolder, TensorInfo
 from megavlm.config.lora import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
@@ -154,20 +154,40 @@ class Pretrained:
         """Return whether a run's weight has channels that the folder's has not."""
         return key == PATCH_WEIGHT and config.model.vision.in_channels != self.model.vision.in_channels
 
-    def read_slice(self, key: str, real: Shape, index: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, key: str, real: Shape, index: tuple[slice, ...], folder: Rows | None = None) -> Tensor:
         """Return the slice `index` of a megavlm weight, in the files' type.
 
-        `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros.
+        `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros. `folder` reads
+        the rows in place of the own one.
         """
-        rule, own = self.table[key], self.model.vision.in_channels
+        rule, own, folder = self.table[key], self.model.vision.in_channels, folder or self.folder
         if key != PATCH_WEIGHT or (width := math.prod(rule.hf_shapes(real)[rule.hf_names[0]][1:])) == real[1]:
-            return slice_of(self.folder, rule, real, index)
-        narrow = slice_of(self.folder, rule, (real[0], width), (index[0], slice(0, width)))
+            return slice_of(folder, rule, real, index)
+        narrow = slice_of(folder, rule, (real[0], width), (index[0], slice(0, width)))
         wide = widened(narrow, own, real[1] * own // width, repeat=self.new_channels == "repeat")
         return wide[:, index[1]]
 
 
-def slice_of(folder: HfFolder, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
+class Rows(Protocol):
+    """What reads rows of tensors: a folder, or one that several ranks read together."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, rows: slice, /) -> Tensor: ...
+
+
+def reads_of(folder: Rows, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
+    """Yield the names and rows that `slice_of` reads, in its order."""
+    if isinstance(rule, Stack):
+        for each in rule.rules[index[0]]:
+            yield from reads_of(folder, each, real[1:], index[1:])
+        return
+    for pair in row_pairs(rule.hf_rows(real), index[0].start, index[0].stop):
+        yield pair.hf_name, _rows_of(folder, rule, pair, real)
+
+
+def slice_of(folder: Rows, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
     """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
     that holds the values of all if they have several.
     """
@@ -181,7 +201,8 @@ def slice_of(folder: HfFolder, rule: Rule, real: Shape, index: tuple[slice, ...]
     ]
     if len(parts) == 1 and list(parts[0][1].shape) == shape:
         return parts[0][1]
-    out = torch.zeros(shape, dtype=widest(part.dtype for _, part in parts))
+    device = parts[0][1].device if parts else None
+    out = torch.zeros(shape, dtype=widest(part.dtype for _, part in parts), device=device)
     for own, part in parts:
         out[(own, *(slice(size) for size in part.shape[1:]))] = part
     return out
@@ -197,17 +218,23 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
 
 
-def _rows(folder: HfFolder, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
+def _rows_of(folder: Rows, rule: Rule, pair: RowPair, real: Shape) -> slice:
+    """Return the rows to read for a pair: all where they are no rows of the tensor in the file."""
+    shape = folder.tensors[pair.hf_name].shape
+    nested = len(shape) > len(real) and shape[0] == 1 and not isinstance(rule, TransposeEach)  # [1, N, H] for [N, H]
+    return slice(None) if isinstance(rule, Transpose) or nested else pair.hf_rows
+
+
+def _rows(folder: Rows, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
     """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
-    name, rows = pair.hf_name, pair.hf_rows
+    rows = _rows_of(folder, rule, pair, real)
+    values = folder.read(pair.hf_name, rows)
     if isinstance(rule, Transpose):
-        return folder.read(name, slice(None)).T[rows].contiguous()
+        return values.T[pair.hf_rows].contiguous()
     if isinstance(rule, TransposeEach):
-        return folder.read(name, rows).mT.contiguous()
-    shape = folder.tensors[name].shape
-    if len(shape) > len(real) and shape[0] == 1:  # [1, N, H] for [N, H]: small, and read whole
-        return folder.read(name, slice(None)).reshape(-1, *real[1:])[rows]
-    return folder.read(name, rows).reshape(-1, *real[1:])
+        return values.mT.contiguous()
+    values = values.reshape(-1, *real[1:])
+    return values[pair.hf_rows] if rows == slice(None) else values
 
 
 def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:
