@@ -202,7 +202,7 @@ class Timeline:
 
     seconds: float
     busy: tuple[float, ...]  # of each rank
-    events: tuple[Event, ...]  # by rank, in order; empty unless asked for
+    events: tuple[Event, ...]  # by rank, in order; empty unless they are kept, and of several steps
 
     @property
     def bubble(self) -> float:
@@ -237,7 +237,7 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     lengths = durations.flat()[program.number]
     hops = np.array([*(durations.transfer or [0.0] * (shape.chunks - 1)), 0.0])[program.hop]
     if lengths.ndim > 1:
-        return _steps(program, shape, lengths, hops, keep_events=keep_events)
+        return _steps(program, shape, lengths, hops)
     ends = [0.0]
     # Plain numbers in one loop: a search plays thousands of steps of thousands of passes each.
     for waits_for, hop, after, length in zip(
@@ -250,30 +250,16 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     return Timeline(max(ends), tuple(busy.tolist()), events)
 
 
-def _steps(
-    program: _Program,
-    shape: PipelineShape,
-    lengths: Array,
-    hops: Array,
-    *,
-    keep_events: bool,
-) -> Timeline:
-    """Play several steps at once, each on several replicas, of passes that take `lengths` [passes, steps, replicas].
-
-    Events are those of the slowest replica in the step that is nearest to the mean one.
-    """
+def _steps(program: _Program, shape: PipelineShape, lengths: Array, hops: Array) -> Timeline:
+    """Play several steps at once, each on several replicas, of passes that take `lengths` [passes, steps, replicas]."""
     ends = np.zeros((len(lengths) + 1, *lengths.shape[1:]))
     order = zip(program.waits_for.tolist(), hops.tolist(), program.after.tolist(), strict=True)
     for place, (waits_for, hop, after) in enumerate(order):
         np.maximum(ends[waits_for] + hop, ends[after], out=ends[place + 1])
         ends[place + 1] += lengths[place]
-    seconds = ends.max(axis=0)  # [steps, replicas]
-    slowest = seconds.max(axis=1)
+    slowest = ends.max(axis=(0, 2))  # of each step, the slowest replica
     busy = np.bincount(program.rank, lengths.mean(axis=(1, 2)), minlength=shape.pp)
-    step = int(np.abs(slowest - slowest.mean()).argmin())
-    shown = ends[:, step, seconds[step].argmax()].tolist()
-    events = _events(program, shape, hops, shown) if keep_events else ()
-    return Timeline(float(slowest.mean()), tuple(busy.tolist()), events)
+    return Timeline(float(slowest.mean()), tuple(busy.tolist()), ())
 
 
 @dataclass(frozen=True)

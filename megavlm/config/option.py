@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,12 @@ def option(
         "point": point,
     }
     return field(default=default, metadata=metadata)
+
+
+def filled(section: Any, **defaults: Any) -> Any:
+    """Return a section with the defaults of its fields that are not set; the section itself if all are."""
+    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return replace(section, **missing) if missing else section
 
 
 key_only = partial(option, flag=KEY_ONLY)

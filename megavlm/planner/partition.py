@@ -42,15 +42,13 @@ def simulate_partition(
     shape: PipelineShape,
     cuts: tuple[int, ...],
     recompute: tuple[Recompute, ...],
-    *,
-    keep_events: bool = False,
 ) -> Timeline:
     """Return the simulated step of one partition."""
     bounds = (0, *cuts, profiles.count)
     chunks = list(zip(bounds, bounds[1:], recompute, strict=False))
     transfer = [float(profiles.transfer[cut]) for cut in cuts] if shape.pp > 1 else []
     durations = profiles.durations(chunks, transfer, shape=shape)
-    return simulate(shape, durations, keep_events=keep_events)
+    return simulate(shape, durations)
 
 
 def _most_kept(held: Held, saved: Any, waiting: Any) -> Any:

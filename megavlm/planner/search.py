@@ -11,14 +11,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megavlm.arch.schedules import Timeline, scenario_shape
 from megavlm.arch.workload import DataWindow
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
-from megavlm.planner.partition import simulate_partition
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,6 @@ class SearchResult:
         """Return the configuration with the best layout."""
         first = self.best[0]
         return first.candidate.applied(config, first.partition.cuts)
-
-    def timeline(self) -> Timeline:
-        """Return the best layout's pipeline played through once more, with every pass."""
-        profiles, partition = self.evaluator.profiles(self.best[0].candidate), self.best[0].partition
-        shape = scenario_shape(profiles.scenario)
-        return simulate_partition(profiles, shape, partition.cuts, partition.recompute, keep_events=True)
 
 
 def search(

@@ -13,7 +13,7 @@ from typing import Any
 
 from megavlm.arch.connector import connector_of
 from megavlm.config.lora import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
-from megavlm.config.option import data_kind, has_validation
+from megavlm.config.option import data_kind, filled, has_validation
 from megavlm.config.registry import ConnectorSections
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.rules.fields import Option, options, value_at, with_values
@@ -187,11 +187,11 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
     the planner varies both: `derived.overlapped` and `with_device_defaults` do that. With `--epochs`, the number of
     steps, and what follows from it, is filled in where the data are known (`run_rules.with_train_iters`).
     """
-    train = _filled(config.train, train_iters=steps(config))
-    optimizer = _filled(config.optimizer, lr_decay_iters=train.train_iters)
+    train = filled(config.train, train_iters=steps(config))
+    optimizer = filled(config.optimizer, lr_decay_iters=train.train_iters)
     if is_set(optimizer, "lr_decay_iters"):
         if optimizer.lr_decay_style == "WSD":
-            optimizer = _filled(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
+            optimizer = filled(optimizer, lr_wsd_decay_iters=max(1, optimizer.lr_decay_iters // 10))
         if optimizer.lr_warmup_fraction is not None:
             warmup = int(optimizer.lr_warmup_fraction * optimizer.lr_decay_iters)
             optimizer = replace(optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
@@ -201,15 +201,15 @@ def resolve(config: Config, *, vocab_size: int | None = None) -> Config:
         config,
         model=resolve_model(config.model, vocab_size=vocab_size),
         optimizer=config.optimizer.resolved(config.precision.dtype),
-        evaluation=_filled(config.evaluation, **intervals),
-        data=_filled(config.data, kind=data_kind(config)),
+        evaluation=filled(config.evaluation, **intervals),
+        data=filled(config.data, kind=data_kind(config)),
     )
 
 
 def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> ModelConfig:
     """Return the model with a value for each size whose default follows from other sizes."""
     has_experts = model.experts.num_experts > 0
-    language = _filled(
+    language = filled(
         model.language,
         num_query_groups=model.language.num_attention_heads,
         kv_channels=model.language.hidden_size // model.language.num_attention_heads,
@@ -218,13 +218,13 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
     objective = model.objective
     if objective.kind != "next-token":
         sigmoid = objective.kind == "sigmoid"
-        objective = _filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
+        objective = filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
     model = _with(
         model,
         language=language,
         objective=objective,
-        projector=_filled(model.projector, hidden_size=language.hidden_size),
-        experts=_filled(model.experts, ffn_hidden_size=language.ffn_hidden_size) if has_experts else model.experts,
+        projector=filled(model.projector, hidden_size=language.hidden_size),
+        experts=filled(model.experts, ffn_hidden_size=language.ffn_hidden_size) if has_experts else model.experts,
     )
     connector = connector_of(model.projector)
     if connector.options is None:
@@ -236,12 +236,6 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
 def is_set(section: Any, name: str) -> bool:
     """Return whether a field has a value, for code that runs before `resolve`."""
     return getattr(section, name) is not None
-
-
-def _filled(section: Any, **defaults: Any) -> Any:
-    """Return the section with the defaults of its fields that are not set; the section itself if all are."""
-    missing = {name: value for name, value in defaults.items() if not is_set(section, name)}
-    return replace(section, **missing) if missing else section
 
 
 def _with(section: Any, **values: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megavlm.arch.connector import Connector, HfNames
 from megavlm.arch.image_tokens import Grid
@@ -11,7 +11,7 @@ from megavlm.arch.kind import Communication, LayerCost, Stream, stream_bytes
 from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
-from megavlm.config.option import AT_LEAST_1, option
+from megavlm.config.option import AT_LEAST_1, filled, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 
@@ -39,9 +39,8 @@ class AdaptivePool(Connector):
 
     def resolved(self, model: ModelConfig) -> AdaptivePoolConfig:
         own: AdaptivePoolConfig = self.own(model)
-        hidden = model.language.hidden_size if own.hidden_size is None else own.hidden_size
-        side = 12 if own.side is None and own.factor is None else own.side
-        return replace(own, hidden_size=hidden, side=side)
+        side = 12 if own.factor is None else None
+        return filled(own, hidden_size=model.language.hidden_size, side=side)
 
     def problems(self, config: Config) -> Iterator[str]:
         own: AdaptivePoolConfig = self.own(config.model)

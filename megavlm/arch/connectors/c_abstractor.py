@@ -23,7 +23,7 @@ from megavlm.arch.resampler import MlpBlock
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import share_of
 from megavlm.arch.workload import Workload
-from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.option import AT_LEAST_1, POSITIVE, filled, option
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 
 TAPS = 9  # weights of a 3 × 3 convolution for each channel
@@ -131,8 +131,8 @@ class CAbstractor(Connector):
 
     def resolved(self, model: ModelConfig) -> CAbstractorConfig:
         own: CAbstractorConfig = self.own(model)
-        defaults = {"squeeze_size": max(1, own.hidden_size // 4), "ffn_hidden_size": model.language.hidden_size}
-        return replace(own, **{name: value for name, value in defaults.items() if getattr(own, name) is None})
+        squeeze = max(1, own.hidden_size // 4)
+        return filled(own, squeeze_size=squeeze, ffn_hidden_size=model.language.hidden_size)
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
         side: int = projector.connectors.c_abstractor.side

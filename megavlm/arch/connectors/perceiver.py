@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megavlm.arch.connector import Block, Connector, HfNames
@@ -15,7 +15,7 @@ from megavlm.arch.resampler import AttentionBlock, MlpBlock, norm_saved
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.messages import no_divisor
-from megavlm.config.option import AT_LEAST_1, POSITIVE, option
+from megavlm.config.option import AT_LEAST_1, POSITIVE, filled, option
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 
@@ -50,13 +50,8 @@ class Perceiver(Connector):
     recomputes = True
 
     def resolved(self, model: ModelConfig) -> PerceiverConfig:
-        own: PerceiverConfig = self.own(model)
-        language = model.language
-        defaults = {
-            "ffn_hidden_size": 4 * language.hidden_size,
-            "projection_ffn_hidden_size": language.ffn_hidden_size,
-        }
-        return replace(own, **{name: value for name, value in defaults.items() if getattr(own, name) is None})
+        hidden, ffn = 4 * model.language.hidden_size, model.language.ffn_hidden_size
+        return filled(self.own(model), ffn_hidden_size=hidden, projection_ffn_hidden_size=ffn)
 
     def problems(self, config: Config) -> Iterator[str]:
         own: PerceiverConfig = self.own(config.model)

@@ -80,7 +80,6 @@ def test_stages_of_faster_gpus_get_more_layers() -> None:
         assert best.candidate.dims.pp == 2
         assert any("--stage-gpus" in each.reason for each in outcome.rejected), "one stage of two types"
         (first[stages],) = best.partition.cuts
-        assert outcome.timeline().seconds == pytest.approx(best.step.pipeline)
     assert first["a100", "h100"] < first["h100", "a100"]
 
 

@@ -70,7 +70,7 @@ def test_a_step_ends_with_its_slowest_replica(shape: PipelineShape) -> None:
     random = np.random.default_rng(0)
     forward, backward, weight = random.uniform(1, 3, (3, shape.chunks, shape.micro_batches, 5, 2))
     transfer = random.uniform(0, 1, shape.chunks - 1).tolist()
-    together = simulate(shape, Durations(forward, backward, weight, transfer), keep_events=True)
+    together = simulate(shape, Durations(forward, backward, weight, transfer))
     alone = [
         [
             simulate(shape, Durations(*(each[:, :, step, replica] for each in (forward, backward, weight)), transfer))
@@ -82,9 +82,6 @@ def test_a_step_ends_with_its_slowest_replica(shape: PipelineShape) -> None:
     assert together.seconds == pytest.approx(sum(slowest) / 5)
     busy = np.mean([each.busy for replicas in alone for each in replicas], axis=0)
     assert together.busy == pytest.approx(busy)
-    assert max(event.end for event in together.events) == pytest.approx(
-        min(slowest, key=lambda each: abs(each - together.seconds))
-    )
 
 
 @pytest.mark.parametrize("dims", [Dims(pp=2, dp=2), Dims(pp=1, tp=2), Dims(pp=2, cp=2)])
