@@ -54,9 +54,11 @@ def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
     modes = (config.execution.recompute_granularity,) * len(plan.chunks)
     cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
     profiles = layer_profiles(scenario, hardware, modes=modes[:1], first=first)
-    images = typical_images(config) * config.train.micro_batch_size
-    encoder = colocated_encoder(scenario, hardware=hardware, config=config, images=images, vision_tp=plan.vision_tp)
-    return step_of(profiles, hardware, cuts, modes, encoder=encoder if first else None)
+    encoder = None
+    if first:
+        images = typical_images(config) * config.train.micro_batch_size
+        encoder = colocated_encoder(scenario, hardware=hardware, config=config, images=images, vision_tp=plan.vision_tp)
+    return step_of(profiles, hardware, cuts, modes, encoder=encoder)
 
 
 def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:
