@@ -175,7 +175,7 @@ def test_an_array_trains_the_variants_of_a_grid(cluster: Cluster, tmp_path: Path
     file.write_text(
         yaml.safe_dump(
             {
-                **{"run_dir": str(tmp_path / "my runs"), "processes": GPUS, "baseline": "lr-0.001"},
+                **{"run_dir": str(tmp_path / "my runs"), "processes": GPUS},
                 "flags": [*FLAGS, *"--tp 2 --train-iters 4".split()],
                 "list": [{"lr": 0.001}, {"lr": 0.002}, {"load": "nowhere"}],
             }
