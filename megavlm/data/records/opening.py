@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import DatasetConfig
@@ -79,15 +79,21 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records
     return FileRecords(name_of(source), container, convert, unread=unread)
 
 
-def open_rows(source: DatasetConfig, option: str) -> tuple[Container, FindFile, FindVideo]:
-    """Return the raw records of files that are no training data, with all their fields, and what finds the images and
-    the videos that they name. `option` named them. Raises UserError.
-    """
+class RawRecords(NamedTuple):
+    """Records of files with all their fields, and what finds the images and the videos that they name."""
+
+    records: Container
+    find: FindFile
+    find_video: FindVideo
+
+
+def open_rows(source: DatasetConfig, option: str) -> RawRecords:
+    """Return the raw records of files that are no training data. `option` named them. Raises UserError."""
     try:
         if is_stream(source):
             raise _wrong(source, "has tars, which training alone reads: give a file of records")
         container = _container(source, list)
-        return (Renamed(container, source.columns) if source.columns else container), *_finders(source)
+        return RawRecords(Renamed(container, source.columns) if source.columns else container, *_finders(source))
     except UserError as error:
         raise UserError(str(error).replace("--datasets", option, 1)) from error
 

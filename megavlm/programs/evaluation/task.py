@@ -11,9 +11,8 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.config.option import option
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.containers import Container
-from megavlm.data.records.media import FindFile, FindVideo, image_of, video_of
-from megavlm.data.records.opening import open_rows
+from megavlm.data.records.media import image_of, video_of
+from megavlm.data.records.opening import RawRecords, open_rows
 from megavlm.data.records.turns import from_cell
 from megavlm.data.types import Conversation, Turn, Visual
 from megavlm.errors import UserError
@@ -65,9 +64,7 @@ class Task:
 
     name: str
     questions: tuple[Question, ...]
-    records: Container
-    find: FindFile
-    find_video: FindVideo
+    raw: RawRecords
 
     def pictures(self, question: Question) -> list[Visual]:
         """Return a question's images, then its videos. Raises BadSample for one that is missing or outside of the image
@@ -75,9 +72,9 @@ class Task:
         """
         if not question.pictures:
             return []
-        record = self.records.read(question.number)
-        images = [image_of(image, self.find) for image in _images(record)]
-        return [*images, *(video_of(video, self.find_video, record.get("fps")) for video in _videos(record))]
+        record = self.raw.records.read(question.number)
+        images = [image_of(image, self.raw.find) for image in _images(record)]
+        return [*images, *(video_of(video, self.raw.find_video, record.get("fps")) for video in _videos(record))]
 
     def conversation(self, question: Question, system: str | None) -> Conversation:
         """Return the turns before the answer. Raises BadSample as `pictures` does."""
@@ -102,15 +99,15 @@ def task_option(text: str) -> TaskOption:
 def read_task(option: TaskOption) -> Task:
     """Return the questions of a file, of any form of records. Raises UserError, which names a bad record."""
     source = DatasetConfig(path=option.path, image_root=option.image_root, columns=option.columns)
-    records, find, find_video = open_rows(source, "--task")
+    raw = open_rows(source, "--task")
     questions = []
-    for number in range(len(records)):
-        label = records.label(number)
+    for number in range(len(raw.records)):
+        label = raw.records.label(number)
         try:
-            questions.append(_question(records.read(number), number, label, option.metric))
+            questions.append(_question(raw.records.read(number), number, label, option.metric))
         except BadSample as error:
             raise UserError(f"--task {label} cannot be read: {error.detail}") from error
-    return Task(option.task_name, tuple(questions), records, find, find_video)
+    return Task(option.task_name, tuple(questions), raw)
 
 
 def _question(record: Any, number: int, label: str, metric: str | None) -> Question:

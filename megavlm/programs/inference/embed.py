@@ -28,9 +28,7 @@ from megavlm.config.messages import shown
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.files import FilesSource
-from megavlm.data.records.containers import Container
-from megavlm.data.records.media import FindFile, FindVideo
-from megavlm.data.records.opening import open_rows
+from megavlm.data.records.opening import RawRecords, open_rows
 from megavlm.data.records.turns import text_turn
 from megavlm.data.types import Role, Sample, Turn
 from megavlm.errors import UserError
@@ -173,7 +171,7 @@ def _embed(given: argparse.Namespace) -> None:
             batch.clear()
 
     role: Role = "query" if given.role == "query" else "positive"
-    for known, sample in _samples(*records, embedder, role):
+    for known, sample in _samples(records, embedder, role):
         ids.append(known)
         batch.append(sample)
         if len(batch) == given.batch_size:
@@ -186,24 +184,22 @@ def _embed(given: argparse.Namespace) -> None:
     print(f"{len(ids):,} vectors of {parts[0].shape[1]:,} channels: {given.out / 'vectors.npy'}")
 
 
-def _records(given: argparse.Namespace) -> tuple[Container, FindFile, FindVideo]:
+def _records(given: argparse.Namespace) -> RawRecords:
     (source,) = Kind(DatasetConfig, many=True).from_words([given.records], name="FILE")
     return open_rows(replace(source, image_root=given.image_root or source.image_root), "FILE")
 
 
-def _samples(
-    records: Container, find: FindFile, find_video: FindVideo, embedder: Embedder, role: Role
-) -> Iterator[tuple[Any, Sample]]:
+def _samples(raw: RawRecords, embedder: Embedder, role: Role) -> Iterator[tuple[Any, Sample]]:
     """Yield the id and the tokens of each record; raises UserError that names a wrong one."""
-    for number in range(len(records)):
+    for number in range(len(raw.records)):
         try:
-            record = records.read(number)
+            record = raw.records.read(number)
             if not isinstance(record, dict):
                 raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
-            turn = text_turn(record, find, find_video)
+            turn = text_turn(record, raw.find, raw.find_video)
             yield record.get("id", number + 1), embedder.sample(replace(turn, role=role))
         except (BadSample, RecursionError) as error:
             told = error.detail if isinstance(error, BadSample) else "it is nested too deeply"
             if isinstance(error, BadSample) and error.reason in (Reason.MISSING, Reason.OUTSIDE):
                 told += ": name the folder that its images and videos are in, as FILE,image_root=DIR"
-            raise UserError(f"{records.label(number)}: {told}") from error
+            raise UserError(f"{raw.records.label(number)}: {told}") from error
