@@ -51,15 +51,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     schedulers = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|vertex|kubernetes|local")
-    for name, about, add_options in (
-        ("slurm", "Submit launch/slurm.sbatch. Options that are not listed go to sbatch.", slurm.add_options),
-        ("vertex", "Submit a CustomJob of Vertex AI.", vertex.add_options),
-        ("kubernetes", "Create an Indexed Job of Kubernetes.", kubernetes.add_options),
-        ("local", "Run one torchrun per node on this machine.", local.add_options),
-    ):
+    abouts = {
+        "slurm": "Submit launch/slurm.sbatch. Options that are not listed go to sbatch.",
+        "vertex": "Submit a CustomJob of Vertex AI.",
+        "kubernetes": "Create an Indexed Job of Kubernetes.",
+        "local": "Run one torchrun per node on this machine.",
+    }
+    own = {"slurm": slurm.add_options, "vertex": vertex.add_options, "kubernetes": kubernetes.add_options}
+    for name, about in abouts.items():
         each = schedulers.add_parser(name, help=about, description=about, allow_abbrev=False)
         _add_shared_options(each)
-        add_options(each)
+        if name in own:
+            own[name](each)
         if name in ("vertex", "kubernetes"):
             _add_container_options(each)
     return parser

@@ -17,10 +17,6 @@ from megavlm.programs.launch.checks import check_job
 from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent, read_exit
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run-dir-is-shared", action="store_true", help="As for slurm; on one machine it always is.")
-
-
 def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
     """Check a job and run it here, or print the commands; return the exit status."""
     job = Job(given.nodes, given.gpus_per_node or 8, flags)

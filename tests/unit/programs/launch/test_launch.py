@@ -135,8 +135,8 @@ def test_what_only_a_clone_has_is_named(argv: str, capsys: pytest.CaptureFixture
 
 def test_a_dry_run_prints_what_would_be_sent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    sent = "--nodes 2 --gpus-per-node 2 --run-dir-is-shared --dry-run"
-    assert main(["slurm", *sent.split(), "--time=60", "--", "--tp", "2"]) == 0
+    sent = "--nodes 2 --gpus-per-node 2 --dry-run"
+    assert main(["slurm", *sent.split(), "--run-dir-is-shared", "--time=60", "--", "--tp", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "MEGAVLM_PROCESSES=2 sbatch --nodes=2 --gpus-per-node=2 --time=60 launch/slurm.sbatch --tp 2"
     ]
