@@ -207,14 +207,10 @@ def replaced(times: int) -> dict[str, Any]:
 def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path, part: str, steps: list[dict[str, Any]]) -> None:
     described = json.loads((folder / "tokenizer.json").read_text())
     listed = {"normalizer": "normalizers", "decoder": "decoders"}[part]
-    for count, refused in ((1, len(steps) == 1), (len(steps), True)):
-        nested = {"type": "Sequence", listed: [{"type": "Sequence", listed: steps[:count]}]}
-        (folder / "tokenizer.json").write_text(json.dumps({**described, part: nested}))
-        if not refused:
-            HuggingFaceTokenizer.of(folder)
-            continue
-        with pytest.raises(UserError, match=rf"cannot be read \(its {part} makes texts \d+ times as long\)"):
-            HuggingFaceTokenizer.of(folder)
+    nested = {"type": "Sequence", listed: [{"type": "Sequence", listed: steps}]}
+    (folder / "tokenizer.json").write_text(json.dumps({**described, part: nested}))
+    with pytest.raises(UserError, match=rf"cannot be read \(its {part} makes texts \d+ times as long\)"):
+        HuggingFaceTokenizer.of(folder)
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "top_k", "top_p"])
@@ -231,20 +227,14 @@ def test_what_answers_are_generated_with_is_checked(tmp_path: Path, name: str, v
 
 def test_a_tokenizer_that_adds_very_many_tokens_is_refused(folder: Path) -> None:
     described = json.loads((folder / "tokenizer.json").read_text())
-    mark = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    for times in (1, 50):
-        template = {
-            "type": "TemplateProcessing",
-            "single": [mark] * times + [{"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * times, "tokens": ["<s>"] * times}},
-        }
-        (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": template}))
-        if times == 1:
-            HuggingFaceTokenizer.of(folder)
-            continue
-        with pytest.raises(UserError, match=r"cannot be read \(its post_processor adds 2500 tokens to each text\)"):
-            HuggingFaceTokenizer.of(folder)
+    mark, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    template = {
+        **{"type": "TemplateProcessing", "single": [mark] * 50 + [text], "pair": [text, text]},
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 50, "tokens": ["<s>"] * 50}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": template}))
+    with pytest.raises(UserError, match=r"cannot be read \(its post_processor adds 2500 tokens to each text\)"):
+        HuggingFaceTokenizer.of(folder)
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,7 @@ LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
 LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
 PAIRED = ("qwen", "glm")  # two frames to a patch
-UNBOUND = (
-    "onevision",
-    "internvl",
-    "glm4v",
-    "glm4v-moe",
-)  # of which Transformers takes as many frames as the rate asks for
+UNBOUND = ("onevision", "internvl", "glm4v", "glm4v-moe")  # Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "A cat is blue."}]},
@@ -58,19 +53,15 @@ class Way:
 
 QWEN2 = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}
 QWEN3 = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16}
+GLM = {"video_processor_type": "Glm4vVideoProcessor", "patch_size": 14}
 WAYS = {
-    "qwen2-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
-    "qwen2.5-vl": Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
+    **dict.fromkeys(
+        ("qwen2-vl", "qwen2.5-vl"),
+        Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
+    ),
     # 11 frames, of which the last fills the last pair; bounds are of all frames together
     "qwen3-vl": Way({**QWEN3, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
-    "glm4v": Way(
-        {
-            "video_processor_type": "Glm4vVideoProcessor",
-            "patch_size": 14,
-            "size": {"shortest_edge": 4096, "longest_edge": 100_000},
-        },
-        ((4, 6),) * 6,
-    ),
+    "glm4v": Way({**GLM, "size": {"shortest_edge": 4096, "longest_edge": 100_000}}, ((4, 6),) * 6),
     # 28 pixels are patches, and two are none
     "onevision": Way(
         {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": {"height": 30, "width": 30}}, ((2, 2),) * 11

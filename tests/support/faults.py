@@ -37,17 +37,15 @@ def injected(fault: Fault) -> Iterator[None]:
 
     here = fault.rank is None or dist.get_rank() == fault.rank
     steps = passes = 0
-    train_step, run_batches, leave_out = Engine.train_step, Schedule.train, Engine.leave_out
+    run_batches = Schedule.train
 
-    def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return train_step(self, *args, **kwargs)
+    def counted(step: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return step(*args, **kwargs)
 
-    def counted_too(self: Engine, *args: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return leave_out(self, *args)
+        return call
 
     def faulty(self: Schedule, batches: Sequence[Any]) -> Any:
         nonlocal passes
@@ -71,8 +69,8 @@ def injected(fault: Fault) -> Iterator[None]:
             hook.remove()
 
     with (
-        patch.object(Engine, "train_step", counted),
-        patch.object(Engine, "leave_out", counted_too),
+        patch.object(Engine, "train_step", counted(Engine.train_step)),
+        patch.object(Engine, "leave_out", counted(Engine.leave_out)),
         patch.object(Schedule, "train", faulty),
     ):
         yield

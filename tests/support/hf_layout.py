@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,22 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import distributed as dist
 
-from megavlm import backend
-from megavlm.arch.dims import dims_of
-from megavlm.arch.plan import make_plan
-from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.command_line.parsing import parse
 from megavlm.model.weights import index_of, named_shards, real_shape
-from megavlm.parallel.groups import build_groups, destroy_groups
-from megavlm.rules.check import check
-from megavlm.rules.defaults import resolve
-from megavlm.train.build_engine import build_engine
+from megavlm.train.loop import close
 from tests.support import hf
 from tests.support.gates import ALL_LAYOUTS, hold
 from tests.support.tiny_models import FAMILIES
+from tests.support.training import started
 
 STEPS = 5
 
@@ -79,29 +70,12 @@ class References:
         return self._made[name]
 
 
-def engine_at(reference: Reference, layout: str) -> tuple[Any, Any]:
-    """Return configuration and engine of this rank, at the layout that the flags say, with the folder's weights."""
-    argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8"
+def run_at(reference: Reference, layout: str) -> Any:
+    """Return a run with the folder's weights on this rank, at the layout that the flags say."""
+    argv = f"--init-from {reference.folder} --seq-length {hf.LENGTH} --mbs {len(reference.images[0])} --gbs 8 --no-save"
     # None of the synthetic images.
-    config = with_pretrained_model(parse(shlex.split(f"{argv} --images-per-sample 0 {hf.ADAMW} {layout}")))
-    check(config, world=dist.get_world_size())
-    config = resolve(config)
-    destroy_groups()
-    plan = make_plan(config, dims_of(config, world=dist.get_world_size()))
-    tied = (plan.embedding_owner, plan.output_owner) if config.model.language.tie_embeddings else ()
-    groups = build_groups(
-        plan.dims,
-        tied_owners=tied,
-        seed=1,
-        timeout_minutes=30,
-        encoder_tp=plan.vision_tp if plan.encoder else 1,
-    )
-    vocabulary = config.model.language.vocab_size or 0
-
-    def fill(chunks: Any) -> None:
-        load_weights(chunks, [Pretrained.of(reference.folder, *ALL_PARTS)], config, vocab_size=vocabulary)
-
-    return config, build_engine(config, plan, groups, vocab_size=vocabulary, backend=backend.activate(), weights=fill)
+    argv = f"{argv} --images-per-sample 0 --no-tensorboard {hf.ADAMW} {layout}"
+    return started(argv.split(), str(reference.folder.with_name("run")), with_pretrained_model)
 
 
 def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str, float]:
@@ -109,8 +83,9 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
 
     Each replica has its share of the micro-batches. With `packed`, the samples of a micro-batch share one row.
     """
-    config, engine = engine_at(reference, f"{layout} --data-parallel-sharding none")
-    vocabulary, groups = config.model.language.vocab_size or 0, engine.groups
+    run = run_at(reference, f"{layout} --data-parallel-sharding none")
+    config, engine, groups = run.config, run.engine, run.engine.groups
+    vocabulary = config.model.language.vocab_size
     batches = [hf.batch_of(config, sizes, seed=number, packed=packed) for number, sizes in enumerate(reference.images)]
     replica, replicas = groups.coords.dp, groups.dims.dp
     mine = batches[replica::replicas]
@@ -135,7 +110,7 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
             scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
             wanted = gradients.read_slice(shard.key, real, index_of(shard))
             worst[f"gradients {shard.key}"] = (shard.data - wanted).abs().max().item() / max(scale, 1e-6)
-    engine.close()
+    close(run)
     return worst
 
 
@@ -150,14 +125,15 @@ def _rows(batch: Any, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
 
 def losses(reference: Reference, layout: str) -> list[float]:
     """Return the losses of steps with all micro-batches, each replica with its share of them."""
-    config, engine = engine_at(reference, layout)
-    batches = [hf.batch_of(config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
+    run = run_at(reference, layout)
+    engine = run.engine
+    batches = [hf.batch_of(run.config, sizes, seed=number) for number, sizes in enumerate(reference.images)]
     mine = batches[engine.groups.coords.dp :: engine.groups.dims.dp]
     colocated = engine.schedule.colocated
     found = [
         engine.train_step(mine if colocated is None else colocated.with_own_images(mine)).loss for _ in range(STEPS)
     ]
-    engine.close()
+    close(run)
     return found
 
 
