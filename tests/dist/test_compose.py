@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,20 +59,7 @@ def test_compose_train_and_export(
     text: transformers.PreTrainedConfig,
     tmp_path: Path,
 ) -> None:
-    vision = hf.save(tower, tmp_path / "vision")
-    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
-    argv = [
-        *RUN,
-        "--vision-from",
-        str(vision),
-        "--language-from",
-        str(language),
-        "--set",
-        f"model.vision.feature_layer={layer}",
-    ]
-    pools(1).run(train_composed, argv, str(tmp_path / "one"))
-    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
-    hold_composed(vision, language, tmp_path)
+    hold_composed(pools, tower, text, tmp_path, layer=layer)
 
     exported = tmp_path / "exported"
     assert convert.main(["export", str(tmp_path / "four"), str(exported)]) == 0
@@ -85,31 +73,23 @@ def test_compose_train_and_export(
 def test_an_intern_vit_composes(pools: Pools, tmp_path: Path) -> None:
     """Of it and Qwen3 no model of Transformers consists, so an export has a folder for each part."""
     tower = InternVLVisionModel(InternVLVisionConfig(**{**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}))
-    vision = hf.save(tower, tmp_path / "vision")
-    text = transformers.Qwen3Config(**TEXT)
-    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), tmp_path / "language")
-    argv = [
-        *RUN,
-        "--vision-from",
-        str(vision),
-        "--language-from",
-        str(language),
-        "--set",
-        "model.vision.feature_layer=-1",
-    ]
-    pools(1).run(train_composed, argv, str(tmp_path / "one"))
-    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(tmp_path / "four"))
-    hold_composed(vision, language, tmp_path)
+    hold_composed(pools, tower, transformers.Qwen3Config(**TEXT), tmp_path, layer="-1")
     hold_parts(pools, tmp_path / "four", [*RUN, "--train-iters", "2"], tmp_path)
     InternVLVisionModel.from_pretrained(tmp_path / "exported/vision")
 
 
-def hold_composed(vision: Path, language: Path, runs: Path) -> None:
+def hold_composed(pools: Pools, tower: Any, text: transformers.PreTrainedConfig, folder: Path, *, layer: str) -> None:
     """Check that four processes have the losses of one, and note the difference in the cards of both folders."""
-    four, one = metrics(runs / "four"), metrics(runs / "one")
+    vision = hf.save(tower, folder / "vision")
+    language = hf.save(transformers.AutoModelForCausalLM.from_config(text), folder / "language")
+    argv = [*RUN, "--vision-from", str(vision), "--language-from", str(language)]
+    argv += ["--set", f"model.vision.feature_layer={layer}"]
+    pools(1).run(train_composed, argv, str(folder / "one"))
+    pools(4).run(train_composed, [*argv, *"--tp 2 --pp 2".split()], str(folder / "four"))
+    four, one = metrics(folder / "four"), metrics(folder / "one")
     assert_same_curve(four, one)
-    for folder in (vision, language):
-        hold(hf.family_in(folder), "composed", *farthest_apart(four, one))
+    for each in (vision, language):
+        hold(hf.family_in(each), "composed", *farthest_apart(four, one))
 
 
 def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Pools, tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,13 +22,12 @@ from examples.first_run import ask  # noqa: E402
 from megavlm.arch.connector import Connector  # noqa: E402
 from megavlm.config.registry import registered  # noqa: E402
 from megavlm.config.schema import DataConfig  # noqa: E402
-from megavlm.data.collate import CollateSpec, collate  # noqa: E402
 from megavlm.data.types import Conversation, ImageRef, Turn  # noqa: E402
 from megavlm.families import FAMILIES  # noqa: E402
 from megavlm.programs import convert  # noqa: E402
 from megavlm.programs.evaluation import evaluate  # noqa: E402
 from megavlm.programs.inference import chat  # noqa: E402
-from megavlm.programs.inference.assistant import Assistant, Sampling  # noqa: E402
+from megavlm.programs.inference.assistant import Assistant  # noqa: E402
 from tests.support import hf  # noqa: E402
 from tests.support.processors import picture  # noqa: E402
 from tests.support.tiny_models import TEXT, TOWER, tiny  # noqa: E402
@@ -126,35 +123,17 @@ def test_every_other_connector_answers_by_megavlms_own_model(
     pools(1).run(train_composed, argv, str(run := tmp_path / "run"))
     out = tmp_path / "exported"
     assert convert.main(["export", str(run), str(out)]) == 0
-    expected = without_cache(out, tmp_path / "0.png")
+    answers = set()
     question = ["--image", str(tmp_path / "0.png"), "--prompt", ASKED, "--max-new-tokens", "6", "--device", "cpu"]
     capsys.readouterr()
     for folder in (run, out):
         assert chat.main([str(folder), *question]) == 0
-        assert capsys.readouterr().out.rstrip("\n") == expected
+        answers.add(answer := capsys.readouterr().out.rstrip("\n"))
         scores = tmp_path / f"scores-{folder.name}"
         task = ["--task", str(tmp_path / "questions.jsonl"), "--out", str(scores), *question[4:]]
         assert evaluate.main([str(folder), *task]) == 0
         results = json.loads((scores / "results.json").read_text())
-        assert [each["answer"] for each in results["tasks"]["questions"]["answers"]] == [expected]
+        assert [each["answer"] for each in results["tasks"]["questions"]["answers"]] == [answer]
         capsys.readouterr()
+    assert len(answers) == 1
     assert chat.main([str(out), *question, "--temperature", "5"]) == 0
-
-
-def without_cache(folder: Path, image: Path) -> str:
-    """Return the answer of six likeliest tokens, each from all of the text before it."""
-    assistant = Assistant.load(folder, DataConfig(), device=torch.device("cpu"))
-    prompt = assistant.source.prompt(Conversation((Turn("user", (ImageRef(image), ASKED)),)))
-    made: list[int] = []
-    for _ in range(6):
-        tokens = np.append(prompt.tokens, made).astype(np.int64)
-        whole = replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
-        spec = CollateSpec.of(assistant.config, assistant.source, seq_length=len(tokens))
-        with torch.no_grad():
-            scores = assistant.model.chunk(collate([[whole]], spec), logits=True)[0, -1]
-        scores[list(assistant.source.feature_tokens)] = -torch.inf
-        made.append(int(scores.argmax()))
-    (ids,) = assistant._generate([prompt], Sampling(6))
-    assert ids == made[: len(ids)]
-    assert len(ids) == 6 or ids[-1] in assistant.ends
-    return assistant.text(made)
