@@ -29,7 +29,7 @@ def as_begun(config: Config) -> Config:
     """
     options, run_dir = config.checkpoint, Path(config.run.run_dir)
     if folders.checkpoints(run_dir / "checkpoints"):
-        return _with_values_in(config, run_dir / "config.yaml", told=True)
+        return _with_values_in(config, run_dir / "config.yaml", prints=True)
     if options.checkpoint_dir is not None and (stored := _stored(options.checkpoint_dir)) is not None:
         return _with_stored(config, stored)
     if options.load is None:
@@ -49,7 +49,7 @@ def _with_stored(config: Config, content: bytes) -> Config:
         return _with_values_in(config, Path(file.name))
 
 
-def _with_values_in(config: Config, file: Path, *, told: bool = False) -> Config:
+def _with_values_in(config: Config, file: Path, *, prints: bool = False) -> Config:
     if not file.exists():
         return config
     try:
@@ -59,7 +59,7 @@ def _with_values_in(config: Config, file: Path, *, told: bool = False) -> Config
         return config
     now = with_values_of(config, earlier)
     now = without_idle(now, {option.path for option, _ in idle(config)})  # as --no-save leaves its --save-interval
-    if told and (line := changed_options(earlier, now)):
+    if prints and (line := changed_options(earlier, now)):
         print(line, flush=True)
     return now
 

@@ -94,14 +94,12 @@ def commit(
     temporary: Path | None = None,
     attempt: str | None = None,
 ) -> Path:
-    """Make a written checkpoint complete: flush its files, write its manifest, rename it; return its folder.
+    """Make a written checkpoint complete: write its manifest, flush its files, rename it; return its folder.
 
     Files whose `sums` are not given are read. `temporary` is the written folder, if it is not the one of `prepare`;
     `attempt` tells this save from others of the iteration.
     """
     temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
-    for path in temporary.rglob("*"):
-        _flush(path)
     write_manifest(temporary, sums or {}, attempt=attempt)
     before = final.with_name(f"tmp-before-{final.name}")
     if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand

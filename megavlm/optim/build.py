@@ -1,4 +1,4 @@
-"""megatron-core's DDP and optimizer, from our configuration."""
+"""Build the optimizer of a run of megatron-core's optimizers and the update rules of `optim.rules`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computation of each update rule, by its name; `config/optimizer_schema.py` declares the rules without torch.
+"""Compute the update of each rule, by its name; `config/optimizer_schema.py` declares the rules without torch.
 
 AdamW (Loshchilov & Hutter 2019), with g divided by a divisor first, where there is one, as in Lion:
 

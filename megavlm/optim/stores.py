@@ -1,4 +1,4 @@
-"""Where the state of an optimizer is: on the device, in host memory (`--offload optimizer`), or in a file.
+"""Keep the state of an optimizer on the device, in host memory (`--offload optimizer`), or in a file.
 
 Whatever the elementwise rule, gradients and master weights stay where they are. With state on the host they go there
 for an update and the weights come back (12 bytes a parameter over the bus, a step), in pieces: while the host updates

@@ -1,4 +1,4 @@
-"""What failures cost a job, and how often it should save: the formulas of Young (1974) and Daly (2006).
+"""Estimate what failures cost a job, and how often it should save, by the formulas of Young (1974) and Daly (2006).
 
 Failures are a Poisson process: each GPU (with its share of host, network and storage) fails at a constant rate.
 """

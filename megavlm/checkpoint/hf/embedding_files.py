@@ -24,7 +24,7 @@ _MODULES = (
     ("2_Normalize", "sentence_transformers.base.modules.normalize.Normalize"),
 )
 FILE = "megavlm_embedding.json"
-_TOLD = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
+_OPTIONS = ("pooling", "query_prefix", "document_prefix", "matryoshka_widths")
 PARTS_FILE = "megavlm_parts.json"
 
 
@@ -46,7 +46,7 @@ def write_file_of_parts(folder: Path, model: ModelConfig) -> None:
 
 def write_embedding_file(folder: Path, options: ObjectiveConfig, scores: Mapping[str, float]) -> None:
     """Write the file by which megavlm knows how an export embeds."""
-    named = {name: getattr(options, name) for name in _TOLD}
+    named = {name: getattr(options, name) for name in _OPTIONS}
     content = {"objective": options.kind, "normalized": True, **named, **scores}
     replace_file(folder / FILE, json.dumps(content, indent=2) + "\n")
 
@@ -78,8 +78,8 @@ def read_embedding_file(folder: Path) -> ModelConfig:
     kinds = (*get_args(get_type_hints(ObjectiveConfig)["kind"]), *registered("objectives"))
     if found.get("objective") not in kinds or found.get("pooling") not in ("last", "mean"):
         raise UserError(f"{folder / FILE} names no objective or pooling that megavlm knows")
-    values: dict[str, Any] = {name: found.get(name, getattr(ObjectiveConfig(), name)) for name in _TOLD}
-    if not all(isinstance(values[name], str) for name in _TOLD[:3]):
+    values: dict[str, Any] = {name: found.get(name, getattr(ObjectiveConfig(), name)) for name in _OPTIONS}
+    if not all(isinstance(values[name], str) for name in _OPTIONS[:3]):
         raise UserError(f"{folder / FILE} has an instruction that is no text")
     values["matryoshka_widths"] = tuple(width for width in values["matryoshka_widths"] if isinstance(width, int))
     return ModelConfig(objective=replace(ObjectiveConfig(kind=cast(Any, found["objective"])), **values))

@@ -377,9 +377,9 @@ def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -
     if len(files) > 1:
         weight_map = {name: file for file, held in files.items() for name in held}
         index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {"weight_map": weight_map}
-        said = index.get("metadata") or {}
-        if not isinstance(said, dict) or said.get("total_size") != size:
-            index["metadata"] = {**(said if isinstance(said, dict) else {}), "total_size": size}
+        metadata = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
+        if metadata.get("total_size") != size:
+            index["metadata"] = {**metadata, "total_size": size}
             replace_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
     sizes = Counter[str]()
     for dtype, shape in tensors:
