@@ -18,7 +18,7 @@ from tests.support.pool import Pools
 
 activate()  # before the modules below import megatron-core
 
-from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, engine_at  # noqa: E402
+from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, run_at  # noqa: E402
 from tests.support.tiny_models import FAMILIES, MIXTURES  # noqa: E402
 
 # The fast set: every family where all kinds of cuts meet, one at the layouts that tell which of them is at fault, and
@@ -80,6 +80,7 @@ def test_an_encoder_of_two_ranks_equals_transformers(pools: Pools, references: R
 def bytes_read(reference: Any, layout: str) -> int:
     """Return the bytes of weights that this rank reads when a run begins with the folder."""
     from megavlm.checkpoint.hf import files
+    from megavlm.train.loop import close
 
     read_into, counted = files.read_into, []
 
@@ -89,7 +90,7 @@ def bytes_read(reference: Any, layout: str) -> int:
 
     files.read_into = counting
     try:
-        engine_at(reference, layout)[1].close()
+        close(run_at(reference, layout))
     finally:
         files.read_into = read_into
     return sum(counted)
@@ -110,7 +111,7 @@ def test_ranks_read_each_byte_of_the_files_once(pools: Pools, references: Refere
 
 def refusal(reference: Any, layout: str) -> str:
     with pytest.raises(UserError) as refused:
-        engine_at(reference, layout)
+        run_at(reference, layout)
     return str(refused.value)
 
 
