@@ -22,8 +22,8 @@ from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
 PUBLISHED = ("model", "published")
 MODELS = ("qwen2_5_vl_7b", "llava_1_5_7b", "qwen3_vl_30b_a3b")  # of model.published, which brings their sizes
 
-# A flag has no white space around the names of columns.
-COLUMN = st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5).filter(
+# A flag has no white space around names of data sets and columns.
+WORD = st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5).filter(
     lambda text: text == text.strip()
 )
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
@@ -40,10 +40,10 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         path=st.text(st.characters(codec="utf-8", exclude_characters="\0,"), max_size=20).map(lambda text: f"/{text}"),
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
         weight=st.floats(allow_nan=False, allow_infinity=False),
-        name=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\0,~"), min_size=1, max_size=5),
+        name=st.none() | WORD,
         columns=st.none()
         | st.dictionaries(
-            *2 * [COLUMN],
+            *2 * [WORD],
             min_size=1,
         ),
     ),
