@@ -167,16 +167,14 @@ def verify(options: argparse.Namespace) -> int:
 
     chosen = backend.activate()
 
-    from megavlm.train.verify import compare, has_adapters, length_of_a_sample
+    from megavlm.train.verify import compare
 
-    if options.checkpoint is not None and has_adapters(options.checkpoint):
-        raise UserError(f"{options.checkpoint} has adapters: fold them in with merge-lora and verify the result")
-    length = options.seq_length or length_of_a_sample(config.model, pretrained.tiling)
-    config = replace(config, train=replace(config.train, seq_length=length))
-    found = compare(pretrained, options.checkpoint, config, chosen, samples=options.samples)
+    found = compare(
+        pretrained, options.checkpoint, config, chosen, samples=options.samples, seq_length=options.seq_length
+    )
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
-        f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {length} positions"
+        f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {found.length} positions"
     )
     if found.largest > options.tolerance:
         print(f"{started_as('convert')}: that is more than --tolerance {options.tolerance}", file=sys.stderr)

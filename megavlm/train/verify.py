@@ -33,16 +33,28 @@ class Difference:
     largest: float
     scale: float
     same_choice: float
+    length: int  # positions of a sample
 
 
 @torch.no_grad()
 def compare(
-    pretrained: Pretrained, checkpoint: Path | None, config: Config, backend: Backend, *, samples: int
+    pretrained: Pretrained,
+    checkpoint: Path | None,
+    config: Config,
+    backend: Backend,
+    *,
+    samples: int,
+    seq_length: int | None,
 ) -> Difference:
     """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself.
 
-    Raises UserError if Transformers' model does not accept the images and text.
+    Without `seq_length`, samples have one image and some text. Raises UserError if Transformers' model does not accept
+    the images and text, or if the checkpoint holds adapters.
     """
+    if checkpoint is not None and read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"):
+        raise UserError(f"{checkpoint} has adapters: fold them in with merge-lora and verify the result")
+    length = seq_length or _length_of_a_sample(config.model, pretrained.tiling)
+    config = replace(config, train=replace(config.train, seq_length=length))
     groups = single_process_groups(backend)
     chunk = full_model(config, groups, backend)
     if checkpoint is None:
@@ -73,7 +85,7 @@ def compare(
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
         same.append((ours.argmax(-1) == expected.argmax(-1)).float().mean().item())
-    return Difference(worst, scale, float(np.mean(same)))
+    return Difference(worst, scale, float(np.mean(same)), length)
 
 
 def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
@@ -97,12 +109,7 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
             shard.data.copy_(padded[index_of(shard)])
 
 
-def has_adapters(checkpoint: Path) -> bool:
-    """Return whether a checkpoint holds LoRA adapters instead of a whole model."""
-    return bool(read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"))
-
-
-def length_of_a_sample(model: ModelConfig, tiling: Tiling | None = None) -> int:
+def _length_of_a_sample(model: ModelConfig, tiling: Tiling | None) -> int:
     """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
     vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
     groups = []
