@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,6 @@ class Background(Callback):
 
 
 ID_FILE = "{}-run-id.txt"
-# Name → module and class of the tracker. The package that it needs and its extra of pyproject.toml have the same name.
-_TRACKERS = {
-    "wandb": ("megavlm.metrics.tracker_clients", "WandbTracker"),
-    "mlflow": ("megavlm.metrics.tracker_clients", "MlflowTracker"),
-}
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
@@ -123,9 +117,10 @@ def trackers_of(config: Config, run_dir: Path) -> list[Callback]:
 
 
 def _make(tracker: str, project: str, name: str) -> Callback:
-    module, cls = _TRACKERS[tracker]
-    made: Callback = getattr(import_module(module), cls)(project=project, name=name)
-    return made
+    from megavlm.metrics.tracker_clients import MlflowTracker, WandbTracker
+
+    made: type[WandbTracker | MlflowTracker] = WandbTracker if tracker == "wandb" else MlflowTracker
+    return made(project=project, name=name)
 
 
 def settings_of(config: Config) -> dict[str, Any]:

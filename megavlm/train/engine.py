@@ -144,7 +144,20 @@ class Engine:
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
-        return StepResult.of(sums, loads, refused=refused, learning_rate=self.learning_rate(), loss_scale=scale)
+        return StepResult(
+            loss=sums.mean_loss,
+            trained_tokens=int(sums.tokens),
+            grad_norm=sums.mean_norm,
+            learning_rate=self.learning_rate(),
+            updated=sums.norm is not None and refused is None,
+            refused=refused,
+            overflowed=sums.norm is None,
+            loss_scale=scale,
+            source_losses=sums.source_losses,
+            counters=sums.counters,
+            expert_loads=loads,
+            head_logits=sums.head_logits,
+        )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
         """Let an iteration pass without its batch; only the counters are summed."""

@@ -38,32 +38,6 @@ class StepResult:
     expert_loads: Mapping[int, LayerLoad] = field(default_factory=dict)  # by language layer; empty without experts
     head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
 
-    @classmethod
-    def of(
-        cls,
-        sums: StepSums,
-        loads: Mapping[int, LayerLoad],
-        *,
-        refused: str | None,
-        learning_rate: float,
-        loss_scale: float | None,
-    ) -> StepResult:
-        """Return the results of a step with these sums, which was `refused` or updated the weights."""
-        return cls(
-            loss=sums.mean_loss,
-            trained_tokens=int(sums.tokens),
-            grad_norm=sums.mean_norm,
-            learning_rate=learning_rate,
-            updated=sums.norm is not None and refused is None,
-            refused=refused,
-            overflowed=sums.norm is None,
-            loss_scale=loss_scale,
-            source_losses=sums.source_losses,
-            counters=sums.counters,
-            expert_loads=loads,
-            head_logits=sums.head_logits,
-        )
-
 
 @dataclass(frozen=True)
 class StepSums:

@@ -65,7 +65,7 @@ class RankHook(StepHook[Step]):
 class Callbacks(RankHook):
     """Calls them in order and keeps the first error of a user's callback, after which that one gets no more calls.
 
-    No rank waits: `failure` and `stop` travel with the sums of the next step (`data_ahead.py`).
+    No rank waits: `failure` and `stop` travel with the sums of the next step (`DataAhead`).
     """
 
     phases: Phases

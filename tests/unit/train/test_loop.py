@@ -1,4 +1,4 @@
-"""In which order hooks are called around steps, and which of them ends a run."""
+"""The loop: in which order it calls hooks around steps, which of them ends a run, and what it says at the end."""
 
 from __future__ import annotations
 
@@ -82,3 +82,20 @@ def test_the_first_refusal_of_a_step_is_heard() -> None:
     hooks = hooks_of(Noted("a", []), Noted("b", [], refuses="a spike"), Noted("c", [], refuses="another"))
     assert hooks.judge(1.0, 2.0) == "a spike"
     assert hooks_of(Noted("a", [])).judge(1.0, None) is None
+
+
+@pytest.mark.parametrize(
+    ("began", "epochs", "said"),
+    [
+        (0, None, "finished"),
+        (79, None, "finished"),
+        (80, None, "the checkpoint is of iteration 80 and --train-iters ends at 80; raise --train-iters"),
+        (100, 2.0, "the checkpoint is of iteration 100 and --epochs ends at 80; raise --epochs"),
+    ],
+)
+def test_a_run_says_why_it_trained_nothing(began: int, epochs: float | None, said: str) -> None:
+    train = SimpleNamespace(train_iters=80, epochs=epochs)
+    run: Any = SimpleNamespace(position=SimpleNamespace(iteration=began), config=SimpleNamespace(train=train))
+    told = loop._ended(run, max(80, began))
+    assert said in told
+    assert ("nothing was trained" in told) == (began >= 80)
