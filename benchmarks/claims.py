@@ -23,7 +23,7 @@ from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.collectives import Group, group_of, ring
 from megavlm.planner.hardware import PROFILES, Hardware, Link, profile
-from megavlm.planner.step import StepEstimate
+from megavlm.planner.step_time import StepEstimate
 from megavlm.rules.defaults import resolve_model
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"

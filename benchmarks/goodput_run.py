@@ -15,7 +15,7 @@ from typing import Any
 from megavlm.programs.goodput import summary
 from megavlm.programs.history import history_of, records_of
 from megavlm.resilience.events import events
-from megavlm.resilience.young_daly import best_interval
+from megavlm.resilience.young_daly import FailingJob
 from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import Launched, last_iteration
 
@@ -188,8 +188,8 @@ def save_costs(records: Sequence[Mapping[str, Any]]) -> SaveCosts:
 
 def save_interval(costs: SaveCosts, *, between_failures: float) -> int:
     """Return the iterations between saves that Young and Daly recommend, and no fewer than a save takes."""
-    best = best_interval(stall=costs.stall, between_failures=between_failures)
-    return max(1, round(max(best, costs.save) / costs.step))
+    job = FailingJob(gpus=1, rate=3600 / between_failures, stall=costs.stall, restart=0.0, detection=0.0)
+    return max(1, round(max(job.best_interval, costs.save) / costs.step))
 
 
 def figures(faults: Mapping[str, Any], calm: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:

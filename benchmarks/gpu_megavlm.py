@@ -80,7 +80,7 @@ class Ours(Side):
         from megavlm.data.loader import stats
         from megavlm.data.loaders import build_loaders
         from megavlm.data.survey import prepare_data
-        from megavlm.train.source import build_source
+        from megavlm.train.build_source import build_source
 
         prepare_data(config)
         source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)

@@ -26,7 +26,7 @@ from megavlm.planner.auto import predict
 from megavlm.planner.evaluator import GIB, Estimate
 from megavlm.planner.hardware import Hardware, for_precision, profile
 from megavlm.planner.search import search
-from megavlm.planner.step import StepEstimate
+from megavlm.planner.step_time import StepEstimate
 from megavlm.rules.defaults import resolve
 from megavlm.rules.load import values_in_file
 

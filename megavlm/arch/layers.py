@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megavlm.config.derived import layer_precision
-from megavlm.config.lora import adapted_parts, frozen_parts, is_target, linears_of, trains_router
+from megavlm.config.lora_config import adapted_parts, frozen_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 PATCH_EMBED = "patch_embed"

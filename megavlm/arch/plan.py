@@ -14,7 +14,7 @@ from megavlm.arch.kinds import layer_cost, layer_flops, model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.derived import starts_from
-from megavlm.config.lora import new_projector
+from megavlm.config.lora_config import new_projector
 from megavlm.config.messages import aligned
 from megavlm.config.schema import Config
 from megavlm.errors import UserError

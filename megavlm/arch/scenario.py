@@ -26,7 +26,7 @@ from megavlm.config.derived import (
     overlapped,
     sequence_parallel,
 )
-from megavlm.config.lora import clipped_parts
+from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
 
 Recompute = Literal["none", "selective", "full"]

@@ -1,7 +1,7 @@
 """How tensor-parallel ranks divide attention heads and MLP widths of any number. No torch.
 
 All ranks hold equally many rows of a weight. Where the rows of the model do not divide, some ranks hold rows of zeros,
-which stay zero, and checkpoints leave out. `Run`s say which rows of a rank are which rows of the model.
+which stay zero, and checkpoints leave out. `RowRun`s say which rows of a rank are which rows of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MLP_MOST_ADDED = 1 / 16  # of the width; narrower MLPs, which gain little, stay 
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Says where consecutive rows (or columns) of a rank lie: those from `local` on are the model's from `real` on."""
 
     local: int
@@ -33,7 +33,7 @@ class Part:
 
     axis: int
     size: int
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
 
 
 def share_of(size: int, tp: int) -> int:
@@ -53,7 +53,7 @@ def mlp_share(width: int, tp: int) -> int:
 
 def share_runs(
     size: int, tp: int, rank: int, *, blocks: int = 1, share: Callable[[int, int], int] = share_of
-) -> tuple[Run, ...]:
+) -> tuple[RowRun, ...]:
     """Return the rows of a rank, of each of several blocks of `size` rows, one below the other: gate and up are two.
 
     `share` says how many rows of a block each rank holds.
@@ -61,7 +61,7 @@ def share_runs(
     each = share(size, tp)
     first = rank * each
     count = min(each, size - first)
-    return tuple(Run(block * each, block * size + first, count) for block in range(blocks) if count > 0)
+    return tuple(RowRun(block * each, block * size + first, count) for block in range(blocks) if count > 0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class HeadSplit:
         """Return what a rank holds of a weight of all query heads."""
         width = self.width
         runs = (
-            Run(number * self.queries * width, slot.first * width, slot.count * width)
+            RowRun(number * self.queries * width, slot.first * width, slot.count * width)
             for number, slot in enumerate(self.slots_of(rank))
         )
         return Part(axis, self.heads * width, _joined(runs))
@@ -173,7 +173,7 @@ class HeadSplit:
     def key_part(self, rank: int) -> Part:
         """Return what a rank holds of a weight of all keys, or of all values."""
         runs = (
-            Run(number * self.part_width, slot.group * self.width + first, count)
+            RowRun(number * self.part_width, slot.group * self.width + first, count)
             for number, slot in enumerate(self.slots_of(rank))
             for first, count in self._channels(slot)
         )
@@ -183,15 +183,15 @@ class HeadSplit:
         """Return what a rank holds of the fused weight, which has each key/value head's queries, key and value."""
         return Part(0, (self.heads + 2 * self.groups) * self.width, _joined(self._qkv_runs(rank)))
 
-    def _qkv_runs(self, rank: int) -> Iterator[Run]:
+    def _qkv_runs(self, rank: int) -> Iterator[RowRun]:
         width, rows = self.width, self.queries * self.width
         for number, slot in enumerate(self.slots_of(rank)):
             local, real = number * self.slot_rows, slot.group * (self.per_group + 2) * width
-            yield Run(local, real + (slot.first - slot.group * self.per_group) * width, slot.count * width)
+            yield RowRun(local, real + (slot.first - slot.group * self.per_group) * width, slot.count * width)
             for first, count in self._channels(slot):
                 key = real + self.per_group * width + first
-                yield Run(local + rows, key, count)
-                yield Run(local + rows + self.part_width, key + width, count)
+                yield RowRun(local + rows, key, count)
+                yield RowRun(local + rows + self.part_width, key + width, count)
 
     def _channels(self, slot: Slot) -> Iterator[tuple[int, int]]:
         """Yield the first of the channels of its key that a slot projects, and their number, if there are any."""
@@ -277,13 +277,13 @@ def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:
     return head_split(heads, heads, vision.hidden_size // heads, tp)
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _joined(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
     """Return runs of which those that continue one another are one, without empty ones."""
-    found: list[Run] = []
+    found: list[RowRun] = []
     for run in runs:
         last = found[-1] if found else None
         if last and (last.local + last.count, last.real + last.count) == (run.local, run.real):
-            found[-1] = Run(last.local, last.real, last.count + run.count)
+            found[-1] = RowRun(last.local, last.real, last.count + run.count)
         elif run.count:
             found.append(run)
     return tuple(found)

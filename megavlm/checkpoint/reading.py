@@ -43,7 +43,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises UserError, on all ranks, for a checkpoint that is damaged.
     """
-    patches.read_checkpoints_with(Reader)
+    patches.read_checkpoints_with(VerifyingReader)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), common_strategy=_Common())
     except (CheckpointException, CheckpointingException, OSError, TypeError, ValueError) as error:
@@ -63,7 +63,7 @@ def _unloadable(folder: Path, error: BaseException) -> UserError:
     return UserError(f"{folder} cannot be loaded ({type(error).__name__}{where}: {reason}): use another checkpoint")
 
 
-class Reader(FileSystemReader):
+class VerifyingReader(FileSystemReader):
     """Reads the tensors of checkpoint files in place of torch's reader, where `items.json` says that they are.
 
     Each record is read once, in the order of the file, into memory that all of them share, and verified there.

@@ -46,7 +46,7 @@ from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.items import STATE, state_as_json
 from megavlm.checkpoint.manifest import SUMMARY, in_words
 from megavlm.checkpoint.staging import THREADS, Item, Places, Staging
-from megavlm.checkpoint.writer import PATIENCE, Job, Outcome, Pulse, is_committed, reports_of, serve
+from megavlm.checkpoint.writer import PATIENCE, Outcome, Pulse, SaveJob, is_committed, reports_of, serve
 from megavlm.resilience.signals import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
@@ -165,7 +165,7 @@ class Saver:
         self._root, self._keep = root, keep
         self._staging = Staging()
         self.division = Division()
-        self._job: Job | None = None  # under way
+        self._job: SaveJob | None = None  # under way
         self._began = 0.0
         self._reports: list[SaveReport] = []
         self.waits: Callable[[], None] = lambda: None  # is called every second while a save is waited for
@@ -187,7 +187,7 @@ class Saver:
         whole = dict(share.whole)
         if dist.get_rank() == 0:
             whole[SUMMARY] = (json.dumps(summary, indent=2) + "\n").encode()
-        self._job = Job(
+        self._job = SaveJob(
             root=self._root,
             iteration=int(summary["iteration"]),
             attempt=share.name,

@@ -38,7 +38,7 @@ Spot = tuple[str, Sequence[int], str, int, int]  # of an item: tensor, offsets, 
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """The offset and size, in bytes, of an item in the shared memory."""
 
     index: MetadataIndex
@@ -48,7 +48,7 @@ class Place:
     shape: tuple[int, ...]
 
 
-Places = Mapping[str, Sequence[Place]]  # by file
+Places = Mapping[str, Sequence[FilePlace]]  # by file
 
 
 class Staging:
@@ -63,7 +63,7 @@ class Staging:
 
     def copy(self, files: Mapping[str, Sequence[Item]]) -> Places:
         """Copy items into the memory, wait until the copies are done, and return where each item is."""
-        places: dict[str, list[Place]] = {}
+        places: dict[str, list[FilePlace]] = {}
         end = 0
         for name, items in files.items():
             places[name] = []
@@ -103,7 +103,7 @@ class Staging:
                 self._pinned = address
 
 
-def view(memory: mmap.mmap | None, place: Place) -> torch.Tensor:
+def view(memory: mmap.mmap | None, place: FilePlace) -> torch.Tensor:
     """Return a tensor at its place in the memory."""
     if not place.bytes or memory is None:
         return torch.empty(place.shape, dtype=place.dtype)
@@ -116,8 +116,8 @@ def items_at(memory: mmap.mmap | None, places: Places) -> dict[str, list[Item]]:
     return {name: [(each.index, view(memory, each)) for each in of_file] for name, of_file in places.items()}
 
 
-def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> Place:
-    return Place(index, offset, data.numel() * data.itemsize, data.dtype, tuple(data.shape))
+def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> FilePlace:
+    return FilePlace(index, offset, data.numel() * data.itemsize, data.dtype, tuple(data.shape))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from megavlm.checkpoint.optimizer import (
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.summary import check_model, describe, read_summary
 from megavlm.config.derived import fp8_in, layer_precision
-from megavlm.config.lora import is_adapter
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config

@@ -11,7 +11,7 @@ from typing import Any
 
 from megavlm.arch.plan import Plan
 from megavlm.checkpoint.manifest import SUMMARY
-from megavlm.config.lora import frozen_parts
+from megavlm.config.lora_config import frozen_parts
 from megavlm.config.messages import shown
 from megavlm.config.schema import Config
 from megavlm.data.records import difference

@@ -55,7 +55,7 @@ _OFTEN = 0.1  # seconds between signs of life
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A rank's part of a save."""
 
     root: Path
@@ -164,7 +164,7 @@ def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
     metadata: Metadata | None = None
     try:
         while True:
-            job: Job = connection.recv()
+            job: SaveJob = connection.recv()
             pulse.beat()
             metadata = job.metadata or metadata
             if job.memory > (0 if memory is None else len(memory)):
@@ -186,7 +186,7 @@ def _check(connection: Connection, pulse: Pulse) -> None:
         raise Abandoned
 
 
-def do(job: Job, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome:
+def do(job: SaveJob, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome:
     """Write a rank's files, report them, and on rank 0 commit the checkpoint."""
     folder, reports = folder_of(job), reports_of(job)
     failures: list[str] = []
@@ -207,7 +207,7 @@ def do(job: Job, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome
 
 
 def _written(
-    job: Job, folder: Path, memory: mmap.mmap | None, failures: list[str], go_on: Callable[[], None]
+    job: SaveJob, folder: Path, memory: mmap.mmap | None, failures: list[str], go_on: Callable[[], None]
 ) -> Written:
     """Write a rank's files, twice if need be, and return them; append why an attempt failed. Raises SaveError."""
     if job.failure is not None:
@@ -228,23 +228,23 @@ def _written(
         go_on()
 
 
-def folder_of(job: Job) -> Path:
+def folder_of(job: SaveJob) -> Path:
     """Return the folder that a checkpoint is written to."""
     temporary = folders.temporary_for(job.root, job.iteration)
     return temporary.with_name(f"{temporary.name}-{job.attempt}")
 
 
-def reports_of(job: Job) -> Reports:
+def reports_of(job: SaveJob) -> Reports:
     """Return the reports of a save."""
     return Reports(job.root / f"tmp-reports-{job.iteration:07d}-{job.attempt}")
 
 
-def is_committed(job: Job) -> bool:
+def is_committed(job: SaveJob) -> bool:
     """Return whether the checkpoint of this very save counts already."""
     return attempt_of(folders.folder_for(job.root, job.iteration)) == job.attempt
 
 
-def _commit(job: Job, folder: Path, reports: Reports, go_on: Callable[[], None]) -> None:
+def _commit(job: SaveJob, folder: Path, reports: Reports, go_on: Callable[[], None]) -> None:
     """Wait for all ranks' reports, then commit the checkpoint. Raises SaveError where it cannot be."""
     written = reports.of_all(job.world, folder, go_on)
     with _going_on(go_on):

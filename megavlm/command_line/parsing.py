@@ -135,7 +135,7 @@ class _Set(argparse.Action):
                 setattr(namespace, ".".join(path), value)
 
 
-class _Store(argparse.Action):
+class _StoreOnce(argparse.Action):
     """Converts the words after a flag and stores the value under the option's key."""
 
     def __init__(self, *, option: Option, **settings: Any) -> None:
@@ -208,7 +208,7 @@ def _parser(*, all_options: bool) -> argparse.ArgumentParser:
 def _add(group: Any, option: Option) -> None:
     """Add an option's flags to a group of the parser; flags that are not given leave no value in the namespace."""
     kind = option.kind
-    settings = {"action": _Store, "option": option, "dest": option.key, "default": argparse.SUPPRESS}
+    settings = {"action": _StoreOnce, "option": option, "dest": option.key, "default": argparse.SUPPRESS}
     help = described(option).replace("%", "%%")
     if kind.scalar is not bool:
         nargs = "*" if kind.many else None

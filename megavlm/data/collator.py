@@ -15,7 +15,7 @@ from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
 
 if TYPE_CHECKING:
-    from megavlm.data.files import FilesSource
+    from megavlm.data.file_source import FilesSource
     from megavlm.data.source import Source
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.config.schema import Config
-from megavlm.data.order import in_turn
+from megavlm.data.sample_order import in_turn
 from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, EncodedSample, HeldOut, Sample, Segment, Turn, Visual
 from megavlm.data.visuals import first_frame
@@ -26,7 +26,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason, SkipSummary
 
 if TYPE_CHECKING:
-    from megavlm.data.files import FilesSource
+    from megavlm.data.file_source import FilesSource
 
 _LOOKED_AT = 100  # most samples that are looked at in vain
 _SIDE = 448  # pixels of the longer side of a picture

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, ComputedCollator, OwnImages
-from megavlm.data.order import in_turn, spread
+from megavlm.data.sample_order import in_turn, spread
 from megavlm.data.sampler import BatchSampler, SequentialBatchSampler, Windows
 from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megavlm.config.schema import Config
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.records import is_stream, open_stream, prepare_stream
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Window, Windows
 from megavlm.data.source import FirstSequences

@@ -20,7 +20,7 @@ from megavlm.config.messages import aligned, several
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.costs import CostModel
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
 from megavlm.data.sampler import bins_of
 from megavlm.data.source import Source

@@ -29,7 +29,7 @@ from megavlm.errors import UserError
 from megavlm.resilience.signals import SIGNALS, how_it_ended
 
 if TYPE_CHECKING:
-    from megavlm.data.files import FilesSource
+    from megavlm.data.file_source import FilesSource
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches
 from megavlm.config.derived import sequence_multiple, sequence_parallel
-from megavlm.config.lora import clipped_parts
+from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import order_of
 from megavlm.inputs.batch import Continuation, MicroBatch

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megavlm.arch.layers import part_of
 from megavlm.config.derived import fp8_in, fp8_multiple, layer_precision, shards_gradients
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora_config import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import CoreAttention
 from megavlm.model.cross_entropy import CrossEntropy, te_cross_entropy, vocab_parallel_cross_entropy

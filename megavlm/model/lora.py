@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.config.lora import ROUTED_EXPERTS, SHARED_EXPERT, is_target
+from megavlm.config.lora_config import ROUTED_EXPERTS, SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
 from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, mark
 

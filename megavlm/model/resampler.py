@@ -22,7 +22,7 @@ from megavlm.arch.resampler import AttentionBlock, MlpBlock
 from megavlm.arch.tensor_split import share_of
 
 
-class Part(MegatronModule):
+class ResamplerPart(MegatronModule):
     """A module of parallel layers, or a list of such modules: it is saved layer by layer."""
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, parts: Sequence[MegatronModule] = ()) -> None:
@@ -63,7 +63,7 @@ class Part(MegatronModule):
         )
 
 
-class Attention(Part):
+class ResamplerAttention(ResamplerPart):
     """Multi-head attention of each image's queries over what belongs to that image."""
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, block: AttentionBlock) -> None:
@@ -121,7 +121,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-class Mlp(Part):
+class ResamplerMlp(ResamplerPart):
     """An MLP of any shape (`MlpBlock`)."""
 
     def __init__(

@@ -27,7 +27,7 @@ from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, mlp_share, share_of, vision_split
 from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
-from megavlm.config.lora import clipped_parts
+from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context

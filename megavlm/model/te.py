@@ -113,14 +113,14 @@ def _without_idle_generator(attention: type) -> type:
     took each call a tenth of a millisecond on the host.
     """
 
-    class Attention(attention.__base__):  # type: ignore[name-defined]
+    class TEAttention(attention.__base__):  # type: ignore[name-defined]
         def __init__(
             self, *args: Any, attention_dropout: float, get_rng_state_tracker: Any = None, **kwargs: Any
         ) -> None:
             tracker = get_rng_state_tracker if attention_dropout else None
             super().__init__(*args, attention_dropout=attention_dropout, get_rng_state_tracker=tracker, **kwargs)
 
-    return Attention
+    return TEAttention
 
 
 @cache

@@ -38,7 +38,7 @@ from megavlm.arch.layers import (
 from megavlm.arch.objectives import ties_output
 from megavlm.arch.plan import Plan
 from megavlm.backend.accelerator import profiler_range
-from megavlm.config.lora import adapted_parts
+from megavlm.config.lora_config import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.context import MicroBatchContext

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
-from megavlm.config.lora import is_adapter
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import VLMChunk, is_padded_for_tp
 

@@ -158,7 +158,7 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class LossBlock:
     """The documents of one rank: vectors [D, H], members [D, 4], and the sum of gradients [D, H] so far."""
 
     vectors: Tensor
@@ -184,7 +184,7 @@ def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.Pro
 
 
 def _add_terms(
-    texts: Texts, asked: Tensor, block: Block, scalars: Tensor, options: ObjectiveConfig, *, home: bool
+    texts: Texts, asked: Tensor, block: LossBlock, scalars: Tensor, options: ObjectiveConfig, *, home: bool
 ) -> Tensor:
     """Return the sums [Q] of the terms of this rank's queries with a block, and add their gradients to all that they
     depend on. Records of the `home` block are numbered as the queries' are.
@@ -208,14 +208,14 @@ def _add_terms(
     return losses
 
 
-def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> Block:
+def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> LossBlock:
     """Return a rank's documents as a block that is as long as the longest of all ranks."""
     missing = longest(len(vectors), group, vectors.device) - len(vectors)
     vectors = F.pad(vectors.detach(), (0, 0, 0, missing))
-    return Block(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
+    return LossBlock(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
 
 
-def _passed_on(block: Block, group: dist.ProcessGroup) -> Block:
+def _passed_on(block: LossBlock, group: dist.ProcessGroup) -> LossBlock:
     """Send a block to the next rank of the ring, and return that of the rank before."""
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
@@ -228,7 +228,7 @@ def _passed_on(block: Block, group: dist.ProcessGroup) -> Block:
     for request in dist.batch_isend_irecv(operations):
         request.wait()
     vectors, gradient = received[0].chunk(2, dim=1)
-    return Block(vectors.contiguous(), received[1], gradient.contiguous())
+    return LossBlock(vectors.contiguous(), received[1], gradient.contiguous())
 
 
 WHOLE_BATCH: Mapping[str, WholeBatchLoss] = {"contrastive": info_nce, "sigmoid": sigmoid_loss}

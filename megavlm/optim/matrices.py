@@ -25,8 +25,8 @@ from megavlm.arch.kind import ROUND
 from megavlm.arch.kinds import hidden_weight_of
 from megavlm.config.schema import ModelConfig
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, Round, matrices_of, plan_rounds
-from megavlm.parallel.shards import Place, ShardLayout, local_part
+from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, Round, matrices_of, plan_rounds
+from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
 
 
 class MatrixRule(Protocol):
@@ -61,13 +61,13 @@ class MatrixShard:
 @dataclass(frozen=True)
 class _Held:
     shard: MatrixShard
-    place: Place
+    place: ShardPlace
 
     @property
     def box(self) -> HeldBox:
         return HeldBox(self.place.part.key, self.place.box.offset, self.place.box.size)
 
-    def view(self, values: Tensor, piece: Piece, period: int) -> Tensor:
+    def view(self, values: Tensor, piece: MatrixPiece, period: int) -> Tensor:
         """Return a piece [periods, count, width] as a view of a tensor like the shard's weights."""
         first = self.place.first + piece.row * self.place.stride[-2]
         if piece.expert is not None:
@@ -135,10 +135,10 @@ class MatrixUpdates:
             rate, decay = rates[held.shard.weights]
             weights.mul_(1 - rate * decay).add_(update.view_as(weights).to(weights.device), alpha=-rate)
 
-    def _direction(self, piece: Piece) -> Tensor:
+    def _direction(self, piece: MatrixPiece) -> Tensor:
         return self._view(local_part(self._held[piece.box].shard.weights.grad), piece)
 
-    def _view(self, values: Tensor, piece: Piece) -> Tensor:
+    def _view(self, values: Tensor, piece: MatrixPiece) -> Tensor:
         return self._held[piece.box].view(values, piece, self.matrices[piece.matrix].band.period)
 
     def _assembled(self, each: Round, arrived: Tensor) -> dict[int, Tensor]:
@@ -155,7 +155,9 @@ class MatrixUpdates:
             whole.update(zip(indices, found, strict=True))
         return whole
 
-    def _exchange(self, sends: Sequence[Sequence[Piece]], receives: Sequence[Sequence[Piece]], values: Any) -> Tensor:
+    def _exchange(
+        self, sends: Sequence[Sequence[MatrixPiece]], receives: Sequence[Sequence[MatrixPiece]], values: Any
+    ) -> Tensor:
         """Send each rank its pieces, whose elements `values` returns; return the elements of all that arrives."""
         sizes = [[sum(piece.size for piece in pieces) for pieces in side] for side in (sends, receives)]
         sent = torch.empty(sum(sizes[0]), dtype=self.rule.dtype, device=self.device)
@@ -177,11 +179,11 @@ class MatrixUpdates:
         return arrived
 
 
-def _of_matrix(whole: Mapping[int, Tensor], piece: Piece) -> Tensor:
+def _of_matrix(whole: Mapping[int, Tensor], piece: MatrixPiece) -> Tensor:
     return whole[piece.matrix][piece.top : piece.top + piece.rows, piece.left : piece.left + piece.width]
 
 
-def _split(elements: Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor]]:
+def _split(elements: Tensor, pieces: Iterable[MatrixPiece]) -> Iterator[tuple[MatrixPiece, Tensor]]:
     """Yield pieces, one after the other in `elements`, with theirs."""
     at = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Plan which rank orthogonalises which matrix, and which pieces of it ranks send one another. Pure arithmetic.
 
 Whatever the layout, a rank holds boxes of global tensors (`parallel/shards.py`). A matrix is some rows of such a tensor
-(`arch/kind.py`), and so a box holds rectangles of it, its `Piece`s. The ranks that together hold a pipeline stage
+(`arch/kind.py`), and so a box holds rectangles of it, its `MatrixPiece`s. The ranks that together hold a pipeline stage
 share its matrices: each belongs to one of them, which receives the pieces, computes, and sends the result to all ranks
 that hold any. The result depends on the matrix alone, not on who had which piece: it is the same on every layout.
 """
@@ -54,7 +54,7 @@ class HeldBox:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """A rectangle of matrix number `matrix`, from row `top` and column `left` on, that a rank has in one of its boxes.
 
     There it is in every `period`-th row from `row` on, `periods` times `count` rows; `expert` is an index into the box.
@@ -92,10 +92,10 @@ class Round:
     """
 
     own: tuple[int, ...]
-    gathers_to: tuple[tuple[Piece, ...], ...]
-    gathers_from: tuple[tuple[Piece, ...], ...]
-    results_to: tuple[tuple[Piece, ...], ...]
-    results_from: tuple[tuple[Piece, ...], ...]
+    gathers_to: tuple[tuple[MatrixPiece, ...], ...]
+    gathers_from: tuple[tuple[MatrixPiece, ...], ...]
+    results_to: tuple[tuple[MatrixPiece, ...], ...]
+    results_from: tuple[tuple[MatrixPiece, ...], ...]
 
 
 def matrices_of(weights: Mapping[str, HiddenWeight]) -> list[Matrix]:
@@ -138,7 +138,7 @@ def rounds_of(matrices: Sequence[Matrix], owners: Sequence[int], most: int) -> l
     return found
 
 
-def pieces_in(boxes: Sequence[HeldBox], matrices: Sequence[Matrix]) -> list[Piece]:
+def pieces_in(boxes: Sequence[HeldBox], matrices: Sequence[Matrix]) -> list[MatrixPiece]:
     """Return the pieces of matrices that a rank's boxes hold; padding is in none."""
     by_key = defaultdict[str, list[tuple[int, Matrix]]](list)
     for number, matrix in enumerate(matrices):
@@ -151,7 +151,7 @@ def pieces_in(boxes: Sequence[HeldBox], matrices: Sequence[Matrix]) -> list[Piec
     ]
 
 
-def _pieces(index: int, box: HeldBox, number: int, matrix: Matrix) -> Iterator[Piece]:
+def _pieces(index: int, box: HeldBox, number: int, matrix: Matrix) -> Iterator[MatrixPiece]:
     *leading, top, left = box.offset
     expert = None
     if matrix.expert is not None:
@@ -162,7 +162,7 @@ def _pieces(index: int, box: HeldBox, number: int, matrix: Matrix) -> Iterator[P
     if left >= right:
         return
     for row, periods, count in matrix.band.runs(top, end):
-        yield Piece(
+        yield MatrixPiece(
             matrix=number,
             top=matrix.band.before(row),
             left=left,
@@ -189,18 +189,18 @@ def plan_rounds(held: Sequence[Sequence[HeldBox]], matrices: Sequence[Matrix], *
         for piece in having:
             holders[piece.place].append(other)
 
-    def sender(piece: Piece) -> int:
+    def sender(piece: MatrixPiece) -> int:
         having, owner = holders[piece.place], owners[piece.matrix]
         return owner if owner in having else having[owner % len(having)]
 
-    def chosen(holder: int, owner: int, number: int, *, sends: bool) -> tuple[Piece, ...]:
+    def chosen(holder: int, owner: int, number: int, *, sends: bool) -> tuple[MatrixPiece, ...]:
         return tuple(
             piece
             for piece in by_owner[holder][owner]
             if rounds[piece.matrix] == number and (not sends or sender(piece) == holder)
         )
 
-    by_owner: list[dict[int, list[Piece]]] = []
+    by_owner: list[dict[int, list[MatrixPiece]]] = []
     for having in pieces:
         by_owner.append(defaultdict(list))
         for piece in having:

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
-from megavlm.config.lora import clipped_parts
+from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, OptimizerConfig
 from megavlm.model.attention import LogitAttention
 from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer
-from megavlm.parallel.shards import Place, ShardLayout, local_part
+from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
 
 _PROJECTION = ".self_attention.linear_qkv."
 
@@ -77,7 +77,7 @@ class QKClip:
         """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
         self._layers, self._options = layers, options
         self._factors: dict[str, Tensor] = {}
-        parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[str, Tensor, Place]]]] = {}
+        parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[str, Tensor, ShardPlace]]]] = {}
         for inner, weights, layout in held:
             layer, projection, _ = layout.key.partition(_PROJECTION)
             if projection and layer in layers:
@@ -94,7 +94,7 @@ class QKClip:
             for (layer, split), found in zip(self._layers.items(), largest.split(counts), strict=True)
         }
 
-    def _scale(self, places: Iterable[tuple[str, Tensor, Place]]) -> None:
+    def _scale(self, places: Iterable[tuple[str, Tensor, ShardPlace]]) -> None:
         for layer, weights, place in places:
             view, first = place.view(local_part(weights)), place.box.offset[0]
             factors = self._factors[layer][first : first + len(view)]

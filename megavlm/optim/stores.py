@@ -74,7 +74,7 @@ class HostStore(StateStore):
 
     def update(self, shards: Sequence[Shard], apply: Apply) -> None:
         parts = [part for shard in shards for part in _parts(shard, self.piece)]
-        pieces = [Piece(each) for each in _together(parts, self.piece)]
+        pieces = [StatePiece(each) for each in _together(parts, self.piece)]
         pieces[0].send()
         following = [*pieces[1:], None]
         for (piece, states), after in zip(self._with_state(pieces), following, strict=True):
@@ -83,13 +83,13 @@ class HostStore(StateStore):
             apply(piece.arrived(states))
             piece.send_back()
 
-    def _with_state(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
+    def _with_state(self, pieces: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[dict[str, Tensor]]]]:
         """Yield each piece with the state of its parts, which the caller updates in place."""
         for piece in pieces:
             yield piece, [part.state for part in piece.parts]
 
 
-class Piece:
+class StatePiece:
     """Parts that are copied together, on the device's current stream, which has nothing else to do."""
 
     def __init__(self, parts: Sequence[Shard]) -> None:
@@ -181,7 +181,7 @@ class DiskStore(HostStore):
         start = self._places[p] + self._names.index(name) * part.numel()
         return self._scratch.numbers[start : start + part.numel()].view(part.shape)
 
-    def _with_state(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[dict[str, Tensor]]]]:
+    def _with_state(self, pieces: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[dict[str, Tensor]]]]:
         self._grow(max(piece.numbers for piece in pieces) * len(self._names))
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
             writes: list[Future[None]] = []
@@ -201,7 +201,7 @@ class DiskStore(HostStore):
         if not self._buffers or self._buffers[0].numel() < numbers:
             self._buffers = [torch.empty(numbers) for _ in range(_BUFFERS)]
 
-    def _read(self, piece: Piece, buffer: Tensor) -> list[dict[str, Tensor]]:
+    def _read(self, piece: StatePiece, buffer: Tensor) -> list[dict[str, Tensor]]:
         """Return the state of a piece's parts, read into a buffer."""
         found, free = [], buffer
         for part in piece.parts:
@@ -213,7 +213,7 @@ class DiskStore(HostStore):
             found.append(state)
         return found
 
-    def _write(self, piece: Piece, states: Sequence[dict[str, Tensor]]) -> None:
+    def _write(self, piece: StatePiece, states: Sequence[dict[str, Tensor]]) -> None:
         for part, updated in zip(piece.parts, states, strict=True):
             for name, on_disk in part.state.items():
                 self._scratch.write(int(on_disk.storage_offset()), updated[name])

@@ -166,11 +166,11 @@ def start(
     met = meeting or meet(timeout_minutes=timeout_minutes)
     if backend.communication == "nccl" and met.world > 1 and not shared_devices:
         refuse_shared_devices(met, device=str(torch.cuda.get_device_properties(backend.device).uuid))
-    World(backend.communication, met, timedelta(minutes=timeout_minutes)).begin()
+    TorchWorld(backend.communication, met, timedelta(minutes=timeout_minutes)).begin()
 
 
 @dataclass
-class World:
+class TorchWorld:
     """The ranks of this start, which begin anew for each layout that the same processes build."""
 
     backend: str
@@ -178,11 +178,11 @@ class World:
     timeout: timedelta
     layouts: int = 0
     turns: int = 0  # of rank 0, for which others waited
-    current: ClassVar[World | None] = None  # torch has one world in a process, too
+    current: ClassVar[TorchWorld | None] = None  # torch has one world in a process, too
 
     def begin(self) -> None:
         """Initialize torch.distributed with keys in the store that no group has had: ranks name a group alike again."""
-        World.current = self
+        TorchWorld.current = self
         store = dist.PrefixStore(f"layout-{self.layouts}", self.met.store)
         dist.init_process_group(
             self.backend, store=store, rank=self.met.rank, world_size=self.met.world, timeout=self.timeout
@@ -228,8 +228,8 @@ def on_rank_0(action: Callable[[], None]) -> None:
             action()
         except UserError as error:
             message = [str(error)]
-    if World.current is not None:
-        World.current.await_rank_0()
+    if TorchWorld.current is not None:
+        TorchWorld.current.await_rank_0()
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise UserError(message[0])
@@ -398,8 +398,8 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
     barrier()  # no rank may still wait in one of the groups
     dist.destroy_process_group()
-    if World.current is not None:
-        World.current.begin()
+    if TorchWorld.current is not None:
+        TorchWorld.current.begin()
     gc.collect()
 
 

@@ -77,7 +77,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """A box of a global tensor, and where a rank has its elements: in what it holds, from number `first` on."""
 
     part: ShardedTensor  # without data
@@ -104,7 +104,7 @@ class ShardLayout:
     end: int
     replica: int  # this rank's index among those that hold the same elements; index 0 saves them
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ShardPlace]:
         """Yield the boxes of global tensors that this rank holds."""
         at = 0
         for box in boxes(self.shape, self.start, self.end):
@@ -117,7 +117,7 @@ class ShardLayout:
                         for step, place, origin in zip(stride, common.offset, box.offset, strict=True)
                     )
                     offset = tuple(map(_moved, common.offset, each.first, each.part.global_offset))
-                    yield Place(each.part, Box(offset, common.size), at + sum(inside), stride)
+                    yield ShardPlace(each.part, Box(offset, common.size), at + sum(inside), stride)
             at += prod(box.size)
 
     def parts(self, held: Tensor, *, prefix: str = "") -> Iterator[ShardedTensor]:

@@ -20,7 +20,7 @@ from megavlm.planner.host_memory import host_line, node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
-from megavlm.planner.step import StepEstimate, colocated_encoder, encoder_layers, step_of
+from megavlm.planner.step_time import StepEstimate, colocated_encoder, encoder_layers, step_of
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve
 

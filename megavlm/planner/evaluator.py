@@ -13,7 +13,7 @@ from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import DataWindow, times, typical_workload
-from megavlm.config.lora import frozen_parts
+from megavlm.config.lora_config import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.cost import gradient_seconds, held_parameters, optimizer_seconds, trained_parameters
@@ -22,7 +22,7 @@ from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
 from megavlm.planner.memory import batch_bytes, batches_at_once
 from megavlm.planner.partition import NoPartition, Partition, best_partition
-from megavlm.planner.step import (
+from megavlm.planner.step_time import (
     EncoderEstimate,
     StepEstimate,
     colocated_encoder,

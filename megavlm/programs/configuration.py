@@ -51,6 +51,6 @@ def with_plan(config: Config, *, world: int) -> Config:
     if config.placement.plan != "auto":
         return config
     from megavlm.planner.auto import planned
-    from megavlm.train.source import vocab_size_of
+    from megavlm.train.build_source import vocab_size_of
 
     return planned(config, world, vocab_size=vocab_size_of(config))

@@ -16,7 +16,7 @@ from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import replica_size
-from megavlm.config.lora import frozen_parts, trained_whole
+from megavlm.config.lora_config import frozen_parts, trained_whole
 from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file

@@ -14,7 +14,17 @@ from typing import Any
 from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.programs.charts import duration
-from megavlm.programs.history import ASKED, CAUSES, TRAINING, Attempt, History, Step, devices_of, history_of, records_of
+from megavlm.programs.history import (
+    ASKED,
+    CAUSES,
+    TRAINING,
+    History,
+    PastAttempt,
+    PastStep,
+    devices_of,
+    history_of,
+    records_of,
+)
 from megavlm.resilience.events import events
 
 KILLED = "killed"
@@ -100,7 +110,9 @@ def recoveries_of(history: History) -> list[Recovery]:
     return found
 
 
-def _recovery(begin: int, number: int, ended: Attempt, later: Attempt, steps: Sequence[Step], done: int) -> Recovery:
+def _recovery(
+    begin: int, number: int, ended: PastAttempt, later: PastAttempt, steps: Sequence[PastStep], done: int
+) -> Recovery:
     """Return how the run came back after an attempt; the attempts up to it did the first `done` of the `steps`."""
     time, event = ended.end or (ended.alive, {})
     kind = str(event.get("kind", KILLED))

@@ -57,7 +57,7 @@ _NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
 Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds since 1970
 
 
-class Step(NamedTuple):
+class PastStep(NamedTuple):
     """A step that metrics.jsonl has; times and durations in microseconds."""
 
     iteration: int
@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PastAttempt:
     """An attempt of a run, in microseconds since 1970; `until` is the beginning of the next, or the end of the run."""
 
     began: int  # the processes
@@ -79,7 +79,7 @@ class Attempt:
     until: int
     start: Mapping[str, Any]  # its event
     events: Sequence[Moment]
-    steps: Sequence[Step]  # those that count or were skipped or undone, not those lost
+    steps: Sequence[PastStep]  # those that count or were skipped or undone, not those lost
     alive: int  # the end of its last step, lost ones included; `started` without any
 
     @property
@@ -96,7 +96,7 @@ class History:
 
     begin: int  # microseconds since 1970
     microseconds: Mapping[str, int]  # of each cause that took time, in the order of CAUSES; they add up to the whole
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[PastAttempt, ...]
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -142,7 +142,7 @@ def history_of(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[st
     return History(attempts[0].began, spent, tuple(attempts))
 
 
-def _attempts(moments: Sequence[Moment], steps: Sequence[Step]) -> list[Attempt]:
+def _attempts(moments: Sequence[Moment], steps: Sequence[PastStep]) -> list[PastAttempt]:
     starts = [(time, event) for time, event in moments if event.get("kind") == "start"]
     if not starts:
         return []
@@ -158,11 +158,11 @@ def _attempts(moments: Sequence[Moment], steps: Sequence[Step]) -> list[Attempt]
         held = steps[bisect_right(ends, started) : bisect_right(ends, until)]
         within = moments[bisect_left(times, own) : (bisect_right if until == last else bisect_left)(times, until)]
         shown = [step.end for step in held] + [sign for sign in signs if started < sign <= until]
-        found.append(Attempt(own, started, until, start, within, held, max(shown, default=started)))
+        found.append(PastAttempt(own, started, until, start, within, held, max(shown, default=started)))
     return found
 
 
-def _fill(ledger: Ledger, attempt: Attempt, undone: set[int]) -> None:
+def _fill(ledger: Ledger, attempt: PastAttempt, undone: set[int]) -> None:
     """Account for an attempt and for the time before it, from where the cursor is."""
     ledger.fill(attempt.began, DOWNTIME)
     ledger.fill(attempt.started - _micro(attempt.start.get("load_seconds")), START)
@@ -189,7 +189,7 @@ def _fill(ledger: Ledger, attempt: Attempt, undone: set[int]) -> None:
     _fill_end(ledger, attempt)
 
 
-def _fill_end(ledger: Ledger, attempt: Attempt) -> None:
+def _fill_end(ledger: Ledger, attempt: PastAttempt) -> None:
     """Account for what an attempt did after its last step."""
     if attempt.end is None:
         return
@@ -199,7 +199,7 @@ def _fill_end(ledger: Ledger, attempt: Attempt) -> None:
     ledger.fill(time, HUNG if event.get("kind") == "hang" else LOST)
 
 
-def _undone(steps: Sequence[Step], moments: Iterable[Moment]) -> set[int]:
+def _undone(steps: Sequence[PastStep], moments: Iterable[Moment]) -> set[int]:
     """Return the ends of the steps that a later rewind undid."""
     found: set[int] = set()
     ends = [step.end for step in steps]
@@ -214,7 +214,7 @@ def _undone(steps: Sequence[Step], moments: Iterable[Moment]) -> set[int]:
     return found
 
 
-def _steps(records: Sequence[Mapping[str, Any]]) -> list[Step]:
+def _steps(records: Sequence[Mapping[str, Any]]) -> list[PastStep]:
     """Return the steps that say when they ended, in the order of time."""
     timed = [(end, record) for record in records if (end := _time(record)) is not None]
     found = []
@@ -222,7 +222,7 @@ def _steps(records: Sequence[Mapping[str, Any]]) -> list[Step]:
         iteration, seconds = record.get("iteration"), _micro(record.get("step_time_s"))
         data = min(seconds, _micro(record.get("data_time_s")))
         found.append(
-            Step(
+            PastStep(
                 iteration=iteration if isinstance(iteration, int) else 0,
                 begin=end - seconds,
                 end=end,

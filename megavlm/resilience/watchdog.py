@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 from megavlm.files import open_new, replace_file
 from megavlm.resilience import events
+from megavlm.resilience.hang_reports import Limits, Report, culprit, is_silent, sentence, with_silence
 from megavlm.resilience.phases import END, Phases
-from megavlm.resilience.progress import Limits, Report, culprit, is_silent, sentence, with_silence
 from megavlm.resilience.status import HUNG, write_status
 
 INTERVAL = 5.0  # seconds between reports
@@ -35,7 +35,7 @@ _WRITE = 20.0  # seconds in which ranks write their stacks
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
 
 
-class Store(Protocol):
+class WatchdogStore(Protocol):
     """What is asked of torch's store, over a connection of the watchdog's own."""
 
     def set(self, key: str, value: str, /) -> Any: ...
@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class RunMember:
     """This rank in the run."""
 
     rank: int
@@ -67,8 +67,8 @@ class Watchdog:
     def __init__(
         self,
         phases: Phases,
-        member: Member,
-        store: Store,
+        member: RunMember,
+        store: WatchdogStore,
         *,
         limits: Limits,
         memory: Callable[[], int] = lambda: 0,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields
 
 from megavlm.arch.connector import connector_of
-from megavlm.config.lora import PARTS, adapted_parts, frozen_parts, trained_whole
+from megavlm.config.lora_config import PARTS, adapted_parts, frozen_parts, trained_whole
 from megavlm.config.optimizer_schema import idle_options
 from megavlm.config.option import EXPERTS, Needs
 from megavlm.config.registry import registered

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megavlm.arch.connector import connector_of
-from megavlm.config.lora import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
+from megavlm.config.lora_config import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
 from megavlm.config.option import data_kind, filled, has_validation
 from megavlm.config.registry import ConnectorSections
 from megavlm.config.schema import Config, ModelConfig

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megavlm.config.derived import expert_tensor_parallel, fp8_in, has_experts, sequence_parallel, shards_gradients
-from megavlm.config.lora import trained_whole
+from megavlm.config.lora_config import trained_whole
 from megavlm.config.messages import divisors, indivisible, nearest, no_divisor
 from megavlm.config.schema import Config
 from megavlm.rules.defaults import resolve_model, starts_from_weights

@@ -16,7 +16,7 @@ from megavlm.config.derived import (
     sequence_parallel,
     shards_gradients,
 )
-from megavlm.config.lora import frozen_parts
+from megavlm.config.lora_config import frozen_parts
 from megavlm.config.messages import divisors, indivisible, nearest, no_divisor, plain
 from megavlm.config.schema import Config
 from megavlm.rules import Rule, WorldRule

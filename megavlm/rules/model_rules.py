@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.config.derived import rotary_channels
-from megavlm.config.lora import adapted_parts, adapts_experts, frozen_parts, unmatched
+from megavlm.config.lora_config import adapted_parts, adapts_experts, frozen_parts, unmatched
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megavlm.arch.tensor_split import language_split, mlp_share, vision_split
 from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
-from megavlm.config.lora import trained_whole
+from megavlm.config.lora_config import trained_whole
 from megavlm.config.messages import nearest
 from megavlm.config.schema import Config
 from megavlm.rules import Rule

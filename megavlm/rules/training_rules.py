@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megavlm.config.derived import moments_folder
-from megavlm.config.lora import clipped_parts, frozen_parts, trained_whole
+from megavlm.config.lora_config import clipped_parts, frozen_parts, trained_whole
 from megavlm.config.optimizer_schema import one_of
 from megavlm.config.schema import Config
 from megavlm.errors import UserError

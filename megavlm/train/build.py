@@ -34,6 +34,7 @@ from megavlm.resilience.status import note_failure
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, with_device_defaults
 from megavlm.train.build_engine import build_engine
+from megavlm.train.build_source import build_source
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
 from megavlm.train.hooks.hook import Callbacks
@@ -43,7 +44,6 @@ from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
 from megavlm.train.run_data import RunData, prepare
 from megavlm.train.run_dir import check_same_extensions, check_shared, make_run_dir, write_run_files, write_sidecars
-from megavlm.train.source import build_source
 from megavlm.train.uploads import Uploads
 
 

@@ -15,12 +15,12 @@ from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
 from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel
-from megavlm.config.lora import clipped_parts
+from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
-from megavlm.optim.build import build_optimizer, chain_optimizers
+from megavlm.optim.build_optimizer import build_optimizer, chain_optimizers
 from megavlm.optim.chained import LearningRate, MeanGradientOptimizer
 from megavlm.optim.data_parallel import count_waits, with_whole_gradients, wrap_chunks
 from megavlm.optim.qk_clip import HeadLogits

@@ -14,7 +14,7 @@ from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
 from megavlm.planner.memory import table as memory_table
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, start_table
-from megavlm.train.source import vocab_size_of
+from megavlm.train.build_source import vocab_size_of
 
 
 def dry_run(config: Config, *, world: int) -> None:

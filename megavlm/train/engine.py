@@ -14,7 +14,7 @@ from torch import Tensor
 from megavlm.backend.accelerator import profiler_range
 from megavlm.checkpoint.state import Trained
 from megavlm.inputs.batch import MicroBatch
-from megavlm.optim.build import loss_scale
+from megavlm.optim.build_optimizer import loss_scale
 from megavlm.optim.chained import LearningRate
 from megavlm.optim.data_parallel import gather_parameters
 from megavlm.optim.fully_sharded import FullyShardedChunk

@@ -14,7 +14,7 @@ from megavlm.arch.plan import Plan, start_line, table
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
-from megavlm.config.lora import beyond_adapters
+from megavlm.config.lora_config import beyond_adapters
 from megavlm.config.messages import described, did_you_mean, plain
 from megavlm.config.registry import Entry, registered
 from megavlm.config.schema import Config

@@ -12,7 +12,7 @@ from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_ima
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at
-from megavlm.checkpoint.hf.files import transformers_model
+from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.checkpoint.summary import check_model, read_summary

@@ -11,7 +11,7 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import profile
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.search import search
-from megavlm.planner.step import step_of
+from megavlm.planner.step_time import step_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,7 +24,7 @@ def surveyed() -> Any:
     import torch.distributed as dist
 
     from megavlm.parallel.rendezvous import Meeting
-    from megavlm.programs.doctor.world import Check, survey_world
+    from megavlm.programs.doctor.survey import Check, survey_world
     from megavlm.world import World
 
     met = Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience.events import events
+from megavlm.resilience.hang_reports import Limits, Report, culprit
 from megavlm.resilience.phases import COMPUTE
-from megavlm.resilience.progress import Limits, Report, culprit
 from megavlm.resilience.watchdog import place_of, processor_time
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY, Launched

@@ -79,20 +79,20 @@ def test_an_encoder_of_two_ranks_equals_transformers(pools: Pools, references: R
 
 def bytes_read(reference: Any, layout: str) -> int:
     """Return the bytes of weights that this rank reads when a run begins with the folder."""
-    from megavlm.checkpoint.hf import files
+    from megavlm.checkpoint.hf import hf_files
     from megavlm.train.loop import close
 
-    read_into, counted = files.read_into, []
+    read_into, counted = hf_files.read_into, []
 
     def counting(descriptor: int, tensor: Any, offset: int) -> None:
         counted.append(tensor.numel() * tensor.element_size())
         read_into(descriptor, tensor, offset)
 
-    files.read_into = counting
+    hf_files.read_into = counting
     try:
         close(run_at(reference, layout))
     finally:
-        files.read_into = read_into
+        hf_files.read_into = read_into
     return sum(counted)
 
 

@@ -17,7 +17,7 @@ from tests.support.training import SMALL, assert_same_curve, metrics, train, tra
 
 activate()  # before the modules below import megatron-core
 
-from megavlm.checkpoint.hf.files import HfFolder  # noqa: E402
+from megavlm.checkpoint.hf.hf_files import HfFolder  # noqa: E402
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
 from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config  # noqa: E402

@@ -22,7 +22,7 @@ activate()  # before the modules below import megatron-core
 from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
 from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config  # noqa: E402
-from megavlm.data.files import FilesSource  # noqa: E402
+from megavlm.data.file_source import FilesSource  # noqa: E402
 from megavlm.rules.defaults import resolve  # noqa: E402
 from tests.support.processors import CASES, picture  # noqa: E402
 from tests.support.whole_models import answer_of_transformers, whole_folder  # noqa: E402
@@ -154,9 +154,9 @@ def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.hooks.held_out import Samples
+    from megavlm.train.hooks.held_out import SamplesHook
 
-    answer, logits, began = Samples.answer, Schedule.logits, StopRequest.training
+    answer, logits, began = SamplesHook.answer, Schedule.logits, StopRequest.training
     requests: list[Any] = []
     passes = -1
 
@@ -178,7 +178,7 @@ def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
 
     with (
         patch.object(StopRequest, "training", beginning),
-        patch.object(Samples, "answer", answering),
+        patch.object(SamplesHook, "answer", answering),
         patch.object(Schedule, "logits", computing),
     ):
         try:

@@ -160,10 +160,10 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
     from megavlm.resilience.signals import StopRequest
-    from megavlm.train.hooks.held_out import Validation
+    from megavlm.train.hooks.held_out import ValidationHook
 
     after = -1
-    measured, losses, requests = Validation.validate, Schedule.losses, []
+    measured, losses, requests = ValidationHook.validate, Schedule.losses, []
     began = StopRequest.training
 
     def beginning(self):
@@ -184,7 +184,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
         return losses(self, *args, **options)
 
     with (
-        patch.object(Validation, "validate", measuring),
+        patch.object(ValidationHook, "validate", measuring),
         patch.object(Schedule, "losses", computing),
         patch.object(StopRequest, "training", beginning),
     ):
@@ -214,9 +214,9 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
 
     from megavlm.data.loader import DataLoader
     from megavlm.errors import UserError
-    from megavlm.train.hooks.held_out import Validation
+    from megavlm.train.hooks.held_out import ValidationHook
 
-    following, batches = Validation._next_batch, 0
+    following, batches = ValidationHook._next_batch, 0
     read = DataLoader.next_step
 
     def next_batch(self, loader):
@@ -231,7 +231,7 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
         with patch.object(DataLoader, "next_step", failing):
             return following(self, loader)
 
-    with patch.object(Validation, "_next_batch", next_batch):
+    with patch.object(ValidationHook, "_next_batch", next_batch):
         train(argv, run_dir)
 
 

@@ -24,7 +24,7 @@ def slow_rank_0() -> str:
 
     from megavlm.parallel import groups
 
-    as_before = groups.World.current
+    as_before = groups.TorchWorld.current
     assert as_before is not None
     dist.destroy_process_group()
     replace(as_before, timeout=timedelta(seconds=LIMIT)).begin()
@@ -32,7 +32,7 @@ def slow_rank_0() -> str:
         return groups.from_rank_0(lambda: time.sleep(2 * LIMIT) or "prepared", "")
     finally:
         dist.destroy_process_group()
-        replace(groups.World.current, timeout=as_before.timeout).begin()
+        replace(groups.TorchWorld.current, timeout=as_before.timeout).begin()
 
 
 def test_what_rank_0_does_alone_may_take_longer_than_a_collective(pools):

@@ -107,7 +107,7 @@ def test_a_piece_is_sent_before_the_one_before_it_is_updated(monkeypatch: pytest
         return lambda *given: (events.append(name), plain(*given))[1]
 
     for name in ("send", "arrived", "send_back"):
-        monkeypatch.setattr(stores.Piece, name, noted(name, getattr(stores.Piece, name)))
+        monkeypatch.setattr(stores.StatePiece, name, noted(name, getattr(stores.StatePiece, name)))
     params = [torch.nn.Parameter(torch.ones(size)) for size in (3, 100, 40, 30)]
     for param in params:
         param.grad = torch.ones_like(param)

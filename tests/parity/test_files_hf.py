@@ -15,7 +15,7 @@ from PIL import Image
 
 from megavlm.config.schema import DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
 from tests.support import hf
 from tests.support.gates import hold

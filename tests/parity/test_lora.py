@@ -17,7 +17,7 @@ activate()  # before the modules below import megatron-core
 
 from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, factors_of_experts, grouped, table_in_memory  # noqa: E402
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained  # noqa: E402
-from megavlm.config.lora import all_names  # noqa: E402
+from megavlm.config.lora_config import all_names  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.train.engine import Engine  # noqa: E402
 from tests.support import hf  # noqa: E402

@@ -17,7 +17,7 @@ pytest.importorskip("av", reason="pip install av (the extra `video`)")
 
 from megavlm.config.schema import DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Sample, Segment
 from megavlm.families.shared.inputs import unpatchify
 from megavlm.inputs.batch import MicroBatch

@@ -18,7 +18,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.arch.image_tokens import TileGroup, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
-from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.command_line.parsing import parse

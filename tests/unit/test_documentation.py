@@ -196,7 +196,7 @@ def test_a_document_names_what_exists(document: Path) -> None:
 def test_what_does_not_exist_is_found() -> None:
     text = (
         "Run `make tset` or `python tools/chat.py --lora-rank 4 --seed 8`, `--projector-…`, `--projektor-…`, `--nope`;"
-        " see `megavlm/data/nothing.py`, `nothing.py`, `data/order.py`, `tests/nowhere/`, [there](docs/nothing.md),"
+        " see `megavlm/data/nothing.py`, `nothing.py`, `data/loader.py`, `tests/nowhere/`, [there](docs/nothing.md),"
         " [here](docs/gpu.md#fp8), [not here](docs/gpu.md#fp9)."
     )
     assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/chat.py"}

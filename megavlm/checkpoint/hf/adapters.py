@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-from megavlm.config.lora import is_adapter
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family

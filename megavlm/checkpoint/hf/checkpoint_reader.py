@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megavlm.checkpoint.hf.files import for_each, read_into
+from megavlm.checkpoint.hf.hf_files import for_each, read_into
 from megavlm.checkpoint.items import Record, read_items
 from megavlm.checkpoint.manifest import Damaged, VerifiedItems, first_look
 from megavlm.errors import UserError

@@ -31,7 +31,7 @@ from megavlm.checkpoint.hf.embedding_files import (
     write_embedding_files,
     write_file_of_parts,
 )
-from megavlm.checkpoint.hf.files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
+from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
 from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, slice_of, without_output
 from megavlm.checkpoint.hf.sidecar import (
     TENSORS,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.files import PIECE_BYTES
+from megavlm.checkpoint.hf.hf_files import PIECE_BYTES
 from megavlm.checkpoint.hf.pretrained import Pretrained, reads_of, refuse
 from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_reads
 from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar

@@ -17,8 +17,8 @@ from megavlm.arch.image_tokens import Tiling
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
-from megavlm.checkpoint.hf.files import DTYPES, HfFolder, TensorInfo
-from megavlm.config.lora import is_adapter
+from megavlm.checkpoint.hf.hf_files import DTYPES, HfFolder, TensorInfo
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of, without_published
@@ -154,7 +154,7 @@ class Pretrained:
         """Return whether a run's weight has channels that the folder's has not."""
         return key == PATCH_WEIGHT and config.model.vision.in_channels != self.model.vision.in_channels
 
-    def read_slice(self, key: str, real: Shape, index: tuple[slice, ...], folder: Rows | None = None) -> Tensor:
+    def read_slice(self, key: str, real: Shape, index: tuple[slice, ...], folder: RowReader | None = None) -> Tensor:
         """Return the slice `index` of a megavlm weight, in the files' type.
 
         `real` is the weight's shape without padding; elements of the slice that lie beyond it are zeros. `folder` reads
@@ -168,7 +168,7 @@ class Pretrained:
         return wide[:, index[1]]
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """What reads rows of tensors: a folder, or one that several ranks read together."""
 
     @property
@@ -177,7 +177,7 @@ class Rows(Protocol):
     def read(self, name: str, rows: slice, /) -> Tensor: ...
 
 
-def reads_of(folder: Rows, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
+def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
     """Yield the names and rows that `slice_of` reads, in its order."""
     if isinstance(rule, Stack):
         for each in rule.rules[index[0]]:
@@ -187,7 +187,7 @@ def reads_of(folder: Rows, rule: Rule, real: Shape, index: tuple[slice, ...]) ->
         yield pair.hf_name, _rows_of(folder, rule, pair, real)
 
 
-def slice_of(folder: Rows, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
+def slice_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
     """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
     that holds the values of all if they have several.
     """
@@ -218,14 +218,14 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
 
 
-def _rows_of(folder: Rows, rule: Rule, pair: RowPair, real: Shape) -> slice:
+def _rows_of(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> slice:
     """Return the rows to read for a pair: all where they are no rows of the tensor in the file."""
     shape = folder.tensors[pair.hf_name].shape
     nested = len(shape) > len(real) and shape[0] == 1 and not isinstance(rule, TransposeEach)  # [1, N, H] for [N, H]
     return slice(None) if isinstance(rule, Transpose) or nested else pair.hf_rows
 
 
-def _rows(folder: Rows, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
+def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
     """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
     rows = _rows_of(folder, rule, pair, real)
     values = folder.read(pair.hf_name, rows)

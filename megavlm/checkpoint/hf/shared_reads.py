@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.checkpoint.hf.files import DTYPES, THREADS, HfFolder, TensorInfo
+from megavlm.checkpoint.hf.hf_files import DTYPES, THREADS, HfFolder, TensorInfo
 from megavlm.errors import UserError
 
 _AHEAD = 2 * THREADS  # reads that wait for their turn to be sent

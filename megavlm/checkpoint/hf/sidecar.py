@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megavlm.arch.layers import EMBEDDING, is_trained
-from megavlm.checkpoint.hf.files import DTYPE_NAMES, DTYPES, HfFolder, StreamedFile
+from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, HfFolder, StreamedFile
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.schema import Config
 from megavlm.errors import UserError

@@ -37,7 +37,7 @@ from megatron.energon.state import FlexState
 
 from megavlm.data.records.containers import is_held_out, key_of_parts
 from megavlm.data.records.tar_sample import Part, conversation_of_parts
-from megavlm.data.records.tars import Member
+from megavlm.data.records.tars import TarMember
 from megavlm.data.types import Conversation
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -116,7 +116,7 @@ class Forgiving:
         with self._reader._open_itarfile(place.tar_file_id) as tar:
             path = self._reader.tar_filepaths[place.tar_file_id]
             if path.is_local():
-                tar.fileobject = partial(Member, path=path.local_path())
+                tar.fileobject = partial(TarMember, path=path.local_path())
 
     def _shard(self, index: int) -> str:
         try:
@@ -125,7 +125,7 @@ class Forgiving:
             return str(self._reader.base_path)
 
 
-class Encoder(DefaultTaskEncoder):
+class EnergonEncoder(DefaultTaskEncoder):
     """Makes energon pass each sample's raw bytes to `cook`, without decoding them and without making batches."""
 
     decoder = None
@@ -248,7 +248,7 @@ class EnergonStream:
         return LoadedDataset(dataset=crude)
 
     def _build(self) -> Any:
-        dataset = Encoder(with_keys=self._held_out > 0).build_train_datasets(
+        dataset = EnergonEncoder(with_keys=self._held_out > 0).build_train_datasets(
             datasets=[self._load()],
             worker_config=self._worker_config,
             batch_size=None,

@@ -14,8 +14,8 @@ from megavlm.config.messages import shown
 from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data.order import weights_of
 from megavlm.data.records.opening import files_of, is_stream, name_of
+from megavlm.data.sample_order import weights_of
 from megavlm.paths import open_regular
 from megavlm.rules.fields import options
 from megavlm.rules.load import as_data

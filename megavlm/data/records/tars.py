@@ -174,7 +174,7 @@ class TarRecords:
             with path.open("rb") as file:
                 file.seek(start)
                 with tarfile.open(fileobj=file, mode="r:") as opened:
-                    opened.fileobject = partial(Member, path=path)  # type: ignore[assignment]
+                    opened.fileobject = partial(TarMember, path=path)  # type: ignore[assignment]
                     while (member := opened.next()) is not None and member.offset < end:
                         own = _KEY.match(member.name)
                         if own and _is_of_sample(member) and (data := opened.extractfile(member)) is not None:
@@ -188,7 +188,7 @@ class TarRecords:
         return parts
 
 
-class Member(tarfile.ExFileObject):
+class TarMember(tarfile.ExFileObject):
     """A file of a tar, of which `read` returns the bytes; or, of a clip in a tar of this machine, where they lie."""
 
     def __init__(self, tar: tarfile.TarFile, member: tarfile.TarInfo, *, path: Path) -> None:

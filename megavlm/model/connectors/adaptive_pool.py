@@ -11,7 +11,7 @@ from torch import Tensor
 from megavlm.arch.connectors.adaptive_pool import ADAPTIVE_POOL
 from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.model.connector import ConnectorModule
-from megavlm.model.resampler import Mlp
+from megavlm.model.resampler import ResamplerMlp
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision_ops import images_of
 
@@ -21,7 +21,7 @@ class AdaptivePool(ConnectorModule):
 
     def __init__(self, builder: LayerBuilder) -> None:
         super().__init__(builder)
-        self.mlp = Mlp(self.config, self.tp_group, ADAPTIVE_POOL.mlp(self.model), F.gelu)
+        self.mlp = ResamplerMlp(self.config, self.tp_group, ADAPTIVE_POOL.mlp(self.model), F.gelu)
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         pooled = []

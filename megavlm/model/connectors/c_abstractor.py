@@ -24,7 +24,7 @@ from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.arch.tensor_split import share_of
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
-from megavlm.model.resampler import Mlp, Part
+from megavlm.model.resampler import ResamplerMlp, ResamplerPart
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision_ops import images_of, resized_table
 
@@ -120,7 +120,7 @@ class DividedConvolution(_Divided):
         return out.permute(0, 2, 3, 1)
 
 
-class Block(Part):
+class CAbstractorBlock(ResamplerPart):
     """silu(x + norm(conv3(gated(silu(norm(conv2(silu(norm(conv1(x)))))))))), channels divided from conv1 to conv3."""
 
     def __init__(self, config: Any, group: Any, block: ConvBlock, epsilon: float) -> None:
@@ -183,14 +183,15 @@ class CAbstractor(ConnectorModule):
         self.positions = nn.Parameter(torch.empty(places, width, dtype=self.config.params_dtype))
         of_name = C_ABSTRACTOR.conv_blocks(model)
 
-        def blocks(stage: str) -> Part:
+        def blocks(stage: str) -> ResamplerPart:
             made = (
-                Block(self.config, self.tp_group, of_name[f"{stage}.{n}"], own.norm_epsilon) for n in range(own.depth)
+                CAbstractorBlock(self.config, self.tp_group, of_name[f"{stage}.{n}"], own.norm_epsilon)
+                for n in range(own.depth)
             )
-            return Part(self.config, self.tp_group, list(made))
+            return ResamplerPart(self.config, self.tp_group, list(made))
 
         self.before, self.after = blocks("before"), blocks("after")
-        self.mlp = Mlp(self.config, self.tp_group, C_ABSTRACTOR.mlp(model), F.silu)
+        self.mlp = ResamplerMlp(self.config, self.tp_group, C_ABSTRACTOR.mlp(model), F.silu)
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         tables = {

@@ -15,11 +15,11 @@ from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.config.schema import ModelConfig
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
-from megavlm.model.resampler import Attention, Mlp, Part
+from megavlm.model.resampler import ResamplerAttention, ResamplerMlp, ResamplerPart
 from megavlm.model.specs import LayerBuilder
 
 
-class Layer(Part):
+class PerceiverLayer(ResamplerPart):
     """x + attention(norm(x) over [norm(patches); norm(x)]), then x + mlp(norm(x))."""
 
     def __init__(self, config: Any, group: Any, model: ModelConfig) -> None:
@@ -27,9 +27,9 @@ class Layer(Part):
         width, epsilon = model.language.hidden_size, PERCEIVER.own(model).norm_epsilon
         self.latents_norm = Norm(config, width, epsilon)
         self.context_norm = Norm(config, width, epsilon)
-        self.attention = Attention(config, group, PERCEIVER.attention(model))
+        self.attention = ResamplerAttention(config, group, PERCEIVER.attention(model))
         self.mlp_norm = Norm(config, width, epsilon)
-        self.mlp = Mlp(config, group, PERCEIVER.mlp(model), F.silu)
+        self.mlp = ResamplerMlp(config, group, PERCEIVER.mlp(model), F.silu)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
         """[I·Q, 1, W] → the same; `patches` [P, 1, W], `lengths` of them each image's."""
@@ -48,10 +48,10 @@ class Perceiver(ConnectorModule):
         width = model.language.hidden_size
         normed = replace(self.config, normalization="RMSNorm")
         self.count = own.num_latents
-        self.projection = Mlp(self.config, self.tp_group, PERCEIVER.projection(model), F.silu)
+        self.projection = ResamplerMlp(self.config, self.tp_group, PERCEIVER.projection(model), F.silu)
         self.latents = nn.Parameter(torch.empty(own.num_latents, width, dtype=self.config.params_dtype))
-        layers = [Layer(normed, self.tp_group, model) for _ in range(own.num_layers)]
-        self.layers = Part(self.config, self.tp_group, layers)
+        layers = [PerceiverLayer(normed, self.tp_group, model) for _ in range(own.num_layers)]
+        self.layers = ResamplerPart(self.config, self.tp_group, layers)
         self.norm = Norm(normed, width, own.norm_epsilon)
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:

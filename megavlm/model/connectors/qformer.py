@@ -14,23 +14,23 @@ from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.config.schema import ModelConfig
 from megavlm.model.connector import ConnectorModule
 from megavlm.model.norm import Norm
-from megavlm.model.resampler import Attention, Mlp, Part
+from megavlm.model.resampler import ResamplerAttention, ResamplerMlp, ResamplerPart
 from megavlm.model.specs import LayerBuilder
 
 
-class Layer(Part):
+class QFormerLayer(ResamplerPart):
     """norm(x + block(x)) of attention among queries, attention over patches where the layer has it, and the MLP."""
 
     def __init__(self, config: Any, group: Any, model: ModelConfig, *, cross: bool) -> None:
         super().__init__(config, group)
         own = QFORMER.own(model)
-        self.self_attention = Attention(config, group, QFORMER.attention(model, cross=False))
+        self.self_attention = ResamplerAttention(config, group, QFORMER.attention(model, cross=False))
         self.self_norm = Norm(config, own.hidden_size, own.norm_epsilon)
         self.cross_attention = self.cross_norm = None
         if cross:
-            self.cross_attention = Attention(config, group, QFORMER.attention(model, cross=True))
+            self.cross_attention = ResamplerAttention(config, group, QFORMER.attention(model, cross=True))
             self.cross_norm = Norm(config, own.hidden_size, own.norm_epsilon)
-        self.mlp = Mlp(config, group, QFORMER.mlp(model), F.gelu)
+        self.mlp = ResamplerMlp(config, group, QFORMER.mlp(model), F.gelu)
         self.mlp_norm = Norm(config, own.hidden_size, own.norm_epsilon)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -53,10 +53,10 @@ class QFormer(ConnectorModule):
         self.queries = nn.Parameter(torch.empty(own.num_queries, own.hidden_size, dtype=dtype))
         self.norm = Norm(self.config, own.hidden_size, own.norm_epsilon)
         layers = (
-            Layer(self.config, self.tp_group, model, cross=number in QFORMER.crossing(model))
+            QFormerLayer(self.config, self.tp_group, model, cross=number in QFORMER.crossing(model))
             for number in range(own.num_layers)
         )
-        self.layers = Part(self.config, self.tp_group, list(layers))
+        self.layers = ResamplerPart(self.config, self.tp_group, list(layers))
         self.projection = nn.Linear(own.hidden_size, model.language.hidden_size, dtype=dtype)
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:

@@ -67,7 +67,7 @@ def check_world(options: argparse.Namespace) -> int:
     import torch
 
     from megavlm.parallel.rendezvous import join
-    from megavlm.programs.doctor.world import Check, survey_world
+    from megavlm.programs.doctor.survey import Check, survey_world
     from megavlm.programs.doctor.world_problems import rows, world_problems
 
     try:

@@ -18,7 +18,7 @@ from megavlm.html import document, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.evaluation.answers import Answer
 from megavlm.programs.evaluation.metrics import METRICS
-from megavlm.programs.evaluation.task import Question, Task
+from megavlm.programs.evaluation.task import Task, TaskQuestion
 
 CONFIDENCE = 0.95
 _Z = 1.959963984540054  # of a normal distribution, 95 % within ± z
@@ -115,7 +115,7 @@ def _picture(visual: Visual) -> str:
 class Scored:
     """A question, what the model said, and the score of that between 0 and 1."""
 
-    question: Question
+    question: TaskQuestion
     answer: Answer
     score: float
 

@@ -37,7 +37,7 @@ class TaskOption:
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """Record `number` of a task, without its images and videos, which are read when they are needed."""
 
     number: int
@@ -63,10 +63,10 @@ class Task:
     """All questions of a file, and what finds the images and videos that its records name."""
 
     name: str
-    questions: tuple[Question, ...]
+    questions: tuple[TaskQuestion, ...]
     raw: RawRecords
 
-    def pictures(self, question: Question) -> list[Visual]:
+    def pictures(self, question: TaskQuestion) -> list[Visual]:
         """Return a question's images, then its videos. Raises BadSample for one that is missing or outside of the image
         root.
         """
@@ -76,7 +76,7 @@ class Task:
         images = [image_of(image, self.raw.find) for image in _images(record)]
         return [*images, *(video_of(video, self.raw.find_video, record.get("fps")) for video in _videos(record))]
 
-    def conversation(self, question: Question, system: str | None) -> Conversation:
+    def conversation(self, question: TaskQuestion, system: str | None) -> Conversation:
         """Return the turns before the answer. Raises BadSample as `pictures` does."""
         opening = (Turn("system", (system,)),) if system else ()
         return Conversation((*opening, Turn("user", (*self.pictures(question), question.asked))))
@@ -110,7 +110,7 @@ def read_task(option: TaskOption) -> Task:
     return Task(option.task_name, tuple(questions), raw)
 
 
-def _question(record: Any, number: int, label: str, metric: str | None) -> Question:
+def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQuestion:
     where = f"--task {label}"
     if not isinstance(record, Mapping):
         raise UserError(f"{where} is {shown(record)}, and a question is an object with fields")
@@ -124,7 +124,7 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> Quest
     images, videos = _images(record), _videos(record)
     asked = (question_with_choices(text, choices), images, videos, record.get("fps") if videos else None)
     digest = hashlib.sha256(repr(asked).encode()).digest()
-    question = Question(number, label, text, references, chosen, choices, bool(images or videos), digest)
+    question = TaskQuestion(number, label, text, references, chosen, choices, bool(images or videos), digest)
     _check_references(question, where)
     return question
 
@@ -159,7 +159,7 @@ def _check_metric(metric: Any, where: str) -> None:
         raise UserError(f"{where}: metric {shown(metric)} is not one of {', '.join(METRICS)}")
 
 
-def _check_references(question: Question, where: str) -> None:
+def _check_references(question: TaskQuestion, where: str) -> None:
     """Raise UserError for references that a metric cannot score."""
     given = len(question.references)
     if question.metric == "vqa" and given != ANNOTATORS:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
-from megavlm.checkpoint.hf.files import transformers_model
+from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS

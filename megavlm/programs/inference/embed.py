@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_embedding_file
-from megavlm.checkpoint.hf.files import transformers_model
+from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
 from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import shown
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.records.opening import RawRecords, open_rows
 from megavlm.data.records.turns import text_turn
 from megavlm.data.types import Role, Sample, Turn

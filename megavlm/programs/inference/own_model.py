@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import read_file_of_parts
-from megavlm.checkpoint.hf.files import DTYPES
+from megavlm.checkpoint.hf.hf_files import DTYPES
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec

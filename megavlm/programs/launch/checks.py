@@ -19,7 +19,7 @@ from megavlm.planner.hardware import profile
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
 from megavlm.rules.defaults import resolve
-from megavlm.train.source import vocab_size_of
+from megavlm.train.build_source import vocab_size_of
 
 PROFILES = Path("launch/profiles")
 # File systems of one machine. A folder on any other (nfs, lustre, gpfs, beegfs, ceph, wekafs, fuse.…) may be shared.

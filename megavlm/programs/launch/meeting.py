@@ -34,17 +34,17 @@ _REPORT = 60.0  # seconds between two lines of a machine that waits
 
 
 @dataclass(frozen=True)
-class Part:
+class MachinePart:
     """How a machine's part of an attempt ended."""
 
     status: int | None  # exit status of the first rank there that ended by itself; None: a crash, and nothing is known
     gone: bool = False  # the machine was lost, or is asked for by its platform and leaves
 
 
-Parts = Mapping[int, Part]  # by number of the machine
+Parts = Mapping[int, MachinePart]  # by number of the machine
 
 
-class Host:
+class MeetingHost:
     """Machine 0 of a job.
 
     Args:
@@ -57,7 +57,7 @@ class Host:
         self._attempt = 0
         self._guests: dict[int, _Line] = {}
         self._members: dict[int, _Line] = {}  # the guests of the attempt that runs
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, MachinePart] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server(("", node.port), backlog=max(node.nodes, 16))
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -82,7 +82,7 @@ class Host:
         self._read(0.0)
         return next(((part.status,) for part in self._parts.values()), None)
 
-    def agree(self, own: Part) -> Decision:
+    def agree(self, own: MachinePart) -> Decision:
         """Say how this machine's part ended, wait for the other parts, and return the decision for all."""
         self._note(0, own)
         limit = time.monotonic() + self._patience
@@ -132,7 +132,7 @@ class Host:
         elif "ended" in message:
             for number, member in self._members.items():
                 if member is line:
-                    self._note(number, Part(message["ended"], gone=bool(message["leaves"])))
+                    self._note(number, MachinePart(message["ended"], gone=bool(message["leaves"])))
 
     def _lose(self, line: _Line) -> None:
         with suppress(KeyError, ValueError):
@@ -143,13 +143,13 @@ class Host:
                 del self._guests[number]
         for number, each in list(self._members.items()):
             if each is line and number not in self._parts:
-                self._note(number, Part(None, gone=True))
+                self._note(number, MachinePart(None, gone=True))
 
     def _close(self, number: int, line: _Line) -> None:
         print(f"machine {number} is lost", flush=True)
         self._lose(line)
 
-    def _note(self, number: int, part: Part) -> None:
+    def _note(self, number: int, part: MachinePart) -> None:
         first = not self._parts
         self._parts[number] = part
         if first:
@@ -197,7 +197,7 @@ class Guest:
                 self._over = (None,)
         return self._over
 
-    def agree(self, own: Part) -> Decision:
+    def agree(self, own: MachinePart) -> Decision:
         """Say how this machine's part ended, and return the decision for all, which machine 0 takes."""
         if self._line is not None:
             self._line.write({"ended": own.status, "leaves": own.gone})

@@ -31,7 +31,7 @@ from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
 from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, add_agent_options, agent, read_exit
-from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
+from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Parts
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
 
@@ -87,7 +87,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
     name = os.environ.get(JOB) or os.environ.get("CLOUD_ML_JOB_ID") or "job"
     account = Account.of(job.flags, name)
     signals = _Signals()
-    meeting: Host | Guest
+    meeting: MeetingHost | Guest
     if node.number == 0:
         if "CLOUD_ML_JOB_ID" in os.environ:  # Vertex AI starts a container again whatever its status
             last = account.decided(max_crashes=max_crashes)
@@ -97,7 +97,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
         def decide(parts: Parts) -> Decision:
             return account.end(warned=True, max_crashes=max_crashes, end=outcome(parts))
 
-        meeting = Host(node, name, decide=decide, patience=grace + _PATIENCE)
+        meeting = MeetingHost(node, name, decide=decide, patience=grace + _PATIENCE)
     else:
         meeting = Guest(node, name)
     try:
@@ -108,7 +108,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
             print(f"attempt {number} of machine {node.number + 1} of {node.nodes} begins", flush=True)
             command = agent(job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace)
             status = _attempt(command, meeting, signals, grace=grace)
-            decision = meeting.agree(Part(status, gone=signals.asked))
+            decision = meeting.agree(MachinePart(status, gone=signals.asked))
             if not decision.again:
                 return _status(decision, job=name)
             print(f"job {name} goes on: {decision.reason}", file=sys.stderr, flush=True)
@@ -117,7 +117,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
         meeting.close()
 
 
-def _attempt(command: Command, meeting: Host | Guest, signals: _Signals, *, grace: int) -> int | None:
+def _attempt(command: Command, meeting: MeetingHost | Guest, signals: _Signals, *, grace: int) -> int | None:
     """Run this machine's agent; return the status of the first rank that ended by itself, None if none did.
 
     When the part of another machine has ended by a crash, or with the machine, the ranks here cannot go on.

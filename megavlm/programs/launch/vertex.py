@@ -27,7 +27,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True)
-class Machine:
+class VertexMachine:
     """A machine type, whose accelerators are part of it: Vertex AI takes no other number of them."""
 
     name: str
@@ -36,22 +36,22 @@ class Machine:
     profiles: tuple[str, ...] = ("ethernet",)  # of launch/profiles, that fit its network
 
 
-def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[Machine]:
-    return [Machine(pattern.format(count), accelerator, count) for count in counts]
+def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[VertexMachine]:
+    return [VertexMachine(pattern.format(count), accelerator, count) for count in counts]
 
 
 _ALL = (
     *_series("a2-highgpu-{}g", "NVIDIA_TESLA_A100", (1, 2, 4, 8)),
-    Machine("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
+    VertexMachine("a2-megagpu-16g", "NVIDIA_TESLA_A100", 16),
     *_series("a2-ultragpu-{}g", "NVIDIA_A100_80GB", (1, 2, 4, 8)),
     *_series("a3-highgpu-{}g", "NVIDIA_H100_80GB", (1, 2, 4)),
-    Machine("a3-highgpu-8g", "NVIDIA_H100_80GB", 8, ("gcp-tcpx", "ethernet")),
-    Machine("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8, ("gcp-tcpxo", "ethernet")),
-    Machine("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8, ("gcp-rdma", "ethernet")),
-    Machine("a4-highgpu-8g", "NVIDIA_B200", 8, ("gcp-rdma", "ethernet")),
-    *(Machine(f"g2-standard-{cores}", "NVIDIA_L4", 1) for cores in (4, 8, 12, 16, 32)),
-    *(Machine(f"g2-standard-{cores}", "NVIDIA_L4", count) for cores, count in ((24, 2), (48, 4), (96, 8))),
-    *(Machine(f"g4-standard-{48 * count}", "NVIDIA_RTX_PRO_6000", count) for count in (1, 2, 4, 8)),
+    VertexMachine("a3-highgpu-8g", "NVIDIA_H100_80GB", 8, ("gcp-tcpx", "ethernet")),
+    VertexMachine("a3-megagpu-8g", "NVIDIA_H100_MEGA_80GB", 8, ("gcp-tcpxo", "ethernet")),
+    VertexMachine("a3-ultragpu-8g", "NVIDIA_H200_141GB", 8, ("gcp-rdma", "ethernet")),
+    VertexMachine("a4-highgpu-8g", "NVIDIA_B200", 8, ("gcp-rdma", "ethernet")),
+    *(VertexMachine(f"g2-standard-{cores}", "NVIDIA_L4", 1) for cores in (4, 8, 12, 16, 32)),
+    *(VertexMachine(f"g2-standard-{cores}", "NVIDIA_L4", count) for cores, count in ((24, 2), (48, 4), (96, 8))),
+    *(VertexMachine(f"g4-standard-{48 * count}", "NVIDIA_RTX_PRO_6000", count) for count in (1, 2, 4, 8)),
 )
 MACHINES = {machine.name: machine for machine in _ALL}
 
@@ -244,7 +244,7 @@ def custom_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     return {"displayName": options.name, "jobSpec": spec} | labels
 
 
-def _training(job: Job, options: argparse.Namespace, machine: Machine, *, replicas: int) -> dict[str, Any]:
+def _training(job: Job, options: argparse.Namespace, machine: VertexMachine, *, replicas: int) -> dict[str, Any]:
     own = ("--gpus-per-node", str(job.processes), "--grace", str(options.grace))
     pool: dict[str, Any] = {
         "machineSpec": {

@@ -12,7 +12,7 @@ from torch import Tensor
 from megavlm.arch.packing import pack
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.streaming import files_source
 from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
 from megavlm.errors import UserError

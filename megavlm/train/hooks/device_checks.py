@@ -31,7 +31,7 @@ Report = Callable[..., None]  # kind, iteration, reason, details of an event
 
 
 @dataclass(frozen=True)
-class Difference:
+class CopyDifference:
     """A weight whose copies differ, and the ranks to blame: the minority, or all if there is no majority."""
 
     ranks: tuple[int, ...]
@@ -70,7 +70,7 @@ class DeviceChecks(RankHook):
         )
 
 
-def differing_copies(chunks: Sequence[Any]) -> Difference | None:
+def differing_copies(chunks: Sequence[Any]) -> CopyDifference | None:
     """Return the first difference between copies, equal on all ranks; None if there is none. Every rank calls it.
 
     Each rank reads its weights once; 8 bytes of each tensor travel.
@@ -82,7 +82,7 @@ def differing_copies(chunks: Sequence[Any]) -> Difference | None:
         if group is not None and group.size() > 1 and tensors
         if (difference := _differing(group, tensors, _device_of(chunk))) is not None
     ]
-    every: list[list[Difference]] = [[] for _ in range(dist.get_world_size())]
+    every: list[list[CopyDifference]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, found)
     return next((each for differences in every for each in differences), None)
 
@@ -109,7 +109,7 @@ def _device_of(chunk: Any) -> torch.device:
     return device
 
 
-def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: torch.device) -> Difference | None:
+def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: torch.device) -> CopyDifference | None:
     """Return the first tensor whose copies differ; every rank of the group calls it with its own copies."""
     own = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     gathered = [torch.empty_like(own) for _ in range(group.size())]
@@ -117,7 +117,7 @@ def _differing(group: dist.ProcessGroup, tensors: Mapping[str, Tensor], device: 
     table = torch.stack(gathered).tolist()
     for index, name in enumerate(tensors):
         if odd := minority([row[index] for row in table]):
-            return Difference(tuple(dist.get_global_rank(group, each) for each in odd), name)
+            return CopyDifference(tuple(dist.get_global_rank(group, each) for each in odd), name)
     return None
 
 

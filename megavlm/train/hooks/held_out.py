@@ -21,10 +21,10 @@ from megavlm.objective.gather import Representations, Texts, gathered, gathered_
 from megavlm.objective.retrieval import SCORES, retrieval_sums
 from megavlm.parallel.groups import Groups
 from megavlm.resilience.phases import OTHER, VALIDATION
-from megavlm.train.evaluate import accuracies
 from megavlm.train.generate import GivenUp, generate
-from megavlm.train.hooks.ends import Stops
+from megavlm.train.held_out_loss import accuracies
 from megavlm.train.hooks.hook import RankHook, Step
+from megavlm.train.hooks.stops import Stops
 from megavlm.train.run import Run
 
 
@@ -78,7 +78,7 @@ def _means(name: str, scores: Sequence[str], sums: Tensor) -> dict[str, Value]:
 _TOLD = 16  # most numbers of a line, which has only those of all data sets together if there are more
 
 
-class Validation(RankHook):
+class ValidationHook(RankHook):
     """Measures the validation loss of a run every `--eval-interval` steps and at its end; all ranks call it alike."""
 
     def __init__(self, run: Run, stops: Stops) -> None:
@@ -207,7 +207,7 @@ def _loss(name: str, loss: float, tokens: float) -> dict[str, Value]:
     return {f"{name}/loss": mean, f"{name}/perplexity": math.exp(min(mean, 700.0))}
 
 
-class Samples(RankHook):
+class SamplesHook(RankHook):
     """Asks a run's prompts before its first step, every `--sample-interval` steps and at its end; all ranks call it
     alike.
     """

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.device_checks import DeviceChecks
-from megavlm.train.hooks.ends import DataAhead, SkippedSamples, Stops, Tally
-from megavlm.train.hooks.held_out import Samples, Validation
+from megavlm.train.hooks.held_out import SamplesHook, ValidationHook
 from megavlm.train.hooks.hook import RankHook
 from megavlm.train.hooks.saves import Saves
 from megavlm.train.hooks.step_guard import StepGuard
+from megavlm.train.hooks.stops import DataAhead, SkippedSamples, Stops, Tally
 from megavlm.train.hooks.trace import Trace
 from megavlm.train.run import Run
 
@@ -49,8 +49,8 @@ def hooks_of(run: Run, stop: StopRequest) -> Hooks:
         DeviceChecks(run, guard.report),  # its fault comes before the guard's reason to skip a step
         ahead,
         SkippedSamples(run, tally, keeps=saves.keeps),  # tallied before a save notes the position
-        Validation(run, stops),
-        Samples(run, stops),
+        ValidationHook(run, stops),
+        SamplesHook(run, stops),
         run.callbacks,  # the record is complete; a bad step is shown before what follows from it
         guard,
         saves,

@@ -16,9 +16,9 @@ from megavlm.metrics.callback import Saved, Value
 from megavlm.resilience import events
 from megavlm.resilience.phases import SAVE
 from megavlm.resilience.status import write_status
-from megavlm.train.hooks.ends import Stops, Tally, TooManySkipped
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.hooks.step_guard import StepGuard
+from megavlm.train.hooks.stops import Stops, Tally, TooManySkipped
 from megavlm.train.run import Run
 
 _WORTH_KEEPING = 100  # steps

@@ -39,7 +39,7 @@ _STANDS_OUT = 3.0  # times the median: healthy micro-batches differ by less
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class DataPlace:
     """Something that a step computes. Of those that are not finite the least is the first: layers pass on what they
     get.
     """
@@ -51,7 +51,7 @@ class Place:
     replica: int
 
 
-Norms = list[tuple[Place, float]]
+Norms = list[tuple[DataPlace, float]]
 
 
 def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dict[str, Any]]:
@@ -88,7 +88,7 @@ def find_culprit(run: Run, step: StepData, result: StepResult) -> tuple[str, dic
     return line, details
 
 
-def standing_out(norms: Norms) -> tuple[Place, float] | None:
+def standing_out(norms: Norms) -> tuple[DataPlace, float] | None:
     """Return the place where the norms of the oddest micro-batch leave those of the others, and their ratio there.
 
     A norm is compared with the median of the same layer over all micro-batches of the step. The micro-batch with the
@@ -113,15 +113,15 @@ def _computed_again(run: Run, batches: Sequence[MicroBatch], names: Sequence[str
     """Return this rank's norms, first to last, and that of the gradient's sum over tokens. All else is as before."""
     rank, replica, engine = dist.get_rank(), run.engine.groups.coords.dp, run.engine
     before = StateBeforeStep.of(engine.model_chunks, engine.optimizer)
-    seen: list[tuple[Place, Tensor]] = []
+    seen: list[tuple[DataPlace, Tensor]] = []
 
     def look(kind: int, name: str, micro_batch: int, value: Tensor) -> None:
         depth = names.index(name) if kind == _OUTPUT else len(names) - 1 - names.index(name)
-        seen.append((Place(kind, depth, micro_batch, rank, replica), _norm(value)))
+        seen.append((DataPlace(kind, depth, micro_batch, rank, replica), _norm(value)))
 
     for number, batch in enumerate(batches):
         if batch.images is not None and not batch.images.patches.is_meta:
-            seen.append((Place(_PIXELS, 0, number, rank, replica), _norm(batch.images.patches)))
+            seen.append((DataPlace(_PIXELS, 0, number, rank, replica), _norm(batch.images.patches)))
     colocated = engine.schedule.colocated
     encoder = None if colocated is None else colocated.encoder.module
     with _watched(engine.model_chunks, encoder, look):
@@ -169,7 +169,7 @@ def _watching(chunk: VLMChunk, look: Any, *, numbered: bool) -> Any:
     return run_layer
 
 
-def _samples(run: Run, step: StepData, place: Place) -> list[str]:
+def _samples(run: Run, step: StepData, place: DataPlace) -> list[str]:
     """Return the samples of a place's micro-batch, or of the replica's step. The replica's reader knows them."""
     groups = run.engine.groups
     known = step.samples if groups.is_reader and groups.coords.dp == place.replica else ()

@@ -14,10 +14,10 @@ from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
+from megavlm.resilience.hang_reports import Limits, SlowEvents, Spread, spread
 from megavlm.resilience.phases import END, START, Phases
-from megavlm.resilience.progress import Limits, SlowEvents, Spread, spread
 from megavlm.resilience.signals import under_torchrun
-from megavlm.resilience.watchdog import Member, Watchdog
+from megavlm.resilience.watchdog import RunMember, Watchdog
 from megavlm.train.hooks.hook import RankHook, Step
 
 
@@ -28,7 +28,7 @@ class Watch(RankHook):
         """`memory` returns the most bytes that this rank has used so far."""
         self.phases = phases
         run_dir, alone = Path(config.run.run_dir), not under_torchrun()
-        member = Member(rank=meeting.rank, world=meeting.world, run_dir=run_dir, keeps_store=alone)
+        member = RunMember(rank=meeting.rank, world=meeting.world, run_dir=run_dir, keeps_store=alone)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval

@@ -24,7 +24,7 @@ from megavlm.checkpoint.folders import Holds  # noqa: E402
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars  # noqa: E402
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
-from megavlm.checkpoint.reading import Reader, choices_in  # noqa: E402
+from megavlm.checkpoint.reading import VerifyingReader, choices_in  # noqa: E402
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
 from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
@@ -88,7 +88,7 @@ def tensors(folder: Path, data: bytes) -> None:
     write_sums(made)
     wanted = {name: torch.zeros_like(value) for name, value in TENSORS.items()}
     with suppress(dcp.api.CheckpointException):  # which `reading.load` turns into a line
-        dcp.load(wanted, storage_reader=Reader(made), no_dist=True)
+        dcp.load(wanted, storage_reader=VerifyingReader(made), no_dist=True)
     records = CheckpointReader(made)
     for key, stored in records.stored.items():
         records.read(key, 0, stored.shape[0])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
 from megavlm.data.chat import ChatFormat

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavlm.checkpoint.hf import files
-from megavlm.checkpoint.hf.files import HfFolder
+from megavlm.checkpoint.hf import hf_files
+from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.config.schema import ExpertsConfig, ModelConfig
 from megavlm.errors import UserError
@@ -59,8 +59,8 @@ def test_any_part_of_the_experts_is_read_and_no_other_expert(
 ) -> None:
     """EP gives a rank some experts, ETP some of the rows of each half of the first matrix, or columns of the second."""
     pretrained, read = opened(stored, tmp_path), list[int]()
-    actual = files.read_into
-    monkeypatch.setattr(files, "read_into", lambda *given: (read.append(given[1].nbytes), actual(*given)))
+    actual = hf_files.read_into
+    monkeypatch.setattr(hf_files, "read_into", lambda *given: (read.append(given[1].nbytes), actual(*given)))
     for key, rows, columns in (
         (FIRST, slice(0, 2 * INNER), slice(0, WIDTH)),
         (FIRST, slice(INNER + 1, 2 * INNER), slice(0, WIDTH)),

@@ -19,7 +19,7 @@ backend.activate()
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state, state_as_json  # noqa: E402
-from megavlm.checkpoint.reading import Reader  # noqa: E402
+from megavlm.checkpoint.reading import VerifyingReader  # noqa: E402
 from megavlm.checkpoint.staging import without_record_sums  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
 from tests.support.manifests import save_tensors, write_sums  # noqa: E402
@@ -35,7 +35,7 @@ VALUES = {
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """Read a checkpoint as a run does."""
     found = {name: torch.full_like(value, 7) for name, value in VALUES.items()}
-    dcp.load(found, storage_reader=Reader(folder), no_dist=True)
+    dcp.load(found, storage_reader=VerifyingReader(folder), no_dist=True)
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megavlm.checkpoint.begun import as_begun
 from megavlm.command_line.parsing import parse
-from megavlm.config.lora import beyond_adapters, frozen_parts
+from megavlm.config.lora_config import beyond_adapters, frozen_parts
 from megavlm.config.schema import Config
 from megavlm.rules.check import check
 from megavlm.rules.defaults import START_DEFAULTS, resolve, start_table, with_start_defaults

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data import files
+from megavlm.data import file_source
 from megavlm.data.collate import CollateSpec
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.sampler import Windows
 from megavlm.data.survey import data_table, prepare_data, run_length, with_counted_length
 from megavlm.errors import UserError
@@ -96,7 +96,7 @@ def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: py
     config = config_of(folder, "--epochs 20 --no-packing")
     source = FilesSource(config)
     exact = run_length(config, source, 50)
-    monkeypatch.setattr(files, "MEASURED", 25)
+    monkeypatch.setattr(file_source, "MEASURED", 25)
     about = run_length(config, source, 50)
     assert (exact.measured, about.measured) == (None, 37), "three even windows of 50, and the fourth is of epoch 2"
     assert about.iterations == pytest.approx(exact.iterations, rel=0.1)

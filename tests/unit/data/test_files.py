@@ -20,7 +20,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import collate_segments
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.loader import RankLoader
 from megavlm.data.survey import data_table
 from megavlm.data.types import Segment

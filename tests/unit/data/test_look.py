@@ -11,7 +11,7 @@ import pytest
 from megavlm.arch.workload import FIELDS, DataWindow
 from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.loader import RankLoader
 from megavlm.data.survey import STEPS, data_window
 from megavlm.data.synthetic import SyntheticSource

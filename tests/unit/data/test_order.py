@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.data.order import BLOCK, Order, RecordRef, apportioned, permuted
+from megavlm.data.sample_order import BLOCK, Order, RecordRef, apportioned, permuted
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megavlm.command_line.parsing import parse
-from megavlm.data.files import FilesSource
-from megavlm.data.order import in_turn
+from megavlm.data.file_source import FilesSource
 from megavlm.data.prompts import choose_prompts
+from megavlm.data.sample_order import in_turn
 from megavlm.data.source import HeldOutPrompt
 from megavlm.data.types import Conversation, HeldOut, ImageRef, Turn
 from megavlm.errors import UserError

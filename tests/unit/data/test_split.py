@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.data.collate import CollateSpec
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.records.containers import is_held_out, key_of
 from megavlm.data.survey import data_table
 from megavlm.errors import UserError

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
-from megavlm.data.order import spread
+from megavlm.data.sample_order import spread
 from megavlm.data.sampler import ValidationBatchSampler, Window, window_of
 from megavlm.data.survey import validation_line
 from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.resilience.signals import StopRequest
-from megavlm.train.hooks.ends import Stops
-from megavlm.train.hooks.held_out import Validation, fields
+from megavlm.train.hooks.held_out import ValidationHook, fields
+from megavlm.train.hooks.stops import Stops
 from tests.support.encoded import LENGTH, encoded
 
 
@@ -127,7 +127,7 @@ def test_a_dear_validation_says_once_what_makes_it_cheap(interval: int, share: f
     config = parse(["--validation-split", "0.1", "--eval-interval", str(interval)])
     lines: list[str] = []
     run: Any = SimpleNamespace(config=config, say=lines.append)
-    validation = Validation(run, Stops(run, StopRequest()))
+    validation = ValidationHook(run, Stops(run, StopRequest()))
     for _ in range(2):
         validation._tell({"validation/loss": 1.0}, 3.0, share)
     hints = [line for line in lines if "makes that 3%" in line]
@@ -141,7 +141,7 @@ def test_a_line_is_short_whatever_the_number_of_data_sets(sets: int) -> None:
     found = fields([2.0] * (2 + 2 * sets), names)
     lines: list[str] = []
     run: Any = SimpleNamespace(config=parse(["--validation-split", "0.1"]), say=lines.append)
-    Validation(run, Stops(run, StopRequest()))._tell(found, 3.0, 0.01)
+    ValidationHook(run, Stops(run, StopRequest()))._tell(found, 3.0, 0.01)
     assert lines[0].startswith("validation/loss 1.0000, validation/perplexity 2.7183")
     assert ("validation/r01/loss" in lines[0]) == (sets == 2)
     assert len(lines[0]) < 240

@@ -14,7 +14,7 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.data import workers
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.workers import WorkerPool, _WorkerLost
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all

@@ -15,7 +15,7 @@ from megavlm.data.types import POSITIVE, QUERY, HeldOut, identity_of
 from megavlm.demo.canvases import PHRASINGS, WORDS, Canvases, Glyph, Scene, load_scans, split_scans
 from megavlm.demo.digits import DigitPairs, DigitsSource
 from megavlm.errors import UserError
-from megavlm.train.source import build_source
+from megavlm.train.build_source import build_source
 
 CONFIG = Config(
     model=ModelConfig(vision=VisionConfig(image_size=64, patch_size=16, in_channels=1)),

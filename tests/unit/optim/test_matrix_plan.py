@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megavlm.arch.kind import HiddenWeight, hidden_weight
-from megavlm.optim.matrix_plan import HeldBox, Matrix, Piece, matrices_of, owners_of, plan_rounds
+from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, matrices_of, owners_of, plan_rounds
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
@@ -56,7 +56,7 @@ def values_of(matrix: Matrix, tensor: Tensor) -> Tensor:
     return whole[rows, : matrix.columns]
 
 
-def view_of(piece: Piece, box: HeldBox, matrix: Matrix, tensor: Tensor) -> Tensor:
+def view_of(piece: MatrixPiece, box: HeldBox, matrix: Matrix, tensor: Tensor) -> Tensor:
     held = tensor[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
     held = held if piece.expert is None else held[piece.expert]
     rows = [piece.row + matrix.band.period * k + i for k in range(piece.periods) for i in range(piece.count)]

@@ -21,7 +21,7 @@ from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
-from megavlm.planner.step import EncoderEstimate, overlappable
+from megavlm.planner.step_time import EncoderEstimate, overlappable
 from megavlm.programs.plan_report import report
 from megavlm.rules.check import check
 from megavlm.rules.load import from_dict, to_yaml

@@ -11,7 +11,7 @@ import pytest
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text
 from megavlm.programs.doctor.machine import Rate
-from megavlm.programs.doctor.world import _speeds, adapters, counted, rounds
+from megavlm.programs.doctor.survey import _speeds, adapters, counted, rounds
 from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
 
 FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, SAVE, START, VALIDATION
-from megavlm.resilience.progress import (
+from megavlm.resilience.hang_reports import (
     DOOMED,
     FIRST_STEP,
     Limits,
@@ -18,6 +17,7 @@ from megavlm.resilience.progress import (
     sentence,
     spread,
 )
+from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, SAVE, START, VALIDATION
 
 
 def report(rank: int, **changed) -> Report:

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from megavlm.resilience.events import events
+from megavlm.resilience.hang_reports import Limits
 from megavlm.resilience.phases import COMPUTE, SAVE, Phases
-from megavlm.resilience.progress import Limits
 from megavlm.resilience.status import HUNG
-from megavlm.resilience.watchdog import Member, Watchdog
+from megavlm.resilience.watchdog import RunMember, Watchdog
 
 
 class Ranks:
@@ -35,7 +35,7 @@ class Ranks:
             self.ended.append((rank, status))
             self.dogs[rank]._closed.set()  # ends this thread, as os._exit the process
 
-        member = Member(rank=rank, world=world, run_dir=run_dir)
+        member = RunMember(rank=rank, world=world, run_dir=run_dir)
         dog = Watchdog(
             self.phases[rank],
             member,
@@ -101,7 +101,7 @@ def test_a_store_that_rank_0_keeps_and_does_not_answer_ends_the_last_rank(capfd:
         def check(self, keys: list[str]) -> bool:
             return stopped.wait(60)
 
-    member = Member(rank=1, world=2, run_dir=Path("none"), keeps_store=True)
+    member = RunMember(rank=1, world=2, run_dir=Path("none"), keeps_store=True)
     dog = Watchdog(Phases(), member, Mute(), limits=Limits(0.2), end=ended.append)
     dog.start()
     assert wait(lambda: bool(ended))

@@ -11,12 +11,12 @@ from megavlm.arch.kinds import step_flops
 from megavlm.arch.plan import make_plan
 from megavlm.arch.workload import typical_workload
 from megavlm.command_line.parsing import parse
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.demo.digits import DigitsSource
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve
-from megavlm.train.source import vocab_size_of
+from megavlm.train.build_source import vocab_size_of
 from tests.support.data_files import write_tokenizer
 
 FILES = ["--tokenizer", "tokenizer", "--datasets", "a.json", "--chat-template", "chatml", "--seq-length", "64"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.records.shapes import record_of
 from megavlm.data.records.tar_sample import conversation_of_parts
 from megavlm.data.types import ImageRef, Segment, VideoRef

@@ -14,7 +14,7 @@ import pytest
 
 from megavlm.errors import UserError
 from megavlm.programs.launch.attempt import Decision
-from megavlm.programs.launch.meeting import Guest, Host, Part, Parts
+from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Parts
 from megavlm.world import Node
 from tests.support.replicas import free_ports
 
@@ -40,20 +40,22 @@ class Job:
 
     def __init__(self, nodes: int, decide: Callable[[Parts], Decision]) -> None:
         self.node = Node(0, nodes, "127.0.0.1", free_ports(1)[0])
-        self.heard: list[dict[int, Part]] = []
+        self.heard: list[dict[int, MachinePart]] = []
         self._threads = ThreadPoolExecutor(2 * nodes)
 
         def remember(parts: Parts) -> Decision:
             self.heard.append(dict(parts))
             return decide(parts)
 
-        self.host = Host(self.node, "job", decide=remember, patience=WAIT)
+        self.host = MeetingHost(self.node, "job", decide=remember, patience=WAIT)
         self.guests = [self.guest(number) for number in range(1, nodes)]
 
     def guest(self, number: int, job: str = "job") -> Guest:
         return Guest(replace(self.node, number=number), job)
 
-    def all(self, act: Callable[[Host | Guest], object], machines: list[Host | Guest] | None = None) -> list[object]:
+    def all(
+        self, act: Callable[[MeetingHost | Guest], object], machines: list[MeetingHost | Guest] | None = None
+    ) -> list[object]:
         """Do something on all machines at once; returns what each returned."""
         futures = [self._threads.submit(act, each) for each in machines or [self.host, *self.guests]]
         return [future.result(WAIT) for future in futures]
@@ -73,7 +75,7 @@ def job_of(nodes: int, decide: Callable[[Parts], Decision] = lambda _: GO_ON) ->
         yield job
 
 
-def until_over(machine: Host | Guest) -> object:
+def until_over(machine: MeetingHost | Guest) -> object:
     while (over := machine.over()) is None:
         idle()
         time.sleep(0.01)
@@ -85,11 +87,11 @@ def test_attempts_begin_and_end_together():
         for attempt in (1, 2):
             assert job.all(lambda machine: machine.begin(idle)) == [attempt] * 3
             assert [each.over() for each in (job.host, *job.guests)] == [None] * 3
-            first = job.start(lambda: job.guests[0].agree(Part(75)))
+            first = job.start(lambda: job.guests[0].agree(MachinePart(75)))
             assert job.all(until_over, [job.host, job.guests[1]]) == [(75,)] * 2
-            decisions = job.all(lambda machine: machine.agree(Part(0)), [job.host, job.guests[1]])
+            decisions = job.all(lambda machine: machine.agree(MachinePart(0)), [job.host, job.guests[1]])
             assert {*decisions, first.result(WAIT)} == {Decision(attempt < 2, 0, "enough")}
-        assert job.heard[0] == {0: Part(0), 1: Part(75), 2: Part(0)}
+        assert job.heard[0] == {0: MachinePart(0), 1: MachinePart(75), 2: MachinePart(0)}
 
 
 def test_a_lost_machine_ends_the_attempt_of_all_and_another_takes_its_place():
@@ -97,8 +99,8 @@ def test_a_lost_machine_ends_the_attempt_of_all_and_another_takes_its_place():
         job.all(lambda machine: machine.begin(idle))
         job.guests[1].close()
         assert job.all(until_over, [job.host, job.guests[0]]) == [(None,)] * 2
-        job.all(lambda machine: machine.agree(Part(None)), [job.host, job.guests[0]])
-        assert job.heard[-1][2] == Part(None, gone=True)
+        job.all(lambda machine: machine.agree(MachinePart(None)), [job.host, job.guests[0]])
+        assert job.heard[-1][2] == MachinePart(None, gone=True)
         job.guests[1] = job.guest(2)
         assert job.all(lambda machine: machine.begin(idle)) == [2] * 3
 
@@ -107,8 +109,8 @@ def test_a_machine_that_leaves_is_waited_for():
     """It says that it goes, so that no attempt begins with a connection that is about to close."""
     with job_of(2) as job:
         job.all(lambda machine: machine.begin(idle))
-        leaves = job.start(lambda: job.guests[0].agree(Part(75, gone=True)))
-        job.host.agree(Part(75))
+        leaves = job.start(lambda: job.guests[0].agree(MachinePart(75, gone=True)))
+        job.host.agree(MachinePart(75))
         assert leaves.result(WAIT) == GO_ON
         host = job.start(lambda: job.host.begin(idle))
         time.sleep(0.3)
@@ -124,8 +126,8 @@ def test_a_machine_that_comes_twice_was_replaced():
         job.all(lambda machine: machine.begin(idle))
         coming = job.start(lambda: second.begin(idle))
         assert until_over(job.host) == (None,)
-        job.host.agree(Part(None))
-        assert job.heard[-1][1] == Part(None, gone=True)
+        job.host.agree(MachinePart(None))
+        assert job.heard[-1][1] == MachinePart(None, gone=True)
         assert job.host.begin(idle) == coming.result(WAIT) == 2
 
 
@@ -141,7 +143,7 @@ def test_a_decision_and_the_next_beginning_may_come_in_one_piece():
             connection.sendall(b'{"begin": 1}\n')
             assert begun.result(WAIT) == 1
             connection.sendall(b'{"again": true, "status": 1, "reason": "again"}\n{"begin": 2}\n')
-            assert guest.agree(Part(None)) == GO_ON
+            assert guest.agree(MachinePart(None)) == GO_ON
             assert thread.submit(guest.begin, idle).result(WAIT) == 2
 
 
@@ -150,8 +152,8 @@ def test_guests_outlive_machine_0():
         job.all(lambda machine: machine.begin(idle))
         job.host.close()
         assert until_over(job.guests[0]) == (None,)
-        assert job.guests[0].agree(Part(None)).again
-        job.host = Host(job.node, "job", decide=lambda _: GO_ON, patience=WAIT)
+        assert job.guests[0].agree(MachinePart(None)).again
+        job.host = MeetingHost(job.node, "job", decide=lambda _: GO_ON, patience=WAIT)
         assert job.all(lambda machine: machine.begin(idle)) == [1, 1]
 
 

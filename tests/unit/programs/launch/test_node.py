@@ -9,23 +9,26 @@ import pytest
 
 from megavlm.programs.launch import node
 from megavlm.programs.launch.attempt import Account
-from megavlm.programs.launch.meeting import Part
+from megavlm.programs.launch.meeting import MachinePart
 
 
 @pytest.mark.parametrize(
     ("parts", "end"),
     [
-        ([Part(0), Part(0)], "finished"),
-        ([Part(0, gone=True), Part(0)], "finished"),
-        ([Part(2), Part(75), Part(None)], "mistake"),  # torchrun ends the ranks beside it by SIGTERM
-        ([Part(3), Part(None, gone=True)], "bad numbers"),
-        ([Part(75), Part(75, gone=True)], "lost"),  # asked for by the platform
-        ([Part(None), Part(None, gone=True)], "lost"),
-        ([Part(None), Part(71)], "crash"),
-        ([Part(75), Part(None)], "stopped"),
+        ([MachinePart(0), MachinePart(0)], "finished"),
+        ([MachinePart(0, gone=True), MachinePart(0)], "finished"),
+        (
+            [MachinePart(2), MachinePart(75), MachinePart(None)],
+            "mistake",
+        ),  # torchrun ends the ranks beside it by SIGTERM
+        ([MachinePart(3), MachinePart(None, gone=True)], "bad numbers"),
+        ([MachinePart(75), MachinePart(75, gone=True)], "lost"),  # asked for by the platform
+        ([MachinePart(None), MachinePart(None, gone=True)], "lost"),
+        ([MachinePart(None), MachinePart(71)], "crash"),
+        ([MachinePart(75), MachinePart(None)], "stopped"),
     ],
 )
-def test_an_attempt_ends_as_its_parts_say(parts: list[Part], end: str):
+def test_an_attempt_ends_as_its_parts_say(parts: list[MachinePart], end: str):
     assert node.outcome(dict(enumerate(parts))) == end
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
-from megavlm.data.encoder import Encoder
-from megavlm.data.order import Order, RecordRef, spread, weights_of
 from megavlm.data.prompts import choose_prompts
 from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
+from megavlm.data.sample_encoder import Encoder
+from megavlm.data.sample_order import Order, RecordRef, spread, weights_of
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
 from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
 from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, StreamSample

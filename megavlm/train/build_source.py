@@ -10,7 +10,7 @@ from megavlm.config.messages import described
 from megavlm.config.option import data_kind
 from megavlm.config.registry import Entry, registered
 from megavlm.config.schema import Config
-from megavlm.data.files import FilesSource
+from megavlm.data.file_source import FilesSource
 from megavlm.data.source import Source
 from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticPairs, SyntheticSource
