@@ -5,8 +5,7 @@
     python benchmarks/measured.py --repeat 5 --only convert   # run `convert.py` five times, then print the table
 
 A figure is the median of its records. Its spread is the smallest and the largest of them. Rows are listed in
-`measured_rows.py`; a benchmark appends a line to `records/` each time it runs, and a line is removed only when what it
-measured is no more (the demo's model of four heads).
+`measured_rows.py`; a benchmark appends a line to `records/` each time it runs, and no line is ever removed.
 """
 
 from __future__ import annotations

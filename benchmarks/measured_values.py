@@ -76,12 +76,15 @@ def context(tokens: int, cp: int, key: str) -> Value:
     return value
 
 
-def gpu(shape: str, side: str, figure: Callable[[dict[str, Any], float], float | None]) -> Value:
+def gpu(
+    shape: str, side: str, figure: Callable[[dict[str, Any], float], float | None], micro_batches: int = 1
+) -> Value:
     """Return a function that reads a figure of one side of `gpu_vlm.py`, from its result and its median step time."""
 
     def value(record: dict[str, Any]) -> float | None:
         device = record["machine"]["device"]
-        same = [each for each in record["results"] if each["shape"] == shape and each.get("micro_batches", 1) == 1]
+        alike = (shape, micro_batches)
+        same = [each for each in record["results"] if (each["shape"], each.get("micro_batches", 1)) == alike]
         found = next(({**each, "device": device} for each in same if not each.get("ablation")), None)
         seconds = None if found is None else _median(found, side, "step_seconds")
         return None if found is None or seconds is None else figure(found, seconds)
