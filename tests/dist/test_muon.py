@@ -42,7 +42,7 @@ EXPERTS = (
 UNEVEN = (
     "--set model.language.num_attention_heads=3 model.language.num_query_groups=3 model.language.ffn_hidden_size=50"
 )
-KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4"}
+KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4 --freeze none"}
 
 
 @pytest.mark.parametrize(
