@@ -190,7 +190,7 @@ class TorchWorld:
         self.layouts += 1
 
     def await_rank_0(self) -> None:
-        """Wait until rank 0 calls this, too, however long: in the store, as collectives end a run that waits.
+        """Wait, however long, until rank 0 calls this: in the store, as a collective that waits too long ends the run.
 
         A process that is gone ends its world by torchrun, or by the end of the store.
         """

@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 292,
     "flags": 147,  # 150
     "code lines of tests": 36_256,  # 33,000
-    "words of documentation": 44_780,  # 45,000
+    "words of documentation": 44_812,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

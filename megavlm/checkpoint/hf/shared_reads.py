@@ -25,7 +25,7 @@ _AHEAD = 2 * THREADS  # reads that wait for their turn to be sent
 
 
 class Read(NamedTuple):
-    """Rows of a tensor of one of the folders."""
+    """A range of rows of a tensor in one of the folders."""
 
     folder: int
     name: str
@@ -36,7 +36,7 @@ class Read(NamedTuple):
 def group_of(
     read: Read, wanted: Mapping[int, Counter[Read]], candidates: Sequence[Sequence[int]], *, rank: int
 ) -> int | None:
-    """Return the number of the first group of ranks that all make a read as often as `rank`; None if there is none."""
+    """Return the index of the first group whose ranks all need these rows as often as `rank`; None if there is none."""
     times = wanted[rank][read]
     return next(
         (
@@ -50,7 +50,7 @@ def group_of(
 
 @dataclass(frozen=True)
 class _Turn:
-    """Who makes a read, and for which group; None: this rank, for itself."""
+    """A read, the rank that makes it, and the group to which that rank sends the rows (None: it keeps them)."""
 
     read: Read
     group: dist.ProcessGroup | None
@@ -58,7 +58,10 @@ class _Turn:
 
 
 class SharedReads:
-    """The reads of this rank in their order, which each rank of a group makes alike. Every rank of a stage has one."""
+    """Gives this rank its rows in order. Rows that a whole group needs are read by one of its ranks and broadcast.
+
+    Every rank of a stage makes one, and all ranks of a group ask for the rows that they share in the same order.
+    """
 
     def __init__(
         self,
