@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gpu_model import Shape
 from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
 
 SAMPLES = 64
 _WORDS = tuple(f"word{number}" for number in range(64))
 _SPECIAL = ("<pad>", "<unk>", "<image>", "<|im_start|>", "<|im_end|>")
+IMAGE_TOKEN = _SPECIAL.index("<image>")
 _MOST_WORKERS = 8
 
 
@@ -24,11 +28,70 @@ def flags_of(shape: Shape, folder: Path) -> str:
     _write_tokenizer(folder / "model")
     (folder / "model" / "preprocessor_config.json").write_text(json.dumps(_processor(shape)))
     _write_records(shape, folder)
-    workers = max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
     return (
         f"--datasets {folder / 'records.jsonl'} --tokenizer {folder / 'model'} --image-processor {folder / 'model'} "
-        f"--num-workers {workers} --packing-window {SAMPLES}"
+        f"--num-workers {_workers()} --packing-window {SAMPLES}"
     )
+
+
+def their_loader(shape: Shape, folder: Path, *, pin: bool) -> DataLoader[Any]:
+    """Write the data set; return it as Transformers' users read it: the model's processor in the workers of torch's
+    loader, as many as ours has, and batches that are padded to the longest sample. It never ends.
+    """
+    flags_of(shape, folder)
+    return DataLoader(
+        _TheirSamples(folder),
+        batch_size=len(shape.images),
+        num_workers=_workers(),
+        collate_fn=_TheirSamples.joined,
+        pin_memory=pin,
+        persistent_workers=True,
+    )
+
+
+def _workers() -> int:
+    return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
+
+
+class _TheirSamples(Dataset[dict[str, Tensor]]):
+    """The records as inputs of LLaVA in Transformers; all that follows the image is trained, as little as it costs."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoImageProcessor, AutoTokenizer, LlavaProcessor
+
+        self.folder = folder
+        self.records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+        self.processor = LlavaProcessor(
+            image_processor=AutoImageProcessor.from_pretrained(folder / "model"),
+            tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            image_token="<image>",
+            num_additional_image_tokens=1,
+        )
+
+    def __len__(self) -> int:
+        return 1_000 * len(self.records)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        record = self.records[number % len(self.records)]
+        question, answer = (turn["value"] for turn in record["conversations"])
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        text = self.processor.tokenizer.apply_chat_template(messages, tokenize=False)
+        with Image.open(self.folder / record["image"]) as image:
+            inputs = self.processor(text=text, images=image.convert("RGB"), return_tensors="pt")
+        return {name: value[0] for name, value in inputs.items()}
+
+    @staticmethod
+    def joined(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return a batch with labels; padding is token 0 and not trained."""
+        tokens, mask = (
+            torch.nn.utils.rnn.pad_sequence([sample[name] for sample in samples], batch_first=True)
+            for name in ("input_ids", "attention_mask")
+        )
+        labels = tokens.masked_fill((mask == 0) | (tokens == IMAGE_TOKEN), -100)
+        pixels = torch.stack([sample["pixel_values"] for sample in samples])
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels, "pixel_values": pixels}
 
 
 def _processor(shape: Shape) -> dict[str, Any]:

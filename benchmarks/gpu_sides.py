@@ -30,6 +30,7 @@ class Side:
 OURS, OURS_FP8 = Side("megavlm", "bf16"), Side("megavlm", "fp8")
 OURS_FILES = Side("megavlm", "bf16", files=True)
 AUTOCAST, PURE = Side("transformers", "autocast"), Side("transformers", "bf16")
+PURE_FILES = Side("transformers", "bf16", files=True)  # by name alone: not for Qwen2.5-VL
 COMPILED = Side("transformers", "autocast", compiled=True)
 # What takes most memory goes first: where it does not fit, that is known at once.
 SIDES = (AUTOCAST, OURS, PURE, OURS_FP8, OURS_FILES)
@@ -66,7 +67,7 @@ def chosen(*, precision: str, ablate: bool, their_compile: bool, names: str | No
         sides = SIDES + (COMPILED,) * their_compile
     if names is None:
         return sides
-    by_name = {side.name: side for side in sides}
+    by_name = {side.name: side for side in (*sides, PURE_FILES)}
     if unknown := set(names.split(",")) - by_name.keys():
         raise ValueError(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(by_name)}")
     return tuple(by_name[name] for name in names.split(","))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_sides import AUTOCAST, COMPILED, OURS, OURS_FILES, OURS_FP8, PURE, SINGLE
+from gpu_sides import AUTOCAST, COMPILED, OURS, OURS_FILES, OURS_FP8, PURE, PURE_FILES, SINGLE
 from gpu_workers import Answer
 
 from megavlm.planner.devices import peak_tflops
@@ -109,6 +109,11 @@ def _files(result: Mapping[str, Any]) -> Iterator[Row]:
     yield Row(f"{name}: {side}, useful tokens", f"{useful:,.0f} of {positions:,.0f} positions a second")
     seconds = sum(sum(answer["step_seconds"]) for answer in own)
     yield Row(f"{name}: {side}, waits for data", f"{sum(sum(a['data_seconds']) for a in own) / seconds:.1%} of a step")
+    theirs = good(result["answers"].get(PURE_FILES.name, []))
+    if theirs:
+        times = useful / rate(theirs, "tokens")
+        yield Row(f"{name}: {PURE_FILES.name}, useful tokens", f"{rate(theirs, 'tokens'):,.0f} a second")
+        yield Row(f"{name}: {side}, useful tokens over those of {PURE_FILES.name}", f"{times:.2f} ×")
     if made:
         yield Row(f"{name}: {side}, positions over those of {OURS.name}", f"{positions / rate(made, 'positions'):.2f}")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import gpu_model
 import torch
+from gpu_files import IMAGE_TOKEN, their_loader
 from gpu_side import MODEL_FILE, Side, Watch, pinned
 from torch import Tensor, nn
 from transformers_models import OPTIMIZER, their_optimizer
@@ -36,7 +40,10 @@ class Theirs(Side):
         precision = task["precision"]
         torch.manual_seed(1)
         with self.device:
-            model = self.auto.from_config(shape.theirs(shape), attn_implementation=self.attention, dtype=torch.float32)
+            sizes = shape.theirs(shape)
+            if task["files"]:
+                sizes.image_token_index = IMAGE_TOKEN
+            model = self.auto.from_config(sizes, attn_implementation=self.attention, dtype=torch.float32)
         if task["weights"] is not None:
             model.save_pretrained(Path(task["weights"]) / MODEL_FILE)
         self.model = model.to(torch.bfloat16 if precision == "bf16" else torch.float32).train()
@@ -45,25 +52,36 @@ class Theirs(Side):
         if task["compiled"]:
             compile_layers(self.model, on_gpu=self.on_gpu)
         self.model.model.language_model.layers[0].register_forward_pre_hook(watch.begin, with_kwargs=True)
-        inputs = pinned(gpu_model.their_inputs(shape), pin=self.on_gpu)
+        batches = self._batches(shape, files=task["files"])
         casts, count = precision == "autocast", task["micro_batches"]
 
         def step() -> Tensor:
             for _ in range(count):
+                began = time.perf_counter()
+                inputs = next(batches)
+                self.tally.waited.append(time.perf_counter() - began)
                 given = {name: value.to(self.device, non_blocking=True) for name, value in inputs.items()}
                 if precision == "bf16":
                     given["pixel_values"] = given["pixel_values"].bfloat16()
                 with torch.autocast(self.device.type, torch.bfloat16) if casts else nullcontext():
                     loss = self.model(**given, use_cache=False).loss
                 (loss / count).backward()
+                filled = inputs.get("attention_mask", inputs["input_ids"])
+                self.tally.tokens += int(filled.sum()) if task["files"] else filled.numel()
+                self.tally.positions += filled.numel()
             torch.nn.utils.clip_grad_norm_(params, OPTIMIZER.clip_grad, foreach=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.tally.tokens += count * shape.seq_length
-            self.tally.positions += count * shape.seq_length
             return loss.detach()  # nobody waits for it
 
         return step
+
+    def _batches(self, shape: gpu_model.Shape, *, files: bool) -> Iterator[dict[str, Tensor]]:
+        """Yield micro-batches without end: the same tensors each time, or what is read from files."""
+        if not files:
+            yield from repeat(pinned(gpu_model.their_inputs(shape), pin=self.on_gpu))
+        with tempfile.TemporaryDirectory() as folder:
+            yield from their_loader(shape, Path(folder), pin=self.on_gpu)
 
     def parameters(self) -> int:
         return sum(param.numel() for param in self.model.parameters())

@@ -35,6 +35,14 @@ SIZES = (
     (384, 6, 256, 16, 4096),
     (512, 8, 512, 12, 8192),
 )
+# Of a GPU, whose small layers would tell the time of a launch alone; the largest takes 12 GB with its optimizer.
+GPU_SIZES = (
+    (1024, 8, 2048, 24, 8192),
+    (1024, 8, 16384, 96, 8192),
+    (2048, 16, 4096, 48, 16384),
+    (2048, 16, 16384, 48, 16384),
+    (3072, 24, 8192, 32, 32768),
+)
 
 
 @reported("calibrate")
@@ -99,7 +107,7 @@ def calibrate(options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             forward: list[TimedLayer] = []
             backward: list[TimedLayer] = []
-            for size in SIZES:
+            for size in SIZES if backend.is_cpu else GPU_SIZES:
                 config = config_of(size, options.precision, folder, processes=world)
                 check(config, world=world)
                 ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
