@@ -55,7 +55,8 @@ def activate(*, launches_in_order: bool = False) -> Backend:
         from megavlm.backend import installed, patches
 
         installed.loading_error()  # before megatron-core tries
-        patches.install()
+        with installed.without(*installed.UNUSED_BY_MEGATRON_CORE):
+            patches.install()
         return Backend(device=device, communication="nccl", name=torch.cuda.get_device_name(device))
     from megavlm.backend import cpu, gloo
 

@@ -69,7 +69,7 @@ def install() -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     installed.hide()  # on a CPU-only torch its import fails; else megatron-core would take what needs CUDA
     installed.import_without_triton()
-    with _without_compilation():
+    with _without_compilation(), installed.without(*installed.UNUSED_BY_MEGATRON_CORE):
         for name in _MODULES:
             importlib.import_module(name)
     proxy = _CpuTorch()

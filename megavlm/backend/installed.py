@@ -1,14 +1,18 @@
-"""Packages that megatron-core takes if it finds them, as a machine has them: Transformer Engine and triton."""
+"""Packages that others take if they find them: Transformer Engine and triton, and those that only delay a start."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 _NAMES = ("transformer_engine", "transformer_engine.pytorch")
+# What megatron-core imports where it is installed, for inference, timers and object stores: nothing here runs these.
+UNUSED_BY_MEGATRON_CORE = ("wandb", "multistorageclient", "torch.utils.tensorboard")
 
 
 @cache
@@ -31,6 +35,18 @@ def hide() -> None:
     """Make megatron-core believe that Transformer Engine is not installed; call it before megatron-core's import."""
     for name in [name for name in sys.modules if name.startswith("transformer_engine.")] + list(_NAMES):
         sys.modules[name] = None  # type: ignore[assignment]
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Return a context in which imports that try these modules fail, unless they are loaded already."""
+    absent = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 _MOE_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megavlm.backend.installed import without
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback, Generation, Samples, Start, StepEnd, Stop
 from megavlm.metrics.tags import tagged
@@ -184,7 +185,8 @@ class TensorBoardSink(Callback):
 
         A run that resumes at iteration k passes k + 1. Raises UserError if the directory cannot be written.
         """
-        from torch.utils.tensorboard import SummaryWriter  # the import takes a second, and only one rank needs it
+        with without("boto3"):  # TensorBoard would import it for logs on S3
+            from torch.utils.tensorboard import SummaryWriter
 
         self._pictures_written = False
         try:

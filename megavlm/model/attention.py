@@ -26,7 +26,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias
 
 from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
@@ -274,6 +273,8 @@ def largest_logits(
     """
     _, heads, length, width = query.shape
     groups, keys = key.shape[1:3]
+    from torch.nn.attention.bias import CausalBias  # not at the top: it imports torch's compiler, half a second
+
     if isinstance(mask, CausalBias):
         causal, mask = True, None
     most = most or logits_at_once(on_gpu=query.is_cuda)

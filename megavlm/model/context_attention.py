@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from megavlm.arch.dims import RowSplit
 from megavlm.model.packing import Packing
@@ -69,6 +68,8 @@ def attend_to_earlier(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[CausalSpan], attend: Callable[..., Tensor]
 ) -> Tensor:
     """query [S/K, B, N, D], key and value [S, B, G, D] → [S/K, B, N·D]."""
+    from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler, which other runs do without
+
     rows = query.shape[1]
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
     outputs = []

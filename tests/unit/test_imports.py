@@ -6,6 +6,7 @@ Imports inside functions and under TYPE_CHECKING count too: they are dependencie
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -410,6 +411,23 @@ def test_the_loop_reaches_a_bounded_part_of_the_package() -> None:
             targets = [each.target for each in modules[name].imports]
             waiting += [each if each in modules else each.rpartition(".")[0] for each in targets]
     assert len(reached) <= REACHED, len(reached)
+
+
+# They take most of a second each, and no step of a run on CPUs needs them.
+HEAVY = (
+    *("torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "sklearn", "scipy", "pandas"),
+    *("wandb", "multistorageclient", "boto3", "pydantic", "datasets", "torchvision", "matplotlib"),
+)
+
+
+def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path: Path) -> None:
+    argv = ["--recipe", "demo", "--train-iters", "1", "--run-dir", str(tmp_path / "run")]
+    program = (
+        f"import sys\nfrom megavlm.programs.train import train\ntrain({argv})\n"
+        f"assert (found := [name for name in {HEAVY} if name in sys.modules]) == [], f'{{found}} were imported'"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for a GPU, megatron-core compiles
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
 
 
 def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> None:

@@ -82,6 +82,18 @@ def test_transformer_engine_that_cannot_be_loaded_counts_as_none(
         importlib.import_module("transformer_engine")
 
 
+def test_modules_are_absent_in_a_context_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker imports later what megatron-core is kept from."""
+    (tmp_path / "tried_by_others.py").write_text("VALUE = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with installed.without("tried_by_others", "json"):
+        with pytest.raises(ImportError):
+            importlib.import_module("tried_by_others")
+        assert importlib.import_module("json") is sys.modules["json"], "it was loaded before"
+    assert importlib.import_module("tried_by_others").VALUE == 1
+    assert not set(installed.UNUSED_BY_MEGATRON_CORE) & {name for name, each in sys.modules.items() if each is None}
+
+
 def test_segments_of_memory_grow_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

@@ -156,7 +156,7 @@ def test_sizes_that_do_not_fit_name_the_option(changed: Config, match: str, run_
 
 
 def test_a_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         load_scans()
 
