@@ -302,6 +302,6 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 
     A GPU takes halves as they are: their products are exact in fp32, in which it adds them up.
     """
-    if query.is_cuda and query.dtype != torch.float32:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(query, key.mT, out_dtype=torch.float32)
     return query.float() @ key.float().mT

@@ -22,7 +22,7 @@ class TimedLayer:
     seconds: float
 
 
-def fit(samples: Sequence[TimedLayer]) -> Rates:
+def fit(samples: Sequence[TimedLayer], peak: float | None = None) -> Rates:
     """Return the rates, none negative, with the least squared error over the samples, each error² divided by the time.
 
     Relative errors alone would let a norm count as much as the layers that a step consists of, absolute ones only the
@@ -31,11 +31,16 @@ def fit(samples: Sequence[TimedLayer]) -> Rates:
     Attention's two products are products, and what stands between them takes time of its own: a FLOP of attention costs
     what a FLOP of products costs, and more. Without this, noise in small layers makes attention free.
 
+    A FLOP costs at least what it does at the device's `peak`, in FLOP/s, where that is known: on a GPU, whose layers
+    touch memory in proportion to their products, the rest of the time would else explain all of it.
+
     Four unknowns (seconds per FLOP of either, more of them per FLOP of attention, per byte, per call): every subset is
     solved for and the best solution without negative numbers is taken, the non-negative least-squares solution.
     """
     weights = np.array([s.seconds for s in samples]) ** -0.5
-    target = np.array([s.seconds for s in samples]) * weights
+    least_flop = 0.0 if peak is None else 1 / peak
+    spent = np.array([least_flop * (s.products + s.attention) for s in samples])
+    target = (np.array([s.seconds for s in samples]) - spent) * weights
     columns = [[s.products + s.attention, s.attention, s.traffic, s.calls] for s in samples]
     rows = np.array(columns, dtype=float) * weights[:, None]
     scale = np.where(rows.max(axis=0) > 0, rows.max(axis=0), 1.0)
@@ -49,6 +54,7 @@ def fit(samples: Sequence[TimedLayer]) -> Rates:
                 best, least = np.zeros(4), error
                 best[list(chosen)] = solution
     flop, more, byte, call = (float(cost) for cost in best / scale)
+    flop += least_flop
     products, attention, traffic = (1 / max(cost, 1e-18) for cost in (flop, flop + more, byte))
     return Rates(products, attention, traffic, call)
 

@@ -41,7 +41,7 @@ GPU_SIZES = (
     (1024, 8, 16384, 96, 8192),
     (2048, 16, 4096, 48, 16384),
     (2048, 16, 16384, 48, 16384),
-    (3072, 24, 8192, 32, 32768),
+    (3072, 24, 16384, 48, 32768),
 )
 
 
@@ -128,8 +128,8 @@ def calibrate(options: argparse.Namespace) -> None:
             name=backend.name,
             source=f"measured with {world} processes, {options.precision}",
             memory=_memory(on_cpu=backend.is_cpu, processes=place.local_world_size or world),
-            forward=fit(forward),
-            backward=fit(backward),
+            forward=fit(forward, base.peak),
+            backward=fit(backward, base.peak),
             memory_bandwidth=statistics.median(rates),
             near=between or base.near,
             devices_per_node=max(base.devices_per_node, world),

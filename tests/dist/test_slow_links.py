@@ -28,6 +28,14 @@ def sums(code: str, steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    with torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"):
+        return _sums(code, steps)
+
+
+def _sums(code: str, steps: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
     from megavlm.optim.codes import Coded, all_gather, all_reduce, reduce_scatter, reduce_scatter_in_two_levels
     from megavlm.parallel.groups import GroupMaker, levels_of
 
@@ -37,7 +45,7 @@ def sums(code: str, steps: int) -> dict[str, Any]:
     errors = [torch.zeros(world * size), torch.zeros(world * size)]
     exact, scattered, reduced = torch.zeros(world * size), torch.zeros(size), torch.zeros(world * size)
     for _ in range(steps):
-        gradients = torch.randn(world * size, generator=generator)
+        gradients = torch.randn(world * size, generator=generator, device="cpu").to(errors[0].device)
         exact += gradients
         mine = gradients.clone()
         bytes_scattered = reduce_scatter(mine, group, coded, errors[0])
@@ -113,9 +121,9 @@ def collectives_of_a_step(argv: list[str], run_dir: str) -> dict[str, Any]:
                 **more: Any,
             ) -> Any:
                 comms.append(self)
-                given, before = input_tensor.float().numpy().copy(), self.sent
+                given, before = input_tensor.float().cpu().numpy().copy(), self.sent
                 result = call(self, output_tensor=output_tensor, input_tensor=input_tensor, **more)
-                log.append((id(self), given, output_tensor.float().numpy().copy(), self.sent - before))
+                log.append((id(self), given, output_tensor.float().cpu().numpy().copy(), self.sent - before))
                 return result
 
             undo.callback(setattr, kind, "__call__", original)

@@ -38,6 +38,15 @@ def test_attention_is_never_faster_than_products() -> None:
     assert found.attention == found.matmul < 1e11
 
 
+def test_products_are_not_faster_than_the_device() -> None:
+    """Times that memory and calls explain whole, as those of a GPU's layers, of which both are proportional."""
+    samples = drawn(Rates(1e18, 1e18, 4e9, 1e-4), noise=0)
+    assert fit(samples).matmul > 1e14
+    found = fit(samples, peak=1e13)
+    assert found.matmul <= 1e13
+    assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.2
+
+
 @pytest.mark.parametrize("tile", [1, 64, 128, 256])
 def test_the_tile_of_grouped_products_is_found(tile: int) -> None:
     """From times of whole tiles of uneven experts, beside a constant that a call takes."""
