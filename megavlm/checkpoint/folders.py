@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +96,8 @@ def commit(
 ) -> Path:
     """Make a written checkpoint complete: write its manifest, flush its files, rename it; return its folder.
 
-    Files whose `sums` are not given are read. `temporary` is the written folder, if it is not the one of `prepare`;
-    `attempt` tells this save from others of the iteration.
+    Files whose `sums` are given have been flushed by who wrote them; others are read. `temporary` is the written
+    folder, if it is not the one of `prepare`; `attempt` tells this save from others of the iteration.
     """
     temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
     write_manifest(temporary, sums or {}, attempt=attempt)
@@ -105,7 +105,7 @@ def commit(
     if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand
         remove(before)
         final.rename(before)
-    rename_flushed(temporary, final)
+    rename_flushed(temporary, final, flushed=sums or {})
     with suppress(OSError):  # the checkpoint counts; `retention.sweep` tries again
         remove(before)
     return final
@@ -130,10 +130,16 @@ def set_aside(folder: Path) -> Path:
     return folder
 
 
-def rename_flushed(temporary: Path, final: Path) -> None:
-    """Rename a written folder once all of it is on the disk: after a loss of power, `final` is whole or missing."""
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
+def rename_flushed(temporary: Path, final: Path, *, flushed: Container[str] = ()) -> None:
+    """Rename a written folder once all of it is on the disk: after a loss of power, `final` is whole or missing.
+
+    The files `flushed` of the folder are on the disk already.
+    """
+    for folder, _, names in os.walk(temporary, topdown=False):
+        for name in names:
+            if folder != str(temporary) or name not in flushed:
+                _flush(Path(folder, name))
+        _flush(Path(folder))
     temporary.rename(final)
     _flush(final.parent)
 
