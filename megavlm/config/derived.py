@@ -61,11 +61,14 @@ def moments_folder(config: Config) -> Path | None:
 def launches_in_order(config: Config) -> bool:
     """Return whether kernels of all streams should start in the order of their launch, on GPUs before Blackwell.
 
-    In that order tensor-parallel communication starts together with the matrix products that it overlaps. FSDP2's
-    transfers and --encode-ahead need the opposite: their kernels must be able to start before earlier launches.
+    In that order tensor-parallel communication starts together with the matrix products that it overlaps.
     """
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size > 1 and not (shards_gradients(config) or config.placement.encode_ahead)
+    return config.parallel.tensor_model_parallel_size > 1 and not uses_side_streams(config)
+
+
+def uses_side_streams(config: Config) -> bool:
+    """Return whether kernels must be able to start before earlier launches: FSDP2's transfers, and --encode-ahead's."""
+    return shards_gradients(config) or config.placement.encode_ahead
 
 
 def starts_from(config: Config) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """End a run that hangs, with a line that names the rank that stopped first, and with the stacks of all ranks.
 
-A thread of each rank publishes a report to the store every few seconds. The first and the last rank (which are on two
-hosts if the run is) read all reports, so that either may be the one that stopped. What they find goes to the store,
-and every rank ends, from this thread: the training thread may wait in a collective for ever.
+A thread of each rank publishes a report to the store every few seconds, in larger worlds less often. The first and the
+last rank (which are on two hosts if the run is) read all reports, so that either may be the one that stopped. What they
+find goes to the store, for which a second thread of each rank waits without asking again, and ends the process: the
+training thread may wait in a collective for ever.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,20 +32,26 @@ from megavlm.resilience.hang_reports import Limits, Report, culprit, is_silent, 
 from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.status import HUNG, write_status
 
-INTERVAL = 5.0  # seconds between reports
+INTERVAL = 5.0  # seconds between reports, at least
+MOST_REPORTS = 900  # of all ranks in a second: one store serves them, on a processor of rank 0's host
+_ROUNDS = 6  # intervals without progress that are no hang: fewer tell no slow report from a missing one
 _WRITE = 20.0  # seconds in which ranks write their stacks
+_LONGEST_WAIT = timedelta(days=20)  # in the store: torch counts milliseconds in 32 bits
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
 
 
 class WatchdogStore(Protocol):
     """What is asked of torch's store, over a connection of the watchdog's own."""
 
+    def clone(self) -> WatchdogStore: ...
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> Any: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> Any: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,20 @@ class RunMember:
     world: int
     run_dir: Path
     keeps_store: bool = False  # whether rank 0 does, and not torchrun
+    wait_spins: bool = False  # whether a wait for the device uses processor time, as one for CUDA may
 
     @property
     def reads(self) -> bool:
         """Return whether this rank reads the reports of all ranks."""
         return self.rank in (0, self.world - 1)
+
+
+def seconds_between_reports(world: int, hang: float | None) -> float:
+    """Return the seconds between two reports of a rank; `hang` is --hang-timeout.
+
+    A report is one operation of the store. All others are those of two ranks, which read, or of the end of a run.
+    """
+    return max(min(INTERVAL, hang / 10) if hang else INTERVAL, world / MOST_REPORTS)
 
 
 class Watchdog:
@@ -83,16 +100,21 @@ class Watchdog:
         self._limits = limits
         self._memory = memory
         self._end = end
-        self._interval = min(INTERVAL, limits.hang / 10) if limits.hang else INTERVAL
+        self._verdicts = store.clone()  # a connection that waits does nothing else
+        self._interval = seconds_between_reports(member.world, limits.hang)
         self._trained = threading.get_ident()
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._beat = 0
         self._idle = self._waited = 0.0
         self._spent = 0
+        self._place = ""
         self._changes = -1
         self._silent: dict[int, float] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (("watchdog", self._watch), ("watchdog verdict", self._listen))
+        ]
 
     def start(self) -> None:
         """Publish a first report at once, then start the thread.
@@ -100,7 +122,8 @@ class Watchdog:
         Reports are judged when every rank has one: a rank that stopped before its first would never be named.
         """
         self._store.set(_key(self._member.rank), self._report(0.0).dumps())
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def step_done(self, seconds: float) -> None:
         """Note the duration of a step."""
@@ -110,7 +133,10 @@ class Watchdog:
         """Stop watching, and let the others know that this rank is done."""
         self._phases.enter(END)
         self._closed.set()
-        self._thread.join(timeout=10)
+        with contextlib.suppress(Exception):  # the store may be gone
+            self._store.set(_verdict(self._member.rank), "")
+        for thread in self._threads:
+            thread.join(timeout=10)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -135,7 +161,7 @@ class Watchdog:
         if not self._member.keeps_store or rank == 0 or rank < world - 1 or self._limits.hang == 0:
             yield
             return
-        limit, answered = self._limits.timeout(list(self._steps)), threading.Event()
+        limit, answered = self._timeout(), threading.Event()
 
         def end() -> None:
             if answered.wait(self._interval):  # this process was stopped, too, and goes on
@@ -159,8 +185,25 @@ class Watchdog:
         if self._member.reads:
             self._read(passed)
             self._judge()
-        if self._store.check(["hang"]):
-            self._finish(json.loads(self._store.get("hang")))
+
+    def _listen(self) -> None:
+        """Wait for the verdict, and end this process by it; an empty one comes from `close`."""
+        key = _verdict(self._member.rank)
+        while True:
+            began = time.monotonic()
+            try:
+                self._verdicts.wait([key], _LONGEST_WAIT)
+                verdict = self._verdicts.get(key)
+                break
+            except Exception:
+                if time.monotonic() - began < _LONGEST_WAIT.total_seconds():
+                    return  # the store is gone with torchrun: others notice that
+        if verdict and not self._closed.is_set():
+            self._finish(json.loads(verdict))
+
+    def _timeout(self) -> float:
+        """Return the seconds without progress that are a hang."""
+        return max(self._limits.timeout(list(self._steps)), _ROUNDS * self._interval)
 
     def _report(self, passed: float) -> Report:
         now, totals = self._phases.now, self._phases.totals
@@ -169,8 +212,10 @@ class Watchdog:
         self._beat += 1
         place, waits = place_of(self._trained) if self._idle > self._interval else ("", False)
         spent = processor_time(self._trained) if waits else 0
-        self._waited = self._waited + passed if waits and spent == self._spent else 0.0  # one wait takes no time at all
-        self._spent = spent
+        # One wait takes no processor time at all, or spins at one place.
+        same = place == self._place if self._member.wait_spins else spent == self._spent
+        self._waited = self._waited + passed if waits and same else 0.0
+        self._spent, self._place = spent, place
         return Report(
             rank=self._member.rank,
             host=platform.node(),
@@ -203,8 +248,7 @@ class Watchdog:
         if self._limits.hang == 0:
             return
         table = with_silence(self.table, self._silent)
-        timeout = self._limits.timeout(list(self._steps))
-        found = culprit(table, timeout=timeout, limits=self._limits, interval=self._interval)
+        found = culprit(table, timeout=self._timeout(), limits=self._limits, interval=self._interval)
         if found is None:
             return
         verdict = {
@@ -217,7 +261,8 @@ class Watchdog:
             "folder": f"hang-{time.strftime('%Y%m%d-%H%M%S')}-attempt-{events.attempt()}",
             "by": self._member.rank,
         }
-        self._store.compare_set("hang", "", json.dumps(verdict))
+        first = self._store.compare_set("hang", "", json.dumps(verdict)).decode()  # of the two ranks that judge
+        self._store.multi_set([_verdict(rank) for rank in range(self._member.world)], [first] * self._member.world)
 
     def _finish(self, verdict: Mapping[str, Any]) -> None:
         """Write the stacks, let the rank that found the hang say it, and end this process."""
@@ -231,7 +276,8 @@ class Watchdog:
             self._say(verdict, folder)
             self._store.set("said", "")
         else:
-            _until(lambda: self._store.check(["said"]), 2 * _WRITE)
+            with contextlib.suppress(Exception):  # it did not say it in time, or is gone
+                self._verdicts.wait(["said"], timedelta(seconds=2 * _WRITE))
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(HUNG)
@@ -267,6 +313,10 @@ def _until(done: Callable[[], bool], seconds: float) -> None:
 
 def _key(rank: int) -> str:
     return f"rank-{rank}"
+
+
+def _verdict(rank: int) -> str:
+    return f"verdict-{rank}"
 
 
 # Files whose functions wait for other ranks, and what a line that waits for a transfer looks like elsewhere.

@@ -60,7 +60,7 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     memory = partial(peak_memory, backend.device)
     phases = Phases(clock_of(backend.device))
     phases.enter(START, "connections")  # which the first report names
-    watch = Watch(config, phases, meeting, memory=memory)
+    watch = Watch(config, phases, meeting, memory=memory, on_gpu=not backend.is_cpu)
     try:
         start(backend, timeout_minutes=timeout, meeting=meeting)
         return _locked(config, backend, saver, watch, began)

@@ -24,11 +24,13 @@ from megavlm.train.hooks.hook import RankHook, Step
 class Watch(RankHook):
     """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
 
-    def __init__(self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int]) -> None:
+    def __init__(
+        self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int], on_gpu: bool
+    ) -> None:
         """`memory` returns the most bytes that this rank has used so far."""
         self.phases = phases
         run_dir, alone = Path(config.run.run_dir), not under_torchrun()
-        member = RunMember(rank=meeting.rank, world=meeting.world, run_dir=run_dir, keeps_store=alone)
+        member = RunMember(meeting.rank, meeting.world, run_dir, keeps_store=alone, wait_spins=on_gpu)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval

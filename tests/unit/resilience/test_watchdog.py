@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from hashlib import pbkdf2_hmac
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from megavlm.resilience.events import events
 from megavlm.resilience.hang_reports import Limits
 from megavlm.resilience.phases import COMPUTE, SAVE, Phases
 from megavlm.resilience.status import HUNG
-from megavlm.resilience.watchdog import RunMember, Watchdog
+from megavlm.resilience.watchdog import RunMember, Watchdog, seconds_between_reports
 
 
 class Ranks:
@@ -133,12 +134,75 @@ def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(
     if at_once:
         stopped.set()
     dog._round = lambda passed: None if stopped.is_set() else round_(passed)
+    dog._finish = lambda verdict: None
     ranks.start()
     assert wait(lambda: all(ranks.dogs[rank].table for rank in {0, 2} - {silent}))
     stopped.set()
     assert wait(lambda: len(ranks.ended) == 2)
     assert f"rank {silent} (" in capfd.readouterr().err
     dog._closed.set()
+
+
+class Counting:
+    """A store that counts how often it is asked, over all connections."""
+
+    def __init__(self, store: dist.Store, asked: list[str]) -> None:
+        self._store, self._asked = store, asked
+
+    def clone(self) -> Counting:
+        return Counting(self._store.clone(), self._asked)
+
+    def __getattr__(self, name: str):
+        self._asked.append(name)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("world", [8, 1024, 16384])
+@pytest.mark.parametrize("hang", [None, 20.0])
+def test_a_store_is_asked_a_thousand_times_a_second_at_most(world: int, hang: float | None, tmp_path: Path):
+    """Ranks that do not read ask once in a round, and nobody asks for the verdict, which the store sends."""
+    asked: list[str] = []
+    store = Counting(dist.PrefixStore("run", dist.HashStore()), asked)
+    for rank in range(world - 1 if world == 8 else 0):  # what others have reported
+        Watchdog(Phases(), RunMember(rank, world, tmp_path), store, limits=Limits(hang))._round(1.0)
+    in_a_round = []
+    for rank in (1, world - 1):
+        before = len(asked)
+        Watchdog(Phases(), RunMember(rank, world, tmp_path), store, limits=Limits(hang))._round(1.0)
+        in_a_round.append(len(asked) - before)
+    other, reader = in_a_round
+    assert (world - 2) * other + 2 * (reader + 1) <= 1000 * seconds_between_reports(world, hang)
+
+
+def test_a_verdict_ends_a_rank_at_once_however_seldom_it_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    ranks = Ranks(2, tmp_path, timeout=1.0)
+    ranks.dogs[1]._interval = 3600.0
+    ranks.start()
+    assert wait(lambda: len(ranks.ended) == 2)
+    assert "the run hangs: rank" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("spins", "counted"), [(True, True), (False, False)])
+def test_a_wait_that_spins_counts_where_the_device_is_a_gpu(spins: bool, counted: bool, tmp_path: Path):
+    """CUDA's wait for a stream uses processor time."""
+    stream, going = SimpleNamespace(synchronize=pbkdf2_hmac), [True]  # C code that computes without Python's lock
+
+    def work() -> None:
+        while going:
+            stream.synchronize("sha256", b"", b"", 100_000)
+
+    store = dist.HashStore()
+    dog = Watchdog(Phases(), RunMember(0, 1, tmp_path, wait_spins=spins), store, limits=Limits(1.0))
+    thread = threading.Thread(target=work)
+    thread.start()
+    dog._trained = thread.ident or 0
+    for _ in range(8):
+        dog._report(1.0)
+        time.sleep(0.02)
+    waited = dog._report(1.0).waited
+    going.clear()
+    thread.join()
+    assert (waited > 0) is counted
 
 
 def test_with_a_time_out_of_0_nothing_is_a_hang(tmp_path: Path):
