@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from megavlm.resilience import events
 from megavlm.resilience.hang_reports import Limits, SlowEvents, Spread, spread
 from megavlm.resilience.phases import END, START, Phases
 from megavlm.resilience.signals import under_torchrun
-from megavlm.resilience.watchdog import RunMember, Watchdog
+from megavlm.resilience.watchdog import RunMember, Watchdog, WatchdogStore
 from megavlm.train.hooks.hook import RankHook, Step
 
 
@@ -116,7 +117,9 @@ def _fields(found: Spread) -> dict[str, Value]:
     return fields
 
 
-def _own_store(meeting: Meeting) -> dist.Store:
+def _own_store(meeting: Meeting) -> WatchdogStore:
     """Return a connection to the run's store for one thread, with keys that no earlier run of these processes has."""
+    given: Any = meeting.store  # torch's types lack some methods
     number = meeting.store.add(f"watch/runs-of-rank-{meeting.rank}", 1)
-    return dist.PrefixStore(f"watch/{number}", meeting.store.clone())  # type: ignore[attr-defined]
+    own: Any = dist.PrefixStore(f"watch/{number}", given.clone())
+    return cast("WatchdogStore", own)
