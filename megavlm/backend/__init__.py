@@ -14,8 +14,7 @@ import torch
 from megavlm.errors import UserError
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the name that all versions of torch read
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # queues of a device; CUDA reads it once, when it starts
-_MOST_CONNECTIONS = "32"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # CUDA reads it once, when it starts
 # Where a collective takes too long, torch writes the last ones of each rank to a file: of which, and whether.
 _RECORDED = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
@@ -31,27 +30,25 @@ class Backend:
         return self.device.type == "cpu"
 
 
-def activate(*, launches_in_order: bool = False, side_streams: bool = False) -> Backend:
+def activate(*, queues: int | None = None) -> Backend:
     """Pick CUDA where there is a device, else make megatron-core run on CPU.
 
-    `launches_in_order` lets a GPU begin kernels of all streams in the order of their launch, unless the environment
-    says how (`CUDA_DEVICE_MAX_CONNECTIONS`): before Blackwell, tensor-parallel communication overlaps only so.
-    `side_streams` gives streams as many queues as there are, so that no stream waits behind another.
+    `queues` are those of a GPU (`derived.device_queues`), unless the environment says (`CUDA_DEVICE_MAX_CONNECTIONS`).
     Memory of a GPU is taken in segments that grow, unless the environment says how (`PYTORCH_ALLOC_CONF`): sizes differ
     in every micro-batch, and would tear holes into fixed ones. A process that sees one device takes it. Raises
     UserError where processes see several, and too few, or where side streams would share one queue.
     """
     if not {"PYTORCH_ALLOC_CONF", _ALLOCATOR} & os.environ.keys():
         os.environ[_ALLOCATOR] = "expandable_segments:True"
-    if launches_in_order or side_streams:
-        os.environ.setdefault(_CONNECTIONS, _MOST_CONNECTIONS if side_streams else "1")
+    if queues is not None:
+        os.environ.setdefault(_QUEUES, str(queues))
     if torch.cuda.is_available():
         for name, value in _RECORDED.items():
             os.environ.setdefault(name, value)
-        if side_streams and os.environ[_CONNECTIONS] == "1":
+        if queues is not None and queues > 1 and os.environ[_QUEUES] == "1":
             raise UserError(
-                f"{_CONNECTIONS}=1 lets the streams of --encode-ahead and of --data-parallel-sharding wait for one "
-                f"another: unset it ({_MOST_CONNECTIONS} is then set)"
+                f"{_QUEUES}=1 lets the streams of --encode-ahead and of --data-parallel-sharding wait for one another: "
+                f"unset it ({queues} is then set)"
             )
         devices, number = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
         processes = max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -52,23 +52,25 @@ def offloaded(config: Config) -> tuple[Offloaded, ...]:
     return tuple(kind for kind in get_args(Offloaded) if kind in words)
 
 
+MOST_QUEUES = 32  # that CUDA can make
+
+
 def moments_folder(config: Config) -> Path | None:
     """Return the folder of `--offload optimizer=nvme:DIR`; None where moments are in memory."""
     folders = (word.partition("=nvme:")[2] for word in config.execution.offload)
     return next((Path(folder) for folder in folders if folder), None)
 
 
-def launches_in_order(config: Config) -> bool:
-    """Return whether kernels of all streams should start in the order of their launch, on GPUs before Blackwell.
+def device_queues(config: Config) -> int | None:
+    """Return in how many queues a GPU's kernels should wait for their start; None: as many as CUDA makes by itself.
 
-    In that order tensor-parallel communication starts together with the matrix products that it overlaps.
+    In one queue they start in the order of their launch, and on GPUs before Blackwell tensor-parallel communication
+    together with the matrix products that it overlaps. FSDP2's transfers and --encode-ahead need the opposite: their
+    kernels must be able to start before earlier launches of any other stream.
     """
-    return config.parallel.tensor_model_parallel_size > 1 and not uses_side_streams(config)
-
-
-def uses_side_streams(config: Config) -> bool:
-    """Return whether kernels must be able to start before earlier launches: FSDP2's transfers, and --encode-ahead's."""
-    return shards_gradients(config) or config.placement.encode_ahead
+    if shards_gradients(config) or config.placement.encode_ahead:
+        return MOST_QUEUES
+    return 1 if config.parallel.tensor_model_parallel_size > 1 else None
 
 
 def starts_from(config: Config) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megavlm.command_line.commands import complaint
 from megavlm.command_line.parsing import parse
-from megavlm.config.derived import launches_in_order, uses_side_streams
+from megavlm.config.derived import device_queues
 from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.planner.auto import explain
 from megavlm.programs.configuration import with_model, with_plan
@@ -60,9 +60,7 @@ def train(argv: Sequence[str]) -> None:
 
     from megavlm import backend
 
-    chosen = backend.activate(  # before anything imports megatron-core
-        launches_in_order=launches_in_order(config), side_streams=uses_side_streams(config)
-    )
+    chosen = backend.activate(queues=device_queues(config))  # before anything imports megatron-core
 
     from megavlm.train.build import build
     from megavlm.train.loop import fit

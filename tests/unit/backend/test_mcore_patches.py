@@ -113,9 +113,9 @@ def test_launches_are_ordered_unless_the_environment_says_otherwise(
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)
     backend.activate()
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == before
-    backend.activate(launches_in_order=True)
+    backend.activate(queues=1)
     assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS") == after
-    backend.activate(side_streams=True)
+    backend.activate(queues=32)
     assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS") == "32"
 
 
@@ -123,6 +123,6 @@ def test_a_gpu_records_collectives_and_refuses_one_queue_for_side_streams(monkey
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_FR_BUFFER_SIZE": "9"})
     with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 lets the streams"):
-        backend.activate(side_streams=True)
+        backend.activate(queues=32)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "9"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megavlm.command_line.parsing import parse
-from megavlm.config.derived import launches_in_order, minutes_to_meet, overlapped, sequence_parallel
+from megavlm.config.derived import device_queues, minutes_to_meet, overlapped, sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.families import published_model
 from megavlm.rules import first
@@ -76,14 +76,14 @@ def test_overlaps_are_on_where_they_hide_something(argv: str, dp: int, expected:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("", False),
-        ("--tp 2", True),
-        ("--tp 2 --data-parallel-sharding full", False),
-        ("--tp 2 --placement colocated --encode-ahead --freeze vision projector", False),
+        ("", None),
+        ("--tp 2", 1),
+        ("--tp 2 --data-parallel-sharding full", 32),
+        ("--placement colocated --encode-ahead --freeze vision projector", 32),
     ],
 )
-def test_kernels_begin_in_order_for_tensor_parallelism_alone(argv: str, expected: bool) -> None:
-    assert launches_in_order(parse(argv.split())) is expected
+def test_kernels_begin_in_order_for_tensor_parallelism_alone(argv: str, expected: int | None) -> None:
+    assert device_queues(parse(argv.split())) == expected
 
 
 def test_a_run_dir_that_exists_is_resumed(tmp_path: pytest.TempPathFactory) -> None:
