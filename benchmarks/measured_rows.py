@@ -140,8 +140,9 @@ def _h200() -> list[Row]:
             ("step", step_time, "{:.3f} s"),
             ("whole step", step_rate, "{:.0f} TFLOP/s"),
             ("whole step, MFU", step_share(side.split()[1]), "{:.1%}"),
+            ("times as fast as Transformers wholly in bf16", against("transformers bf16"), "{:.2f} ×"),
         )
-        if side != FILES or what == "step"
+        if what == "step" or (side != FILES and ("Transformers" not in what or (side, count) == ("megavlm bf16", 1)))
     ]
 
 
