@@ -162,7 +162,7 @@ def _peaks(order: Sequence[Pass], *, splits: bool) -> Held:
 Array = np.ndarray[Any, Any]
 _KINDS = (FORWARD, BACKWARD, WEIGHT)
 
-Times = Array  # [chunks, micro-batches] seconds; of several steps, which replicas end together, [… steps, replicas]
+Times = Array  # [chunks, micro-batches] seconds
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,9 @@ class Durations:
     transfer: Sequence[float] = ()  # [chunks − 1]; empty: nothing takes time
 
     def flat(self) -> Array:
-        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them. Of
-        several steps and replicas, the last two axes stay.
-        """
+        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them."""
         kinds = (self.forward, self.backward, *(() if self.weight is None else (self.weight,)))
-        return np.concatenate([each.reshape(-1, *each.shape[2:]) for each in kinds])
+        return np.concatenate([each.ravel() for each in kinds])
 
 
 @dataclass(frozen=True)
@@ -195,14 +193,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step played through: seconds from its first pass to its last, and what ranks do meanwhile.
-
-    Of several steps, the seconds of the slowest replica of each, in the mean, and what a rank does in the mean.
-    """
+    """A step played through: seconds from its first pass to its last, and what ranks do meanwhile."""
 
     seconds: float
     busy: tuple[float, ...]  # of each rank
-    events: tuple[Event, ...]  # by rank, in order; empty unless they are kept, and of several steps
+    events: tuple[Event, ...]  # by rank, in order; empty unless they are kept
 
     @property
     def bubble(self) -> float:
@@ -236,8 +231,6 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     program = _program(shape)
     lengths = durations.flat()[program.number]
     hops = np.array([*(durations.transfer or [0.0] * (shape.chunks - 1)), 0.0])[program.hop]
-    if lengths.ndim > 1:
-        return _steps(program, shape, lengths, hops)
     ends = [0.0]
     # Plain numbers in one loop: a search plays thousands of steps of thousands of passes each.
     for waits_for, hop, after, length in zip(
@@ -248,18 +241,6 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     busy = np.bincount(program.rank, lengths, minlength=shape.pp)
     events = _events(program, shape, hops, ends) if keep_events else ()
     return Timeline(max(ends), tuple(busy.tolist()), events)
-
-
-def _steps(program: _Program, shape: PipelineShape, lengths: Array, hops: Array) -> Timeline:
-    """Play several steps at once, each on several replicas, of passes that take `lengths` [passes, steps, replicas]."""
-    ends = np.zeros((len(lengths) + 1, *lengths.shape[1:]))
-    order = zip(program.waits_for.tolist(), hops.tolist(), program.after.tolist(), strict=True)
-    for place, (waits_for, hop, after) in enumerate(order):
-        np.maximum(ends[waits_for] + hop, ends[after], out=ends[place + 1])
-        ends[place + 1] += lengths[place]
-    slowest = ends.max(axis=(0, 2))  # of each step, the slowest replica
-    busy = np.bincount(program.rank, lengths.mean(axis=(1, 2)), minlength=shape.pp)
-    return Timeline(float(slowest.mean()), tuple(busy.tolist()), ())
 
 
 @dataclass(frozen=True)

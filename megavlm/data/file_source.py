@@ -17,7 +17,7 @@ from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name
 from megavlm.data.sample_encoder import Encoder
 from megavlm.data.sample_order import Order, RecordRef, spread, weights_of
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
-from megavlm.data.source import DataSetShare, FirstSequences, HeldOutPrompt, Source
+from megavlm.data.source import DataSetShare, HeldOutPrompt, Source
 from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, StreamSample
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError, one_line
@@ -266,21 +266,6 @@ class FilesSource(Encoder, Source):
 
     def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
         return [(self.place(sample), self.encode(sample)) for sample in range(number)]
-
-    def first_sequences(self, config: Config, records: int) -> FirstSequences:
-        number = min(records, sum(map(len, self.records.values())))
-        collator = self.collator(CollateSpec.of(config, self))
-        found = collator.encode(range(number))
-        window = collator.packed(found)
-        if not window.sequences:
-            raise UserError(
-                f"--datasets: none of {number} samples can be used: {SkipSummary().add(window.skipped).message()}"
-            )
-        return FirstSequences(
-            [[segment.encoded for segment in segments if segment.encoded is not None] for segments in window.sequences],
-            number,
-            sum(bool(record.skipped) and not record.samples for record in found),
-        )
 
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
         parts = [self.held_out(number, range(len(records))) for number, records in enumerate(self.validation_records)]

@@ -21,7 +21,7 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, ComputedCollator, OwnImages
 from megavlm.data.sample_order import in_turn, spread
 from megavlm.data.sampler import BatchSampler, SequentialBatchSampler, Windows
-from megavlm.data.types import EncodedRecord, EncodedSample, HeldOut, Sample, SampleId, Segment
+from megavlm.data.types import EncodedRecord, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.inputs.bad_sample import BadSample, Skipped
 
@@ -47,15 +47,6 @@ class DataSetShare:
     name: str
     records: int | None
     share: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class FirstSequences:
-    """The samples of the first sequences of a source, and of how many records so many could not be used."""
-
-    sequences: Sequence[Sequence[Sample | EncodedSample]]
-    records: int
-    unusable: int = 0
 
 
 class Source(ABC):
@@ -100,13 +91,6 @@ class Source(ABC):
         """Return what chooses the samples of global batches, for data-parallel rank `rank` of `ranks`.
 
         `epoch` is the number of samples of an epoch; 0: not known.
-        """
-
-    @abstractmethod
-    def first_sequences(self, config: Config, records: int) -> FirstSequences:
-        """Return the sequences that the first `records` records make. No image is decoded or rendered.
-
-        Raises UserError if the data cannot be opened, if they are streams, or if no sample can be used.
         """
 
     @abstractmethod
@@ -199,9 +183,6 @@ class ComputedSource(Source):
         self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
     ) -> BatchSampler:
         return SequentialBatchSampler(count=config.train.global_batch_size)
-
-    def first_sequences(self, config: Config, records: int) -> FirstSequences:
-        return FirstSequences([[self.sample(index)] for index in range(records)], records)
 
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
         return spread([range(config.evaluation.eval_samples)] * len(self.validation_names))

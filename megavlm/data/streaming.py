@@ -13,9 +13,7 @@ from megavlm.data.collator import Collator
 from megavlm.data.file_source import FilesSource
 from megavlm.data.records import is_stream, open_stream, prepare_stream
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Window, Windows
-from megavlm.data.source import FirstSequences
 from megavlm.data.types import Conversation, EncodedRecord, GlobalBatch, LoaderState, SampleId, StreamSample
-from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Skipped
 
 if TYPE_CHECKING:
@@ -85,9 +83,6 @@ class StreamSource(FilesSource):
 
     def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
         return []
-
-    def first_sequences(self, config: Config, records: int) -> FirstSequences:
-        raise UserError("--datasets: tars of WebDataset are streams, which only a run reads")
 
 
 def files_source(config: Config) -> FilesSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kind import FP32
@@ -12,7 +12,7 @@ from megavlm.arch.kinds import kind_in, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
-from megavlm.arch.workload import DataWindow, times, typical_workload
+from megavlm.arch.workload import times, typical_workload
 from megavlm.config.lora_config import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
@@ -31,7 +31,6 @@ from megavlm.planner.step_time import (
     least_pipeline_time,
     step_of,
 )
-from megavlm.planner.uneven import MicroBatches, encoder_works, micro_batches
 from megavlm.rules import first
 from megavlm.rules.layout_rules import LAYOUT_RULES, WORLD_RULES
 
@@ -66,17 +65,14 @@ class LayoutEvaluator:
         *,
         imbalance: float | None = None,
         stages: Sequence[Hardware] = (),
-        window: DataWindow | None = None,
     ) -> None:
         """`imbalance` is that of experts; default: `expert_imbalance`. `stages`: devices of equal runs of pipeline
-        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else. `window`:
-        what micro-batches hold; default: all the same, what the configuration says of samples.
+        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else.
         """
-        self.config, self.hardware, self.window = config, hardware, window
-        own = (LayoutEvaluator(config, each, imbalance=imbalance, window=window) for each in stages)
-        self.stages = tuple(own)
+        self.config, self.hardware = config, hardware
+        self.stages = tuple(LayoutEvaluator(config, each, imbalance=imbalance) for each in stages)
         self.imbalance = expert_imbalance(config) if imbalance is None else imbalance
-        step = times(typical_workload(config), config.train.global_batch_size) if window is None else window.total()
+        step = times(typical_workload(config), config.train.global_batch_size)
         self.tokens = step.tokens
         self.flops = step_flops(config, step)
         self.expert_bytes = _expert_bytes(config)
@@ -87,7 +83,6 @@ class LayoutEvaluator:
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
-        self._batches = lru_cache(maxsize=None)(micro_batches)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
@@ -169,8 +164,7 @@ class LayoutEvaluator:
         work = path = min(each.least_work(candidate.recompute, pp=pp) for each in fastest)
         if (shape := scenario_shape(profiles.scenario)).splits_backward:
             path = min(each.least_work(candidate.recompute, pp=pp, splits=True) for each in fastest)
-        ends = 1.0 if profiles.uneven is None else profiles.uneven.batches.least_share
-        pipeline = least_pipeline_time(shape, work=work, path=path, ends=ends)
+        pipeline = least_pipeline_time(shape, work=work, path=path)
         return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
 
     def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
@@ -259,36 +253,28 @@ class LayoutEvaluator:
         on_gpu = self.hardware.on_gpu
         return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated, imbalance=self.imbalance)
 
-    def batches(self, candidate: Candidate) -> MicroBatches | None:
-        """Return what the micro-batches of a candidate hold where they differ, else None."""
-        dims, colocated = candidate.dims, candidate.placement == "colocated"
-        if self.window is None:
-            return None
-        return self._batches(self.window, dp=dims.dp, cp=dims.cp, size=candidate.micro_batch, colocated=colocated)
-
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
         if dims.vpp > 1 or dims.schedule is not None:  # a layer takes the same in any chunks and any order
             profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1, schedule=None)))
             return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
-        scenario, batches = self.scenario(candidate), self.batches(candidate)
-        if batches is not None:  # every micro-batch must fit
-            scenario = replace(scenario, work=batches.largest)
+        scenario = self.scenario(candidate)
         # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
         alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
         if (candidate.sharding, "optimizer" in candidate.offload) != (alike, False):
             rest = tuple(each for each in candidate.offload if each == "activations")
             return sharded(self._profiles(replace(candidate, sharding=alike, offload=rest)), scenario)
         first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
-        return layer_profiles(scenario, self.hardware, first=first, batches=batches)
+        return layer_profiles(scenario, self.hardware, first=first)
 
     def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
-        scenario, batches = self.scenario(candidate), self.batches(candidate)
-        estimate = partial(colocated_encoder, hardware=self.hardware, config=self.config, vision_tp=candidate.vision_tp)
-        if batches is None:
-            return estimate(scenario, images=self.images * candidate.micro_batch)
-        timed, held = (estimate(replace(scenario, work=work), images=n) for work, n in encoder_works(batches))
-        return replace(timed, memory=held.memory, host=held.host)
+        return colocated_encoder(
+            self.scenario(candidate),
+            hardware=self.hardware,
+            config=self.config,
+            images=self.images * candidate.micro_batch,
+            vision_tp=candidate.vision_tp,
+        )
 
     def _breaks_rule(self, candidate: Candidate) -> str | None:
         layout = candidate.applied(self.config)

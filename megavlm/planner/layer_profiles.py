@@ -18,9 +18,9 @@ from megavlm.config.derived import has_experts
 from megavlm.planner.cost import Seconds, carried_bytes, seconds_by_mode, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
-from megavlm.planner.uneven import Each, MicroBatches, UnevenSeconds
 
 Array = np.ndarray
+Each = Callable[[Callable[[str], Any]], list[Any]]  # measures layers by name, each kind once
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,6 @@ class LayerProfiles:
     modes: dict[Recompute, RecomputeProfile]
     launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
     stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): all have this one
-    # Of micro-batches that differ; the arrays above are then the bytes of the largest and the seconds of the mean one.
-    uneven: UnevenSeconds | None = None
 
     @property
     def count(self) -> int:
@@ -81,16 +79,6 @@ class LayerProfiles:
         device, host = (self.prefix(each) for each in (self.modes[mode].weight, self.modes[mode].weight_launch))
         found: Array = np.maximum(spans(device), spans(host))
         return found
-
-    def of_micro_batches(self, ahead: slice, back: slice) -> LayerProfiles:
-        """Return the seconds of the heaviest replicas' micro-batches `ahead` of forward, and `back` of backward passes,
-        in the mean. Alike, all take the same.
-        """
-        if self.uneven is None:
-            return self
-        of, weight = self.uneven.of_heaviest, self.uneven.of_heaviest("weight", back)
-        modes = {name: replace(mode, backward=of(name, back), weight=weight) for name, mode in self.modes.items()}
-        return replace(self, forward=of("forward", ahead), modes=modes)
 
     def least_work(self, mode: Recompute, *, pp: int, splits: bool = False) -> float:
         """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks; without those of weight
@@ -127,48 +115,33 @@ class LayerProfiles:
     def _passes(
         self, a: int, b: int, mode: Recompute, shape: PipelineShape, *, splits: bool
     ) -> tuple[Array, Array, Array]:
-        """Return the seconds of the passes of layers a … b−1: forward, backward, and of weight gradients that wait.
-
-        Each is [micro-batches], and of micro-batches that differ [micro-batches, steps, replicas].
+        """[micro-batches]: seconds of layers a … b−1: forward, backward, and of weight gradients that wait
+        if the chunk `splits`.
         """
-        device = self._device(mode, splits=splits)
-        axes = (slice(a, b + 1), *(None,) * (device[0].ndim - 1))
-        forward, backward, weight = (each[a : b + 1] for each in device)
-        issue, issue_back = (side[axes] for side in self.sides(mode, splits=splits)[2:])
-        size = (shape.micro_batches, *forward.shape[2:])
-        ahead, waits = np.zeros((2, *size))
-        ahead[:] = relay(issue, forward)
-        back = np.broadcast_to(relay(backward, issue_back), size)
+        forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode, splits=splits))
+        ahead, back, waits = np.zeros((3, shape.micro_batches))
+        ahead[:], back[:] = relay(issue, forward), relay(backward, issue_back)
         if shape.pp == 1:
-            ahead[1:] = np.broadcast_to(forward[-1] - forward[0], size)[1:]
+            ahead[1:] = forward[-1] - forward[0]
             host = issue[-1] - issue[0] + issue_back[-1] - issue_back[0]
             back = np.maximum(backward[-1] - backward[0], host - ahead)
         if splits:
-            launch = self.prefix(self.modes[mode].weight_launch)
-            waits[:] = np.maximum(weight[-1] - weight[0], launch[b] - launch[a])
+            waits[:] = max(
+                float(sums[b] - sums[a])
+                for sums in (self.prefix(self.modes[mode].weight), self.prefix(self.modes[mode].weight_launch))
+            )
         return ahead, back, waits
 
-    def _device(self, mode: Recompute, *, splits: bool) -> tuple[Array, Array, Array]:
-        """Return prefix sums of the device's seconds, [layers + 1, micro-batches, …], one micro-batch standing for all
-        where they are alike: forward, backward without weight gradients that wait if it `splits`, and those.
-        """
-        if self.uneven is None:
-            forward, backward, _, _ = self.sides(mode, splits=splits)
-            return forward[:, None], backward[:, None], self.prefix(self.modes[mode].weight)[:, None]
-        found = self.uneven.prefixes
-        return found["forward"], found[mode] - found["weight"] if splits else found[mode], found["weight"]
 
-
-def relay(ahead: Array, behind: Array) -> Array:
+def relay(ahead: Array, behind: Array) -> float:
     """Return the seconds of passes that host and device begin together, from the prefix sums of their layers.
 
     A layer begins on the device when the one before it has ended and the host has issued it. So a pass ends when the
     host has issued all up to some layer and the device has run that one and all that follow: the latest such layer
     counts. Forward, `ahead` is the host and `behind` the device; backward, which begins with the last layer, the
-    device's layers are the first of the list and the host's the last. Both are [layers + 1, passes, …].
+    device's layers are the first of the list and the host's the last. Both are [layers + 1].
     """
-    found: Array = behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max(axis=0)
-    return found
+    return float(behind[-1] - ahead[0] + (ahead[1:] - behind[:-1]).max())
 
 
 def relays(ahead: Array, behind: Array) -> Array:
@@ -186,18 +159,14 @@ def layer_profiles(
     *,
     modes: Sequence[Recompute] = ("none", "selective", "full"),
     first: int = 0,
-    batches: MicroBatches | None = None,
 ) -> LayerProfiles:
-    """Return the tables of a scenario's layers from `first` on. Where micro-batches differ, as those of `batches`, its
-    work is that of the largest.
-    """
+    """Return the tables of a scenario's layers from `first` on."""
     places = range(first, len(scenario.names))
     each = measured_once(scenario, places)
-    timed = scenario if batches is None else replace(scenario, work=batches.mean)
-    carried = carried_bytes(timed)[first + 1 : -1]
-    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, timed))[1:], carried, strict=True)]
-    sends = [transfer_seconds(size, timed, hardware) for size in sizes]
-    seconds = each(partial(seconds_by_mode, scenario=timed, hardware=hardware, modes=modes))
+    carried = carried_bytes(scenario)[first + 1 : -1]
+    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
+    sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
+    seconds = each(partial(seconds_by_mode, scenario=scenario, hardware=hardware, modes=modes))
     ahead = [of_modes[modes[0]] for of_modes in seconds]  # forward passes are the same in all modes
     return LayerProfiles(
         scenario=scenario,
@@ -207,7 +176,6 @@ def layer_profiles(
         transfer=np.array([0.0, *sends, 0.0]),
         modes={mode: _mode(mode, [of_modes[mode] for of_modes in seconds], scenario, each) for mode in modes},
         launch=_prefix([s.launch[0] for s in ahead]) if scenario.on_gpu else 0.0,
-        uneven=None if batches is None else UnevenSeconds(timed, hardware, batches, places, each, tuple(modes)),
     )
 
 

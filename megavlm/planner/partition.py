@@ -5,10 +5,6 @@ gradients of its last one have to return (S), and it works m times on its chunks
 minimises the largest of these bounds; branch and bound then plays the promising cuts through the simulator, until no
 cut is left whose bound is below the best time found (`exact`), or the allowance of simulations is spent. After that, a
 descent moves single cuts and changes what single chunks recompute for as long as a step becomes faster.
-
-Where micro-batches differ, a step lasts until the slowest of its replicas is done, and the mean of several steps
-counts. The bounds are those of one replica of each step, the one with the most work: S is what the first micro-batch
-takes on its way there and the last one on its way back, and load the mean over its micro-batches.
 """
 
 from __future__ import annotations
@@ -143,25 +139,17 @@ class _Search:
             splits = self.shape.splits_backward and chunk > 0
             early = max(0, m - 1 - rank)
             path, weight = self._of_rank(rank, splits)
-            if self.profiles.uneven is None:
-                passed.append(path)
-            else:  # the first micro-batch goes through, and the last one returns
-                passed.append(self._of_rank(rank, splits, slice(1), slice(m - 1, m))[0])
-                weight = self._of_rank(rank, splits, slice(1), slice(early))[1] if splits and early else weight
+            passed.append(path)
             worked.append(path + early / m * weight if splits else path)
         return passed, worked
 
-    def _of_rank(
-        self, rank: int, splits: bool, ahead: slice = slice(None), back: slice = slice(None)
-    ) -> tuple[Array, Array]:
+    def _of_rank(self, rank: int, splits: bool) -> tuple[Array, Array]:
         """[modes, i, j]: seconds of both passes of layers i … j−1 on a rank, without weight gradients that have passes
-        of their own if it `splits`, and seconds of those. Ranks with equal devices share the arrays. If micro-batches
-        differ, those `ahead` count forward and those `back` backward, in the mean.
+        of their own if it `splits`, and seconds of those. Ranks with equal devices share the arrays.
         """
-        own, pp = self.profiles.of_rank(rank), self.shape.pp
-        key = (id(own), splits, ahead.stop, back.start, back.stop)
+        profiles, pp = self.profiles.of_rank(rank), self.shape.pp
+        key = (id(profiles), splits)
         if key not in self._known:
-            profiles = own.of_micro_batches(ahead, back)
             places = np.arange(profiles.count + 1)
             rising = places[None, :] > places[:, None]
             both = [profiles.chunk_seconds(mode, pp=pp, splits=splits) for mode in profiles.modes]

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megavlm.arch.workload import DataWindow
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, candidates
@@ -45,13 +44,11 @@ def search(
     top: int = 10,
     imbalance: float | None = None,
     stages: Sequence[Hardware] = (),
-    window: DataWindow | None = None,
 ) -> SearchResult:
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
     `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`. `stages`: the
     devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do together.
-    `window`: what a run's micro-batches hold; default: all the same.
     """
     space = space or Space()
     if config.parallel.schedule is not None:
@@ -59,7 +56,7 @@ def search(
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
     device = for_precision(hardware, precision)
-    evaluator = LayoutEvaluator(config, device, imbalance=imbalance, stages=own, window=window)
+    evaluator = LayoutEvaluator(config, device, imbalance=imbalance, stages=own)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0

@@ -194,23 +194,20 @@ def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) ->
     return gradients
 
 
-def least_pipeline_time(shape: PipelineShape, *, work: float, path: float, ends: float = 1.0) -> float:
+def least_pipeline_time(shape: PipelineShape, *, work: float, path: float) -> float:
     """Return a lower bound of a pipeline's seconds, over all partitions.
 
     With one chunk per rank, rank r of p ends no sooner than load₀ + … + load_(r−1) + m·load_r. The largest of these
     is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the `work` W of a micro-batch. So
     B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
 
-    Where micro-batches differ W is the mean one's, and what the first and the last take of the ranks before r is a
-    share s of it or more, `ends`: load_(r+1) = load_r·(1 − s/m), and B = s·W / (1 − (1 − s/m)^p).
-
     `path` is what of the work others wait for: weight gradients with passes of their own need not be between.
     """
     m, pp = shape.micro_batches, shape.pp
-    share = (1 - (1 - ends / m) ** pp) / ends if shape.vpp == 1 and ends else pp / m
+    share = 1 - (1 - 1 / m) ** pp if shape.vpp == 1 else pp / m
     if shape.splits_backward:
-        return max(ends * path, path / share, work * m / pp)
-    return work * max(ends, 1 / share)
+        return max(path, path / share, work * m / pp)
+    return work * max(1.0, 1 / share)
 
 
 def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:

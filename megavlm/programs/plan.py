@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import EXPERT_IMBALANCE
-from megavlm.arch.workload import DataWindow, typical_workload
+from megavlm.arch.workload import typical_workload
 from megavlm.command_line.commands import Parser, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several
@@ -31,7 +30,6 @@ from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
 
 VOCABULARY = 256  # of a run on synthetic samples that does not set it
-LOOK = 2048  # samples: as many as a run packs together, and some three seconds
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
@@ -80,14 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         help="GPUs of several types, as many of each: that of the first pipeline stages, of the next as many, …",
     )
     parser.add_argument("--images", metavar="COUNTxSIDE", help="Images per sample and their side in pixels: 6x1024.")
-    parser.add_argument(
-        "--look",
-        type=int,
-        default=None,
-        metavar="N",
-        help="Samples of the data sets to look at, for how uneven micro-batches are; default: "
-        f"{LOOK}; 0, or without data sets: all are as the average sample.",
-    )
     parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
@@ -128,7 +118,6 @@ def plan(options: argparse.Namespace) -> int:
     if options.no_offload:
         space = replace(space, offload=())
     hardware = replace(hardware, memory=max([hardware.memory, *(each.memory for each in stages)]))
-    window = looked_at(options, given)
     outcome = search(
         config,
         options.gpus,
@@ -137,7 +126,6 @@ def plan(options: argparse.Namespace) -> int:
         top=options.top,
         imbalance=expert_imbalance_of(options, config),
         stages=stages,
-        window=window,
     )
     if outcome.best and options.out is not None:
         write_out("--out", options.out, to_yaml(to_train(outcome.config(given), options)))
@@ -147,44 +135,10 @@ def plan(options: argparse.Namespace) -> int:
         f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
         + ("" if options.config or _names(options, "--gbs", "--global-batch-size") else " (--gbs sets another batch)")
     )
-    if window is not None:
-        print(window.line())
     print(report(outcome))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1
-
-
-def looked_at(options: argparse.Namespace, config: Config) -> DataWindow | None:
-    """Return what the samples of a configuration's data sets hold; None where there are none, where --images says what
-    samples hold, or where those of FILE.yaml cannot be read here, which is printed.
-
-    Raises UserError if they cannot be read and --look or --datasets asks for it.
-    """
-    count = LOOK if options.look is None else options.look
-    if count < 0:
-        raise UserError(f"--look {count} must be at least 0")
-    names_data, typed = bool(config.data.datasets), _names(options, "--datasets")
-    if options.look and not names_data:
-        raise UserError("--look is about data sets, and there are none: name them with --datasets, or leave it out")
-    if typed and options.images is not None:
-        raise UserError("--images says what samples hold, and so do --datasets: leave one of them out")
-    if not (count and names_data) or (options.images is not None and not options.look):
-        return None
-    if objective_of(config.model).embeds:
-        print("all micro-batches count as the average one: of data for embeddings no samples are looked at")
-        return None
-    from megavlm.data.streaming import files_source
-    from megavlm.data.survey import data_window
-
-    try:
-        source = files_source(config)
-        return data_window(resolve(config, vocab_size=source.vocab_size), source, records=count)
-    except UserError as error:
-        if options.look or typed:
-            raise
-        print(f"all micro-batches count as the average one, as the data are not looked at: {error}")
-        return None
 
 
 def expert_imbalance_of(options: argparse.Namespace, config: Config) -> float | None:

@@ -16,4 +16,3 @@ def test_the_page_has_the_table_of_the_records(monkeypatch: pytest.MonkeyPatch) 
     page = schedules.PAGE.read_text(encoding="utf-8")
     assert schedules.with_table(page) == page
     assert page.count("| PP4 m=16 frozen tower |") == 2
-    assert importlib.import_module("uneven").page(page) == page
