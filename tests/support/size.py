@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 43_721,  # 40,000
-    "modules": 376,  # 380
+    "code lines of the package": 43_414,  # 40,000
+    "modules": 375,  # 380
     "code lines of the largest module": 304,
     "options": 292,
     "flags": 147,  # 150
-    "code lines of tests": 36_416,  # 33,000
-    "words of documentation": 45_017,  # 45,000
+    "code lines of tests": 36_124,  # 33,000
+    "words of documentation": 44_611,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
