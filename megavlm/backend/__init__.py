@@ -36,13 +36,19 @@ def activate(*, queues: int | None = None) -> Backend:
     `queues` are those of a GPU (`derived.device_queues`), unless the environment says (`CUDA_DEVICE_MAX_CONNECTIONS`).
     Memory of a GPU is taken in segments that grow, unless the environment says how (`PYTORCH_ALLOC_CONF`): sizes differ
     in every micro-batch, and would tear holes into fixed ones. A process that sees one device takes it. Raises
-    UserError where processes see several, and too few, or where side streams would share one queue.
+    UserError where processes see several, and too few, where side streams would share one queue, and on
+    AMD's GPUs, which torch calls CUDA, too.
     """
     if not {"PYTORCH_ALLOC_CONF", _ALLOCATOR} & os.environ.keys():
         os.environ[_ALLOCATOR] = "expandable_segments:True"
     if queues is not None:
         os.environ.setdefault(_QUEUES, str(queues))
     if torch.cuda.is_available():
+        if torch.version.hip is not None:
+            raise UserError(
+                "this torch is built for AMD's GPUs (ROCm), on which megavlm has never run: use an NVIDIA GPU, or hide "
+                "the devices (HIP_VISIBLE_DEVICES=) to run on the CPU"
+            )
         for name, value in _RECORDED.items():
             os.environ.setdefault(name, value)
         if queues is not None and queues > 1 and os.environ[_QUEUES] == "1":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.errors import UserError
 from megavlm.resilience.phases import Clock, HostClock
 
 
@@ -114,15 +115,21 @@ def give_each_stream_a_workspace() -> None:
     """Give each stream its own cuBLAS workspace in Transformer Engine (32 MiB from Hopper on). Idempotent.
 
     Transformer Engine keeps one workspace per device for all streams: two matrix products that run at the same time
-    would write into the same memory.
+    would write into the same memory. Raises UserError where it keeps it under another name: numbers would be wrong.
     """
     try:
         gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
     except ImportError:
         return
-    allocate = getattr(gemm.get_cublas_workspace, "__wrapped__", None)  # below its cache, which knows no streams
-    if allocate is None:
+    kept = getattr(gemm, "get_cublas_workspace", None)
+    if getattr(kept, "of_each_stream", False):
         return
+    allocate = getattr(kept, "__wrapped__", None)  # below its cache, which knows no streams
+    if allocate is None:
+        raise UserError(
+            "--encode-ahead: this Transformer Engine keeps cuBLAS' workspace in a way that megavlm does not know, so "
+            "that two streams would share it: leave it out, or install the version of requirements/gpu.txt"
+        )
 
     @cache
     def of_stream(stream: int, *which: Any) -> Any:
@@ -131,4 +138,5 @@ def give_each_stream_a_workspace() -> None:
     def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
         return of_stream(torch.cuda.current_stream(device).cuda_stream, device, ub, grouped_gemm)
 
+    get_cublas_workspace.of_each_stream = True  # type: ignore[attr-defined]
     gemm.get_cublas_workspace = get_cublas_workspace

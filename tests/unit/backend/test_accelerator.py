@@ -16,6 +16,7 @@ import torch
 
 from megavlm.backend.accelerator import CudaStream, SideStream, clock_of, give_each_stream_a_workspace, side_stream
 from megavlm.backend.host_copies import HostCopies, StreamCopies, empty_on_host, host_copies_of
+from megavlm.errors import UserError
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phases
 from tests.support.host_copies import Streams
 
@@ -81,6 +82,9 @@ def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: 
     assert gemm.get_cublas_workspace(0, True, False).ub
     current.cuda_stream = numbers["computing"]
     assert gemm.get_cublas_workspace(0, False, False) is computing
+    gemm.get_cublas_workspace = lambda *which: computing
+    with pytest.raises(UserError, match="--encode-ahead: this Transformer Engine keeps cuBLAS' workspace in a way"):
+        give_each_stream_a_workspace()
 
 
 class Event:

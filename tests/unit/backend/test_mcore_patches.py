@@ -59,6 +59,13 @@ def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch
         backend.activate()
 
 
+def test_a_torch_for_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(UserError, match="built for AMD's GPUs"):
+        backend.activate()
+
+
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
 def test_a_process_takes_the_one_device_that_it_sees(visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[torch.device] = []
