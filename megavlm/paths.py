@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -92,15 +92,27 @@ class FileRange:
 
     def open(self) -> io.BufferedReader:
         """Return the bytes as a file that can be read and searched. Raises OSError if the file is not there."""
-        return io.BufferedReader(_Section(open_regular(self.path, buffering=0), self.start, self.length))
+        file = open_regular(self.path, buffering=0)
+        read = lambda buffer, at: os.preadv(file.fileno(), [buffer], self.start + at)  # noqa: E731
+        return io.BufferedReader(_Section(self.length, read, file.close))
 
     def __str__(self) -> str:
         return f"{self.path} from byte {self.start} on"
 
 
+def as_file(content: memoryview) -> io.BufferedReader:
+    """Return bytes as a file that can be read and searched; they are not copied."""
+
+    def read(buffer: memoryview, at: int) -> int:
+        buffer[:] = content[at : at + len(buffer)]
+        return len(buffer)
+
+    return io.BufferedReader(_Section(len(content), read, lambda: None))
+
+
 class _Section(io.RawIOBase):
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+    def __init__(self, length: int, read: Callable[[memoryview, int], int], close: Callable[[], None]) -> None:
+        self._length, self._read, self._close, self._at = length, read, close, 0
 
     def readable(self) -> bool:
         return True
@@ -117,10 +129,10 @@ class _Section(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         most = max(0, self._length - self._at)
-        read = os.preadv(self._file.fileno(), [memoryview(buffer)[:most]], self._start + self._at)
+        read = self._read(memoryview(buffer)[:most], self._at)
         self._at += read
         return read
 
     def close(self) -> None:
-        self._file.close()
+        self._close()
         super().close()

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bo
     return torch.linalg.vector_norm(torch.stack(parts)).view(1), None
 
 
-def read_checkpoints_with(reader: type) -> None:
-    """Let megatron-core load checkpoints through this class: its own unpickles whatever a file holds. Idempotent."""
+def read_checkpoints_with(reader: Callable[[str | Path], Any]) -> None:
+    """Let megatron-core load checkpoints by the readers that this makes: its own unpickles whatever a file holds."""
     strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
-from megavlm.paths import FileRange, inside
+from megavlm.paths import FileRange, as_file, inside
 
 ITEMS, STATE = "items.json", "state.json"
 _LARGEST = 2**30  # bytes of a JSON file: 2,000 ranks with 5,000 pieces each stay below
@@ -51,15 +51,18 @@ class Record:
         """Return the number of bytes that the values take."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
-    def values_at(self) -> int:
+    def values_at(self, content: memoryview | None = None) -> int:
         """Return the byte of the file at which the values begin, row-major. Raises UserError for a damaged record.
+
+        `content` is the record, if it has been read.
 
         `torch.save` writes a zip archive whose entry `data/0` holds the values, neither compressed nor in parts.
         """
         if not self.bytes:
             return self.start
         try:
-            with FileRange(self.file, self.start, self.length).open() as part, zipfile.ZipFile(part) as archive:
+            file = FileRange(self.file, self.start, self.length).open() if content is None else as_file(content)
+            with file as part, zipfile.ZipFile(part) as archive:
                 [entry] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
                 part.seek(entry.header_offset)
                 header = part.read(30)

@@ -28,6 +28,7 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
     without,
 )
+from megavlm.checkpoint.reading import Sharing
 from megavlm.checkpoint.saving import Saver
 from megavlm.checkpoint.summary import check_model, describe, read_summary
 from megavlm.config.derived import fp8_in, layer_precision
@@ -117,7 +118,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         _prepare_histories(trained, config)
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
-        loaded = reading.load(state, folder)
+        loaded = reading.load(state, folder, Sharing.of(trained.chunks))
     common = folder / STATE
     if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
         raise UserError(f"{common} has no {' and no '.join(missing)} of a run: use another checkpoint")
@@ -147,7 +148,7 @@ def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) ->
         for index, chunk in enumerate(chunks)
     }
     with _quiet():
-        loaded = reading.load(wanted, folder)
+        loaded = reading.load(wanted, folder, Sharing.of(chunks))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
 

@@ -216,8 +216,14 @@ _LOOK, _SAY = timedelta(seconds=60), 300.0
 
 def barrier() -> None:
     """Wait until all ranks are here. NCCL would guess the device from the rank, which may be wrong."""
-    on_gpu = dist.get_backend() == "nccl"
-    dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+    device = exchanged_on()
+    dist.barrier(device_ids=None if device.index is None else [device.index])
+
+
+def exchanged_on() -> torch.device:
+    """Return the device of the tensors that this rank can exchange with others."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def on_rank_0(action: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megavlm.checkpoint import folders
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.forked import start_program, status_of
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, started, train
 
 NONE, ZERO_2 = "--data-parallel-sharding none", "--data-parallel-sharding optimizer_gradients"
 FULL, COLOCATED = "--data-parallel-sharding full", "--pp 2 --placement colocated"
@@ -115,6 +116,57 @@ def test_load_starts_from_another_run(pools: Pools, alone: Any, half: Any, tmp_p
     argv = [*SMALL, *PADDED.split()]
     pools(2).run(train, [*argv, *"--pp 2 --load".split(), str(half(4, "--tp 2 --pp 2"))], str(tmp_path))
     assert_same_curve(metrics(tmp_path), alone(argv)[2:])
+
+
+def operations(argv: list[str], run_dir: str) -> dict[str, int]:
+    """Return what this rank does with the checkpoint from which a run begins: bytes that it reads, files of tensors
+    that it opens, and other operations by the name of a file or folder.
+    """
+    import builtins
+    import os
+    from collections import Counter
+    from unittest.mock import patch
+
+    from megavlm.train.loop import close
+
+    counts, preadv = Counter[str](), os.preadv
+
+    def counted(module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
+        def counting(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if "checkpoints/iter_" in str(path):
+                counts["tensors" if name == "open" and str(path).endswith(".distcp") else "names"] += 1
+            return function(path, *args, **kwargs)
+
+        return patch.object(module, name, counting)
+
+    def reading(*args: Any) -> int:
+        counts["bytes"] += (count := preadv(*args))
+        return count
+
+    named = [(os, name) for name in ("open", "stat", "lstat", "scandir", "listdir", "readlink")]
+    with ExitStack() as patched:
+        for module, name in [*named, (builtins, "open")]:
+            patched.enter_context(counted(module, name))
+        patched.enter_context(patch.object(os, "preadv", reading))
+        run = started(argv, run_dir)
+    close(run)
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"), [(4, "--precision bf16"), slow(4, "--precision bf16 --tp 2"), slow(4, f"{COLOCATED} {NONE}")]
+)
+def test_ranks_read_a_checkpoint_once(pools: Pools, half: Any, tmp_path: Path, world: int, flags: str):
+    """Together they read what is in the files, and rank 0 alone looks at what describes them."""
+    argv = [*SMALL, *PADDED.split(), *flags.split()]
+    shutil.copytree(half(world, flags), tmp_path / "run")
+    there = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.distcp"))
+    ranks = pools(world).run(operations, argv, str(tmp_path / "run"))
+    assert sum(rank["bytes"] for rank in ranks) <= 1.1 * there, f"{ranks} of {there}"
+    assert max(rank["tensors"] for rank in ranks) <= 0.5 * sum(rank["tensors"] for rank in ranks), "they share the work"
+    assert max(rank["names"] for rank in ranks[1:]) <= 20 < ranks[0]["names"], ranks
 
 
 def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
