@@ -261,6 +261,12 @@ def _time(event: Mapping[str, Any], name: str = "time") -> int | None:
         return None
 
 
+def moment_of(event: Mapping[str, Any]) -> float | None:
+    """Return the time that an event or a state of a run has, in seconds since 1970; None if it has none."""
+    found = _time(event)
+    return None if found is None else found / 1e6
+
+
 def _micro(seconds: Any) -> int:
     """Return seconds as microseconds; 0 for what is no duration."""
     return round(_number(seconds) * 1e6)

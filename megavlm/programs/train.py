@@ -29,9 +29,12 @@ from megavlm.world import World, world_of
 _FEWEST_FILES, _MOST_FILES = 256, 65536
 
 
-def train(argv: Sequence[str]) -> None:
-    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly."""
-    began = time.time()
+def train(argv: Sequence[str], *, began: float | None = None) -> None:
+    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly.
+
+    `began` is when the process began, in seconds since 1970 (default: now).
+    """
+    began = began or time.time()
     allow_open_files()
     config = parse(argv, complete=partial(with_model, weights=False))
     launched = enter_world()
@@ -94,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     3 losses or gradients are, 71 a device computes wrongly (all in one line). Any other error ends with 1.
     """
     try:
-        train(argv)
+        train(argv, began=_birth(os.getpid()))
     except Stopped as stopped:
         note_exit(STOPPED, os.environ)
         note_cause(f"stopped ({stopped}): the same command continues", os.environ)
@@ -162,12 +165,17 @@ def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
 
 def launch_time() -> float:
     """Return when the parent of this process, torchrun, started, in seconds of `time.time`; infinity if it is gone."""
+    return _birth(os.getppid()) or float("inf")
+
+
+def _birth(process: int) -> float | None:
+    """Return when a process started, in seconds of `time.time`; None if it is gone."""
     import psutil
 
     try:
-        return float(psutil.Process(os.getppid()).create_time())
+        return float(psutil.Process(process).create_time())
     except psutil.Error:
-        return float("inf")
+        return None
 
 
 def _time_of(text: object) -> float:

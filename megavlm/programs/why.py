@@ -1,9 +1,10 @@
-"""Say what holds a run back: `megavlm why RUN_DIR`. It reads metrics.jsonl and events.jsonl, no more."""
+"""Say what holds a run back: `megavlm why RUN_DIR`. It reads the run's records of its steps, events and starts."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.program import program
 from megavlm.programs import history
-from megavlm.programs.history import History, history_of, records_of
+from megavlm.programs.history import History, history_of, moment_of, records_of
 from megavlm.resilience import phases
 from megavlm.resilience.events import events
+from megavlm.resilience.status import read_status
 
 _LEAST = 0.02  # smaller shares of the time are not reported
 
@@ -25,10 +27,14 @@ _LEAST = 0.02  # smaller shares of the time are not reported
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 no run is there."""
     run_dir = _parser().parse_args(argv).run_dir
-    steps = records_of(run_dir)
-    if not steps:
+    steps, happened = records_of(run_dir), events(run_dir)
+    start = start_line(happened, phases.unfinished(run_dir), read_status(run_dir))
+    if not steps and start is None:
         raise UserError(f"{run_dir} has no metrics.jsonl with a step: name the folder of a run")
-    happened = events(run_dir)
+    if start is not None:
+        print(start)
+    if not steps:
+        return 0
     past = history_of(happened, steps)
     if past is not None:
         print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into training ({len(steps)} iterations)")
@@ -53,6 +59,42 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.share:5.1%}  {self.what}\n       → {self.remedy}"
+
+
+def start_line(
+    events: Sequence[Mapping[str, Any]],
+    unfinished: Mapping[str, Any],
+    status: Mapping[str, Any],
+    *,
+    now: float | None = None,
+) -> str | None:
+    """Return a line on what the last start took, or takes `now`; None if nothing is known of it.
+
+    `unfinished` is what `phases.unfinished` returns. Of a start that failed, `status` says when it ended.
+    """
+    state = status.get("state")
+    if unfinished and state not in ("finished", "stopped"):
+        began, since = _number(unfinished.get("began")), _number(unfinished.get("since"))
+        ended = moment_of(status) if state == "failed" else None
+        over = ended is not None and ended >= since - 1  # status.json has whole seconds
+        until = max(since, ended if ended is not None and over else now or time.time())
+        before = _parts(unfinished.get("phases"))
+        first = "the start ended after" if over else "the run has been starting for"
+        words = f"{first} {until - began:,.1f} s: it was {phases.PARTS[unfinished['part']]} for {until - since:,.1f} s"
+        return f"{words} (before that: {before})" if before else words
+    started = next((event for event in reversed(events) if event.get("kind") == "started"), None)
+    if started is None:
+        return None
+    took = f"the last start took {_number(started.get('seconds')):,.1f} s to the end of its first step"
+    return f"{took}: it was {_parts(started.get('phases'))}"
+
+
+def _parts(seconds: Any) -> str:
+    """Return words on the parts of a start that took long, longest first."""
+    known = {name: _number(each) for name, each in seconds.items()} if isinstance(seconds, Mapping) else {}
+    longest = sorted((part for part in phases.PARTS if part in known), key=lambda part: -known[part])
+    least = _LEAST * sum(known.values())
+    return ", ".join(f"{phases.PARTS[part]} for {known[part]:,.1f} s" for part in longest if known[part] > least)
 
 
 def findings(

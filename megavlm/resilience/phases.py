@@ -1,16 +1,26 @@
 """Note what this rank is doing and how its time divides into phases; it costs a few assignments per micro-batch.
 
+The parts of a start are phases of their own: RUN_DIR/starting.json says what rank 0 does now, and the event `started`
+what each part took.
+
 The training thread writes; the watchdog's thread reads (`watchdog.py`). Reading needs no lock, because each change is
 one assignment.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from megavlm.files import replace_file
+from megavlm.paths import read_bytes
+from megavlm.resilience.events import attempt, record
 
 START = "start"
 DATA = "data"
@@ -123,3 +133,79 @@ class Phases:
         for phase, value in seconds.items():
             total[phase] = total.get(phase, 0.0) + value
         self.totals = Totals(self.totals.steps + steps, total)
+
+
+STARTING = "starting.json"
+_LARGEST = 2**16  # bytes
+
+# The parts of a start, in their order, with what rank 0 does.
+PARTS = {
+    "imports": "importing modules",
+    "rendezvous": "meeting the other ranks",
+    "callbacks": "loading callbacks",
+    "tokenizer": "reading the tokenizer",
+    "groups": "making process groups",
+    "data": "preparing data",
+    "download": "fetching a checkpoint from a store",
+    "model": "building the model",
+    "weights": "reading weights",
+    "outputs": "opening its outputs",
+    "first_batch": "waiting for the first batch",
+    "first_step": "taking the first step",
+}
+
+
+class StartTimes:
+    """The seconds of each part of this process's start; rank 0 writes them to its folder once that is locked."""
+
+    def __init__(self, began: float, clock: Callable[[], float] = time.time) -> None:
+        """`began` is when the process began, in seconds since 1970, as `clock` returns them."""
+        self.run_dir: Path | None = None  # of rank 0, once it has locked it
+        self._clock = clock
+        self._began = self._since = began
+        self._part = "imports"
+        self._seconds: dict[str, float] = {}
+        self._done = False
+
+    def enter(self, part: str) -> None:
+        """End the part before and begin this one. After the first step it does nothing."""
+        assert part in PARTS, f"list the part {part!r} in PARTS"
+        if self._done:
+            return
+        self._add(self._part, self._lap())
+        self._part = part
+        if self.run_dir is None:
+            return
+        told = {"attempt": attempt(), "began": self._began, "part": part, "since": self._since, "phases": self._seconds}
+        with suppress(OSError):  # the run itself will say that its folder cannot be written
+            replace_file(self.run_dir / STARTING, json.dumps(told) + "\n")
+
+    def first_step_done(self, iteration: int, *, waited: float) -> None:
+        """Write the event `started`, once, after the first step, which `waited` so many seconds for its batch."""
+        if self._done:
+            return
+        spent = self._lap()
+        self._add("first_batch", min(waited, spent))
+        self._add("first_step", max(0.0, spent - waited))
+        self._done = True
+        if self.run_dir is not None:
+            seconds = round(self._since - self._began, 3)
+            record(self.run_dir, "started", iteration=iteration, seconds=seconds, phases=self._seconds)
+            with suppress(OSError):
+                (self.run_dir / STARTING).unlink()
+
+    def _lap(self) -> float:
+        before, self._since = self._since, self._clock()
+        return max(0.0, self._since - before)
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._seconds[part] = round(self._seconds.get(part, 0.0) + seconds, 3)
+
+
+def unfinished(run_dir: Path) -> dict[str, Any]:
+    """Return what RUN_DIR/starting.json says of a start whose first step is not done; empty where there is none."""
+    try:
+        told = json.loads(read_bytes(run_dir / STARTING, at_most=_LARGEST))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) and told.get("part") in [*PARTS] else {}

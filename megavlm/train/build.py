@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +26,15 @@ from megavlm.config.schema import Config
 from megavlm.data.source import Source
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
+from megavlm.model.vlm import VLMChunk
 from megavlm.parallel.groups import Groups, barrier, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
-from megavlm.resilience.phases import START, Phases
+from megavlm.resilience.phases import START, Phases, StartTimes
 from megavlm.resilience.status import note_failure
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, with_device_defaults
-from megavlm.train.build_engine import build_engine
+from megavlm.train.build_engine import WeightInit, build_engine
 from megavlm.train.build_source import build_source
 from megavlm.train.engine import Engine
 from megavlm.train.fetch import fetch
@@ -54,13 +55,15 @@ def build(config: Config, backend: Backend, *, began: float | None = None) -> Ru
     cannot run. By then RUN_DIR and the demo's tokenizer may be written, because the plan depends on its size.
     """
     began = began or time.time()
+    times = StartTimes(began)
+    times.enter("rendezvous")
     saver = _saver(config)  # first: it forks, which threads and a joined world make unsafe
     timeout = config.parallel.distributed_timeout_minutes
     meeting = meet(timeout_minutes=minutes_to_meet(config))
     memory = partial(peak_memory, backend.device)
     phases = Phases(clock_of(backend.device))
-    phases.enter(START, "connections")  # which the first report names
-    watch = Watch(config, phases, meeting, memory=memory, on_gpu=not backend.is_cpu)
+    phases.enter(START, "rendezvous")  # which the first report names
+    watch = Watch(config, phases, meeting, times, memory=memory, on_gpu=not backend.is_cpu)
     try:
         start(backend, timeout_minutes=timeout, meeting=meeting)
         return _locked(config, backend, saver, watch, began)
@@ -92,8 +95,9 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     watch.starting("callbacks")
     users: list[Callback] = []
     on_rank_0(lambda: users.extend(callbacks_of(config)))
-    watch.starting("tokenizer and process groups")
+    watch.starting("tokenizer")
     chosen = _choose(config, backend)
+    watch.starting("groups")
     groups = _groups(chosen.config, chosen.plan)
     write_files = partial(write_run_files, run_dir, chosen.given, chosen.plan, backend)
     # A run that goes on keeps those of its last start until its checkpoint takes this one's options.
@@ -102,10 +106,11 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
         announce(chosen.config, chosen.plan, backend, asked=chosen.asked, given=chosen.given)
     watch.starting("data")
     config, data = prepare(chosen.config, chosen.source, chosen.plan, groups, backend)
-    watch.starting("checkpoint of a store")
+    watch.starting("download")
     fetch(config, chosen.given, run_dir, watch.phases)
     chosen = replace(chosen, config=config)
     engine, position, loads = _restored(chosen, data, groups, backend, watch, write_files)
+    watch.starting("outputs")
     callbacks, progress = Callbacks(watch.phases, names_users=bool(config.logging.callback)), None
     if dist.get_rank() == 0:
         spent = {"seconds": time.time() - began, "load_seconds": time.time() - loads}
@@ -192,11 +197,11 @@ def _restored(
         groups,
         vocab_size=source.vocab_size,
         backend=backend,
-        weights=initial_weights(config, choices, vocab_size=source.vocab_size),
+        weights=_timed(initial_weights(config, choices, vocab_size=source.vocab_size), watch),
         num_sources=len(source.names) if len(source.names) > 1 else 0,
         phases=watch.phases,
     )
-    watch.starting("checkpoint")
+    watch.starting("weights")
     began = time.time()
     with _closed_on_error(engine):
         position = restore(engine, data.loaders.training, config, chosen.plan, choices, data.identity)
@@ -204,6 +209,19 @@ def _restored(
     barrier()  # others may still read what rank 0 holds for them
     holds.release()
     return engine, position, began
+
+
+def _timed(weights: WeightInit | None, watch: Watch) -> WeightInit | None:
+    """Return the same, as a part of the start of its own."""
+    if weights is None:
+        return None
+
+    def read(chunks: Sequence[VLMChunk]) -> None:
+        watch.starting("weights")
+        weights(chunks)
+        watch.starting("model")
+
+    return read
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from megavlm.config.derived import replica_size
 from megavlm.config.schema import Config
 from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
 from megavlm.planner.memory import table as memory_table
+from megavlm.planner.start_time import starting_line
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, start_table
 from megavlm.train.build_source import vocab_size_of
@@ -24,7 +25,8 @@ def dry_run(config: Config, *, world: int) -> None:
     requested, given = config, as_begun(config)
     config = resolve(given, vocab_size=vocab_size_of(given))
     dims = dims_of(config, world=world)
-    print(start_line(config, continued=newest(Path(config.run.run_dir) / "checkpoints")))
+    continued = newest(Path(config.run.run_dir) / "checkpoints")
+    print(start_line(config, continued=continued))
     print(table(make_plan(config, dims), config))
     print(start_table(given, asked=requested))
     on_gpu = config.precision.dtype != "fp32"
@@ -44,6 +46,7 @@ def dry_run(config: Config, *, world: int) -> None:
         from megavlm.data.survey import samples_line
 
         print(samples_line(config))
+    print(starting_line(config, dims, on_gpu=on_gpu, resumes=continued is not None))
     if config.train.train_iters is not None:
         print(duration_line(config, dims, on_gpu=on_gpu))
     if line := verdict(config, dims, on_gpu=on_gpu):

@@ -107,6 +107,10 @@ def test_steps_after_the_checkpoint_are_lost_and_done_again(pools: Pools, tmp_pa
     again = [event for event in events(tmp_path) if event["kind"] == "start"][1]
     assert (again["iteration"], again["lost_steps"], again["last_lost"]) == (4, 3, lost[7]["time"])
     assert again["seconds"] > again["load_seconds"] > 0
+    first, second = (event for event in events(tmp_path) if event["kind"] == "started")
+    assert (first["iteration"], second["iteration"]) == (1, 5)
+    assert sum(second["phases"].values()) == pytest.approx(second["seconds"], abs=0.02)
+    assert second["phases"]["weights"] > 0
     past = history_of(events(tmp_path), records_of(tmp_path))
     assert past is not None
     assert past.seconds[LOST] > sum(lost[i]["step_time_s"] for i in (5, 6, 7)) - 1e-3

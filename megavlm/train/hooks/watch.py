@@ -16,7 +16,7 @@ from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
 from megavlm.resilience.hang_reports import Limits, SlowEvents, Spread, spread
-from megavlm.resilience.phases import END, START, Phases
+from megavlm.resilience.phases import END, START, Phases, StartTimes
 from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.watchdog import RunMember, Watchdog, WatchdogStore
 from megavlm.train.hooks.hook import RankHook, Step
@@ -26,10 +26,17 @@ class Watch(RankHook):
     """Watches what `phases` are told, until `close`. Every rank makes one as soon as it has met the others."""
 
     def __init__(
-        self, config: Config, phases: Phases, meeting: Meeting, *, memory: Callable[[], int], on_gpu: bool
+        self,
+        config: Config,
+        phases: Phases,
+        meeting: Meeting,
+        times: StartTimes,
+        *,
+        memory: Callable[[], int],
+        on_gpu: bool,
     ) -> None:
         """`memory` returns the most bytes that this rank has used so far."""
-        self.phases = phases
+        self.phases, self._times = phases, times
         run_dir, alone = Path(config.run.run_dir), not under_torchrun()
         member = RunMember(meeting.rank, meeting.world, run_dir, keeps_store=alone, wait_spins=on_gpu)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
@@ -48,19 +55,24 @@ class Watch(RankHook):
     def starting(self, part: str) -> None:
         """Begin a part of the start."""
         self.phases.enter(START, part)
+        self._times.enter(part)
 
     def owns_folder(self) -> None:
-        """Let a hang be written to the run folder, which is locked now."""
+        """Let a hang, and the parts of the start, be written to the run folder, which is locked now."""
         self._watchdog.owns_folder = True
+        if self._says:
+            self._times.run_dir = self._run_dir
 
     def on_step_begin(self, iteration: int) -> None:
         """Begin a step."""
+        self._times.enter("first_step")
         self.phases.begin_step(iteration)
 
     def measure(self, step: Step) -> dict[str, Value]:
         """Note a step; return what the record says of the ranks: nothing if there is no news, or not on rank 0."""
         self.phases.end_step()
         self._watchdog.step_done(step.seconds)
+        self._times.first_step_done(step.iteration, waited=cast(float, step.record["data_time_s"]))
         if not self._says or step.iteration % self._interval:
             return {}
         after = self._watchdog.table

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megavlm.programs.history import history_of
-from megavlm.programs.why import findings, main
+from megavlm.programs.why import findings, main, start_line
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -50,6 +50,53 @@ def test_the_first_finding_names_the_cause_and_an_option(changed, words: str, op
     first = findings(steps(10, **changed), None, [])[0]
     assert words in first.what
     assert option in first.remedy
+
+
+PHASES = {"imports": 3.0, "weights": 92.0, "model": 4.0, "groups": 0.1}
+STARTING = {"began": 1000.0, "since": 1007.0, "part": "weights", "phases": {"imports": 3.0, "model": 4.0}}
+BEFORE = "(before that: building the model for 4.0 s, importing modules for 3.0 s)"
+
+
+def status(state: str, second: float) -> dict[str, Any]:
+    return {"state": state, "time": datetime.fromtimestamp(second, UTC).isoformat()}
+
+
+@pytest.mark.parametrize(
+    ("happened", "file", "state", "line"),
+    [
+        ([], {}, {}, None),
+        (
+            [event(0, "started", seconds=1.0), event(200, "started", seconds=99.1, phases=PHASES)],
+            {},
+            status("running", 1100),
+            "the last start took 99.1 s to the end of its first step: it was reading weights for 92.0 s, building the "
+            "model for 4.0 s, importing modules for 3.0 s",
+        ),
+        (
+            [event(0, "started", seconds=1.0)],
+            STARTING,
+            status("failed", 900),
+            f"the run has been starting for 99.0 s: it was reading weights for 92.0 s {BEFORE}",
+        ),
+        (
+            [],
+            STARTING,
+            status("failed", 1019),
+            f"the start ended after 19.0 s: it was reading weights for 12.0 s {BEFORE}",
+        ),
+        ([], STARTING, status("finished", 1099), None),
+        ([], {"part": "groups", "began": "x"}, {}, "the run has been starting for 1,099.0 s"),
+    ],
+)
+def test_a_start_is_told_by_its_parts(happened, file, state, line: str | None):
+    found = start_line(happened, file, state, now=1099.0)
+    assert found == line or (line is not None and found is not None and found.startswith(f"{line}: it was making"))
+
+
+def test_a_run_that_has_no_step_yet_is_no_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "starting.json").write_text(json.dumps(STARTING))
+    assert main([str(tmp_path)]) == 0
+    assert "it was reading weights for" in capsys.readouterr().out
 
 
 def test_what_lies_between_steps_is_found_in_the_history():
