@@ -81,12 +81,6 @@ figcaption{font-size:13px;margin:0 0 8px}
 td>small{min-width:150px}
 .across{font-size:12px;color:var(--quiet);text-align:right;margin:-4px 6px 0 0}
 small{display:block;margin-left:18px;font-size:12px;color:var(--quiet)}
-.sequences{list-style:none;margin:0;padding:0}
-.sequences li{display:flex;gap:10px;align-items:center;margin:3px 0}
-.sequences .number{width:3ch;color:var(--quiet);font-size:12px}
-.sequence{flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden;
-  background:repeating-linear-gradient(135deg,var(--line) 0 2px,transparent 2px 6px)}
-.sequence i{height:100%;flex:none;border-right:1px solid var(--card)}
 article{border-top:1px solid var(--line);padding:16px 0}
 .images{display:flex;align-items:flex-start;flex-wrap:wrap;gap:14px;margin:0 0 12px}
 .tiles{display:flex;align-items:flex-start;flex-wrap:wrap;gap:3px;max-width:100%}

@@ -135,14 +135,6 @@ class LayoutEvaluator:
             return None
         return node_memory_error(estimate.step.host, estimate.candidate.dims.world, self.hardware)
 
-    def offloaded(self, estimate: Estimate, space: Space) -> tuple[Estimate, ...]:
-        """Return estimates of the same layout and cuts for each further set of offloaded tensors."""
-        return tuple(
-            self._estimate(each, estimate.partition, with_memory=True)
-            for each in with_offload(estimate.candidate, space)
-            if not self.rule(each)
-        )
-
     def with_fitting_encoder(self, candidate: Candidate) -> tuple[Candidate, str | None]:
         """Return the candidate and None if it can run, else with its encoder split over the fewest ranks of a
         tensor-parallel group that fit; if splitting does not help, return the candidate itself and the reason.

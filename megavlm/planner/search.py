@@ -27,7 +27,6 @@ class SearchResult:
     simulated: int
     tried: int
     evaluator: LayoutEvaluator  # with the device and the imbalance of experts that were assumed
-    offloaded: tuple[Estimate, ...] = ()  # the best layout at the same cuts, with less and less on the device
 
     def config(self, config: Config) -> Config:
         """Return the configuration with the best layout."""
@@ -108,5 +107,4 @@ def search(
     found.sort(key=lambda each: each.step.seconds)
     refined = (evaluator.estimate(each.candidate, simulations=20) for each in found[:top])
     best = sorted((each for each in refined if isinstance(each, Estimate)), key=lambda each: each.step.seconds)
-    offloaded = evaluator.offloaded(best[0], space) if best and offloads else ()
-    return SearchResult(tuple(best), tuple(rejected), simulated, tried, evaluator, offloaded)
+    return SearchResult(tuple(best), tuple(rejected), simulated, tried, evaluator)

@@ -17,7 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.devices import MACHINES, Machine, find_machine
 from megavlm.planner.evaluator import GIB, Estimate, Rejected
-from megavlm.planner.host_memory import host_line, node_bytes, node_memory_error
+from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.search import SearchResult
 from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
@@ -77,21 +77,10 @@ def _experts(outcome: SearchResult) -> list[str]:
 
 
 def _offloads(outcome: SearchResult) -> list[str]:
-    """Return what the best layout has on its host, and what more `--offload` would bring it."""
-    best, hardware = outcome.best[0], outcome.evaluator.hardware
-    world, lines = best.candidate.dims.world, []
-    if best.step.host:
-        lines.append(host_line(best.step.host, world, hardware))
-    for each in outcome.offloaded:
-        less = (best.step.peak - each.step.peak) / GIB
-        longer = each.step.seconds - best.step.seconds
-        lacks = node_memory_error(each.step.host, world, hardware)
-        lines.append(
-            f"  --offload {' '.join(each.candidate.offload)}: {less:.2f} GiB less on the fullest rank, {longer:+.3f} s "
-            f"a step, {node_bytes(each.step.host, world, hardware) / GIB:.0f} GiB of a node's memory"
-            + (" (more than it has)" if lacks else "")
-        )
-    return lines
+    """Return a line on what the best layout has on its host, if anything."""
+    best = outcome.best[0]
+    hosts, world = best.step.host, best.candidate.dims.world
+    return [host_line(hosts, world, outcome.evaluator.hardware)] if hosts else []
 
 
 def layouts(estimates: Sequence[Estimate]) -> str:

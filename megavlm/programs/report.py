@@ -35,7 +35,6 @@ from megavlm.rules.load import from_yaml_file
 _ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
 _LARGEST = 1e15  # larger values of a file are taken for damage
 _WARM_UP = 2  # first steps, which are slower and count for no rate
-_MOST_EVENTS = 200  # of each run
 _NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
 
 
@@ -256,7 +255,4 @@ def _value(value: Any) -> str:
 def _events(run: RunRecord) -> str:
     counts = Counter(str(event.get("kind")) for event in run.events)
     listed = ", ".join(f"{number:,} {escape(kind)}" for kind, number in counts.most_common())
-    names = ("time", "kind", "iteration", "rank", "reason")
-    rows = ([escape(str(event.get(name, ""))) for name in names] for event in run.events[-_MOST_EVENTS:])
-    shown = f"the last {min(len(run.events), _MOST_EVENTS):,} of {len(run.events):,}"
-    return f"<p>{listed}</p><details><summary>{shown}</summary>{table(names, rows, numbers=(2, 3))}</details>"
+    return f"<p>{listed}</p>"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from dynamic_context import MIXTURES, Costs, Layout, dynamic_groups, loads_of, packed_rows, width_of
+from dynamic_context import Costs, Layout, dynamic_groups, loads_of, packed_rows, width_of
 
 from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds
@@ -62,20 +62,3 @@ def test_seconds_are_the_planners(layout: Layout, length: int) -> None:
         for name in scenario.names[scenario.names.index("embedding") :]
     ]
     assert costs.seconds(*work) == pytest.approx(sum(s.forward + s.backward for s in each), rel=0.02)
-
-
-def test_ranks_that_split_share_the_work_and_recomputation_makes_room() -> None:
-    model, hardware = published_model("qwen2_5_vl_7b"), profile("h100")
-    costs = Costs(model, hardware, 16, Layout(1))
-    alone, split = costs.seconds(1, 65536, 65536**2), costs.seconds(4, 65536, 65536**2)
-    assert alone / 4 < split < alone / 3
-    assert 1000 < costs.capacity < Costs(model, hardware, 16, Layout(1, "full")).capacity
-
-
-@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.name)
-def test_mixtures_draw_the_same_samples_again(mixture) -> None:
-    drawn = mixture.draw(2**18, seed=1)
-    assert drawn == mixture.draw(2**18, seed=1) != mixture.draw(2**18, seed=2)
-    assert min(drawn) >= 64
-    assert max(drawn) <= mixture.longest
-    assert sum(drawn) >= 2**18

@@ -48,7 +48,6 @@ def test_a_slow_node_is_named(pools):
     assert sound.names == ("node0", "node1", "node2", "node3")
     assert {WORLD, EXCHANGE} < set(sound.speeds)
     assert list(sound.speeds[EXCHANGE]) == [f"node node{number}" for number in range(4)]
-    assert all(abs(ahead) <= 0.5 for ahead in sound.clocks)  # one machine has one clock
     stopped = threading.Event()
     slow = threading.Thread(target=stutter, args=(psutil.Process(pool._processes[2].pid), stopped))
     slow.start()

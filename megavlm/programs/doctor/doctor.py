@@ -4,7 +4,7 @@ Report versions, devices with their peak and measured rates, communication and d
 command that fixes it. The exit status is 1 if a run could not work, else 0.
 
 With --world, check all nodes together, started like the run: `torchrun … -m megavlm doctor --world`, or by srun.
-Versions, code, GPUs, network adapters and clocks are compared, all links between nodes measured, and what differs or
+Versions, code and GPUs are compared, all links between nodes measured, and what differs or
 is slow is named, a line each.
 """
 

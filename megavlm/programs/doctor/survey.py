@@ -1,4 +1,4 @@
-"""Check all nodes of a run together, before it starts: what they have, their clocks, how fast they compute and talk.
+"""Check all nodes of a run together, before it starts: what they have, how fast they compute and talk.
 
 Facts travel over gloo, so that links are measured last. Every collective has a time limit; when one fails, the ranks
 that still answer say so in the store, and the others are named.
@@ -110,8 +110,6 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
             "facts": facts_of_node(package) if place.local_rank == 0 else {},
         }
     )
-    dist.barrier()
-    clocks = _gathered(time.time())
     by_first: dict[int, list[int]] = defaultdict(list)
     for rank, each in enumerate(all_ranks):
         by_first[each["first"]].append(rank)
@@ -133,7 +131,6 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
         ranks=tuple(map(tuple, nodes)),
         facts=tuple(all_ranks[ranks[0]]["facts"] for ranks in nodes),
         on_gpu=device.type == "cuda",
-        clocks=tuple(clocks[ranks[0]] - clocks[0] for ranks in nodes),
         speeds=speeds,
     )
 
@@ -251,11 +248,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return max((time.perf_counter() - began) / _REPEATS, 1e-9)
 
 
-def facts_of_node(
-    package: Path, *, environment: Mapping[str, str] | None = None, sys_dir: Path = Path("/sys")
-) -> dict[str, str]:
+def facts_of_node(package: Path) -> dict[str, str]:
     """Return the facts of this machine by name. `package` is the folder of the code that is to run."""
-    environment = os.environ if environment is None else environment
     facts = {"python": ".".join(map(str, sys.version_info[:3])), "Linux": platform.release()}
     for name in PACKAGES:
         try:
@@ -273,8 +267,7 @@ def facts_of_node(
     facts["driver"] = "none" if not driver else driver.splitlines()[0].strip()
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     facts["GPUs"] = counted(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices)
-    facts["adapters"] = counted(adapters(sys_dir))
-    for name, value in environment.items():
+    for name, value in os.environ.items():
         if name.startswith("NCCL_") or name in _VARIABLES:
             facts[f"${name}"] = value
     return facts
@@ -283,23 +276,3 @@ def facts_of_node(
 def counted(things: Iterable[str]) -> str:
     """Return `8 × NVIDIA H200, 1 × …`, in an order that does not depend on that of the machine; `none` without any."""
     return ", ".join(f"{number} × {thing}" for thing, number in sorted(Counter(things).items())) or "none"
-
-
-def adapters(sys_dir: Path) -> Iterator[str]:
-    """Yield each port of an RDMA adapter and each network card, with speed and state, as Linux tells them in /sys."""
-    for port in sorted(sys_dir.glob("class/infiniband/*/ports/*")):
-        kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(_read(port / "link_layer"), "RDMA")
-        state = _read(port / "state").partition(": ")[2] or "unknown state"
-        yield f"{kind} {_read(port / 'rate') or 'unknown rate'} {state}"
-    for card in sorted(sys_dir.glob("class/net/*")):
-        if (card / "device").exists():  # not loopback, bridges and containers' ends
-            speed = _read(card / "speed")
-            rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdecimal() else "unknown rate"
-            yield f"Ethernet {rate} {_read(card / 'operstate') or 'unknown state'}, MTU {_read(card / 'mtu')}"
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:  # the speed of a card that is down cannot be read
-        return ""

@@ -16,7 +16,6 @@ from megavlm.programs.doctor.problems import Level, Problem
 
 # What is measured of links, in bytes/s.
 WITHIN, WORLD, EXCHANGE = "all-reduce within nodes", "all-reduce of all ranks", "exchange between two nodes"
-_MOST_OFFSET = 1.0  # seconds; events of a run are ordered by clocks
 _LEAST_OF_PROFILE = 0.7  # profiles hold what collectives reach, not data sheets
 _LEAST_OF_OTHERS = {True: 0.85, False: 0.5}  # on a GPU; a CPU's other work makes measurements differ
 
@@ -29,13 +28,12 @@ class Survey:
     ranks: tuple[tuple[int, ...], ...]  # of each node
     facts: tuple[Mapping[str, str], ...]
     on_gpu: bool
-    clocks: tuple[float, ...] = ()  # seconds ahead of the first node's
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # what is measured → of whom → value
 
 
 def world_problems(survey: Survey, profile: Hardware | None) -> list[Problem]:
     """Return all problems, errors first: what differs between nodes, and who is slower than the others or a profile."""
-    found = [*_shapes(survey), *_differences(survey), *_clocks(survey), *_slow(survey)]
+    found = [*_shapes(survey), *_differences(survey), *_slow(survey)]
     if profile is not None:
         found += _below_profile(survey, profile)
     return sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.level))
@@ -61,7 +59,6 @@ _REMEDIES: tuple[tuple[tuple[str, ...], Level, str], ...] = (
         "error",
         "leave the node out (sbatch --exclude), or have its GPUs looked at: nvidia-smi, dmesg | grep -i xid",
     ),
-    (("adapters",), "warning", "leave the node out (sbatch --exclude), or look at the port: ibstat, ethtool, ip link"),
     (("driver", "Linux"), "warning", "bring the nodes to one version"),
 )
 
@@ -81,14 +78,6 @@ def _differences(survey: Survey) -> Iterator[Problem]:
                 ("warning", "set it alike on all nodes, in a profile of launch/profiles"),
             )
             yield Problem(level, f"{_nodes(names)}: {fact} is {value}, elsewhere {usual}", remedy)
-
-
-def _clocks(survey: Survey) -> Iterator[Problem]:
-    for name, ahead in zip(survey.names, survey.clocks, strict=False):
-        if abs(ahead) > _MOST_OFFSET:
-            way = "ahead of" if ahead > 0 else "behind"
-            what = f"node {name}: clock is {abs(ahead):.1f} s {way} that of {survey.names[0]}"
-            yield Problem("warning", what, "chronyc makestep  # and let chrony or NTP run on the node")
 
 
 def _slow(survey: Survey) -> Iterator[Problem]:
@@ -145,7 +134,7 @@ def rows(survey: Survey) -> Iterator[tuple[str, str]]:
     first = survey.facts[0]
     yield "nodes", f"{len(survey.names)}: {', '.join(survey.names[:8])}{' …' if len(survey.names) > 8 else ''}"
     yield "ranks", str(sum(map(len, survey.ranks)))
-    yield from ((fact, first[fact]) for fact in ("torch", "NCCL", "driver", "GPUs", "adapters") if fact in first)
+    yield from ((fact, first[fact]) for fact in ("torch", "NCCL", "driver", "GPUs") if fact in first)
     for what, speeds in survey.speeds.items():
         slowest, usual, fastest = min(speeds.values()), statistics.median(speeds.values()), max(speeds.values())
         shown = (_shown(what, each) for each in (usual, slowest, fastest))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megavlm.arch.packing import pack
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
+from megavlm.data.sampler import bins_of
 from megavlm.data.streaming import files_source
 from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
 from megavlm.errors import UserError
@@ -47,16 +48,6 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class PackedSegment:
-    """Describes one sample, or a piece of one, in a packed sequence: its tokens (`length`) and its number of images."""
-
-    label: str
-    source: int
-    length: int
-    images: int
-
-
-@dataclass(frozen=True)
 class SourceShare:
     """Describes a data set and how many of the previewed samples are from it."""
 
@@ -68,27 +59,15 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class PreviewContent:
-    """Describes one packing window: how its samples are packed, which are skipped, and some of them in full."""
+    """Describes one packing window: how full its sequences are, which samples are skipped, and some in full."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    seq_length: int
     read: int
     sources: tuple[SourceShare, ...]
-    sequences: tuple[tuple[PackedSegment, ...], ...]
     skipped: tuple[Skipped, ...]
     shown: tuple[Shown, ...]
     warnings: tuple[str, ...] = ()
-
-    @property
-    def segments(self) -> tuple[PackedSegment, ...]:
-        return tuple(segment for sequence in self.sequences for segment in sequence)
-
-    @property
-    def efficiency(self) -> float:
-        """Return the share of the sequences' positions that hold a token."""
-        positions = self.seq_length * len(self.sequences)
-        return sum(segment.length for segment in self.segments) / positions if positions else 0.0
 
 
 def stretches_of(
@@ -139,19 +118,23 @@ def look(config: Config, *, shown: int, title: str) -> PreviewContent:
     samples, undecodable = _shown(source, usable, shown)
     return PreviewContent(
         title=title,
-        facts=_facts(config, source),
-        seq_length=config.train.seq_length,
+        facts=_facts(config, source, usable),
         read=len(records),
         sources=_shares(source, len(records)),
-        sequences=_sequences(config, source, usable),
         skipped=(*skipped, *undecodable),
         shown=samples,
         warnings=tuple(source.warnings()),
     )
 
 
-def _facts(config: Config, source: FilesSource) -> tuple[tuple[str, str], ...]:
+def _facts(config: Config, source: FilesSource, usable: list[EncodedRecord]) -> tuple[tuple[str, str], ...]:
+    length = config.train.seq_length
+    lengths = [sample.cost.length for record in usable for sample in record.samples]
+    sequences = len(bins_of(lengths, seq_length=length, packing=config.data.packing))
     return (
+        ("sequences", f"{sequences:,} of {length:,} tokens"),
+        ("positions filled", f"{sum(lengths) / max(1, sequences * length):.2%}"),
+        ("tokens of a sample", f"{min(lengths, default=0):,} to {max(lengths, default=0):,}"),
         ("image processor", type(source.processor).__name__),
         ("chat template", config.data.chat_template),
         ("trained on", config.data.train_on),
@@ -167,36 +150,20 @@ def _shares(source: FilesSource, read: int) -> tuple[SourceShare, ...]:
     )
 
 
-def _sequences(
-    config: Config, source: FilesSource, usable: list[EncodedRecord]
-) -> tuple[tuple[PackedSegment, ...], ...]:
-    segments = [
-        PackedSegment(_label(source, record)[1], sample.source, sample.cost.length, sample.cost.images)
-        for record in usable
-        for sample in record.samples
-    ]
-    bins = [[index] for index in range(len(segments))]
-    if config.data.packing:
-        bins = pack([segment.length for segment in segments], config.train.seq_length)
-    return tuple(tuple(segments[index] for index in indices) for indices in bins)
-
-
 def _shown(source: FilesSource, usable: list[EncodedRecord], most: int) -> tuple[tuple[Shown, ...], list[Skipped]]:
     """Return at most `most` samples with images, from each data set in turn, and those whose images are broken."""
-    waiting: dict[int, list[EncodedRecord]] = {}
+    by_source: dict[int, list[EncodedRecord]] = {}
     for record in usable:
-        waiting.setdefault(_label(source, record)[0], []).append(record)
+        by_source.setdefault(_label(source, record)[0], []).append(record)
     found: list[Shown] = []
     bad: list[Skipped] = []
-    while len(found) < most and any(waiting.values()):
-        for number in sorted(waiting):
-            if waiting[number] and len(found) < most:
-                record = waiting[number].pop(0)
+    for record in chain.from_iterable(zip_longest(*by_source.values())):
+        if record is not None and len(found) < most:
+            try:
+                found.extend(_in_full(source, record)[: most - len(found)])
+            except BadSample as error:
                 assert record.sample_id is not None
-                try:
-                    found.extend(_in_full(source, record)[: most - len(found)])
-                except BadSample as error:
-                    bad.append(source.skipped(record.sample_id, error))
+                bad.append(source.skipped(record.sample_id, error))
     return tuple(found), bad
 
 

@@ -13,48 +13,25 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megavlm.html import COLOURS, document, facts, picture, section, table
-from megavlm.programs.preview.collect import PackedSegment, PreviewContent, Shown, Stretch
+from megavlm.programs.preview.collect import PreviewContent, Shown, Stretch
 
-_MOST_BARS = 64  # sequences that are drawn
 _MOST_SKIPPED = 5  # examples that are listed for each reason
-_FIRST_FRAMES, _FRAME = 12, 320  # frames of a video that are shown at first; pixels of a frame's longer side
+_FRAME = 320  # pixels of the longer side of a frame of a video
 
 
 def page(content: PreviewContent) -> str:
     """Return the HTML of the page, in which text from the data is escaped."""
+    about = facts((("samples looked at", f"{content.read:,}"), *content.facts))
     body = [
-        f"<header><h1>{escape(content.title)}</h1>{_facts(content)}</header>",
+        f"<header><h1>{escape(content.title)}</h1>{about}</header>",
         *(f'<p class="warning">{escape(text)}</p>' for text in content.warnings),
         '<div class="columns">',
         section("Sources", _sources(content)),
         section("Skipped", _skipped(content)),
-        section("Tokens of a sample", quantiles([segment.length for segment in content.segments])),
-        section("Images of a sample", quantiles([segment.images for segment in content.segments])),
         "</div>",
-        section("Sequences", _sequences(content)),
         section("Samples", _legend() + "".join(_sample(shown, content) for shown in content.shown)),
     ]
     return document(content.title, body)
-
-
-def quantiles(values: Sequence[int]) -> str:
-    """Return how values are distributed: the smallest, quartiles, the largest, and their sum."""
-    if not values:
-        return '<p class="quiet">No values.</p>'
-    shares = {"smallest": 0, "a quarter up to": 25, "half up to": 50, "three quarters up to": 75, "largest": 100}
-    places = np.percentile(values, list(shares.values()), method="lower")
-    return facts(
-        [*((name, f"{value:,}") for name, value in zip(shares, places, strict=True)), ("sum", f"{sum(values):,}")]
-    )
-
-
-def _facts(content: PreviewContent) -> str:
-    counted = (
-        ("samples looked at", f"{content.read:,}"),
-        ("sequences", f"{len(content.sequences):,} of {content.seq_length:,} tokens"),
-        ("positions filled", f"{content.efficiency:.2%}"),
-    )
-    return facts((*counted, *content.facts))
 
 
 def _colour(source: int) -> str:
@@ -91,25 +68,6 @@ def _skipped(content: PreviewContent) -> str:
     return "".join(parts)
 
 
-def _sequences(content: PreviewContent) -> str:
-    def segment(found: PackedSegment) -> str:
-        tip = escape(f"{found.label}: {found.length} tokens, {found.images} images", quote=True)
-        width = found.length / content.seq_length
-        return f'<i style="width:{width:.4%};background:{_colour(found.source)}" title="{tip}"></i>'
-
-    rows = [
-        f'<li><span class="number">{number}</span><div class="sequence">{"".join(map(segment, sequence))}</div></li>'
-        for number, sequence in enumerate(content.sequences[:_MOST_BARS])
-    ]
-    about = (
-        '<p class="quiet">Each bar is a sequence. Its parts are samples in the colour of their source; samples do not '
-        "attend to each other. Hatched parts are padding.</p>"
-    )
-    left = len(content.sequences) - len(rows)
-    more = f'<p class="quiet">{left:,} more are not drawn.</p>' if left > 0 else ""
-    return f'{about}<ol class="sequences">{"".join(rows)}</ol>{more}'
-
-
 def _legend() -> str:
     return (
         '<p class="quiet"><mark>Trained</mark> tokens have a loss; the others are context. '
@@ -139,14 +97,9 @@ def _tiles(pictures: Sequence[NDArray[np.uint8]], seconds: Sequence[float]) -> s
         f"<figure>{picture(pixels, side=_FRAME)}<figcaption>{second:.2f} s</figcaption></figure>"
         for pixels, second in zip(pictures, seconds, strict=True)
     ]
-    first, rest = "".join(frames[:_FIRST_FRAMES]), frames[_FIRST_FRAMES:]
-    film = f'<div class="film">{first}</div>'
-    if rest:
-        more = f"<summary>{len(rest):,} more frames, to {seconds[-1]:.2f} s</summary>"
-        film += f'<details>{more}<div class="film">{"".join(rest)}</div></details>'
     height, width = pictures[0].shape[:2]
     about = f"video: {len(frames):,} frames of {height}×{width} pixels"
-    return f'<div class="video"><p class="quiet">{about}</p>{film}</div>'
+    return f'<div class="video"><p class="quiet">{about}</p><div class="film">{"".join(frames)}</div></div>'
 
 
 def _stretch(stretch: Stretch) -> str:

@@ -1,7 +1,7 @@
 """Preview the training data: `megavlm preview CONFIG.yaml`, or with the flags of a run.
 
 Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
-the packing of samples into sequences, lengths, the sampling share of each source, and skipped samples with reasons.
+how full packed sequences are, the sampling share of each source, and skipped samples with reasons.
 """
 
 from __future__ import annotations

@@ -167,8 +167,6 @@ def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:
 def test_the_search_offloads_as_little_as_gives_room() -> None:
     roomy = search(SMALL, 8, H100, space=SPACE)
     assert roomy.best[0].candidate.offload == ()
-    text = report(roomy)
-    assert all((f"--offload {' '.join(each)}: " in text) == ("parameters" not in each) for each in SPACE.offload)
     for wanted in (("optimizer",), BOTH):
         hardware = room_for(*wanted)
         outcome = search(SMALL, 8, hardware, space=SPACE)
@@ -228,8 +226,3 @@ def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.Mon
 def test_a_cpu_offloads_nothing_by_itself() -> None:
     tiny = replace(PROFILES["cpu"], memory=1e6)
     assert not search(SMALL, 2, tiny, space=SPACE).best
-    assert not search(SMALL, 2, PROFILES["cpu"], space=SPACE).offloaded
-
-
-def test_profiles_know_their_hosts() -> None:
-    assert all((hardware.host is None) == (name == "cpu") for name, hardware in PROFILES.items())

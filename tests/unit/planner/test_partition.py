@@ -77,7 +77,7 @@ def brute_force(profiles: LayerProfiles, shape: PipelineShape, cap: float) -> fl
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("layers", "shape"),
     [
@@ -107,7 +107,7 @@ def test_finds_what_brute_force_finds(seed: int, layers: int, shape: PipelineSha
     assert found.seconds == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_stages_on_other_devices_get_other_layers(seed: int, schedule: ScheduleName) -> None:
     """Ranks 1 and 2 are three times as fast, and rank 1 has hardly any memory."""
@@ -125,7 +125,7 @@ def test_stages_on_other_devices_get_other_layers(seed: int, schedule: ScheduleN
     assert best_partition(mixed, shape, cap=(1e6, 1e-6, 1e6)) == NoPartition(float("inf"))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "shape", [PipelineShape("1f1b", 5, 1, 6), PipelineShape("interleaved", 3, 2, 6), PipelineShape("zb-h1", 5, 1, 7)]
 )

@@ -128,17 +128,6 @@ def test_a_variant_that_began_with_other_options_is_refused(tmp_path: Path):
         note_flags(folder, before)
 
 
-def test_records_of_a_variant_that_are_none_are_left_out(tmp_path: Path) -> None:
-    grid = grid_of(tmp_path, product={"lr": [1]})
-    (variant,) = variants_of(grid)
-    ended(variant, "finished", 9.0, 3.0)
-    odd = [{"loss": 1}, {"iteration": "x", "loss": 1}, {"iteration": 3, "loss": 10**400, "tokens_per_second": "x"}]
-    with (run_dir_of(variant) / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in odd)
-    (row,) = rows_of(grid, [variant])
-    assert (row.mean, row.iteration, row.tokens_per_second) == (3.0, 3, 100.0)
-
-
 def test_the_table_has_means_over_seeds_and_the_best(tmp_path: Path):
     grid = grid_of(tmp_path, list=[{"name": "a", "lr": 1}, {"name": "b", "lr": 2}], seeds=[1, 2], average_last=2)
     variants = variants_of(grid)

@@ -174,8 +174,7 @@ def test_every_cause_is_told_apart():
     assert past.microseconds == run.truth()
     assert past.wall == run.now / 1e6
     (back,) = recoveries_of(past)
-    assert (back.kind, back.lost_steps, back.at) == ("hang", 2, 38.92)
-    assert (back.to_step, back.to_catch_up) == (86.0, 88.0)
+    assert (back.kind, back.lost_steps, back.to_step) == ("hang", 2, 86.0)
     assert past.goodput == pytest.approx(8.0 / past.wall)
 
 
@@ -194,7 +193,7 @@ ACTION = st.one_of(
 
 
 @given(st.lists(ACTION, max_size=40), SHORT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_run_is_accounted_for_to_the_microsecond(actions, start: int):
     run = Simulated()
     run.start(0, start, 0)
@@ -239,7 +238,7 @@ RECORDS = st.fixed_dictionaries(
 
 
 @given(st.lists(EVENTS, max_size=12), st.lists(RECORDS, max_size=12))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_the_files_say_the_causes_add_up_to_the_wall_time(events, records):
     past = history_of(events, records)
     if past is None:

@@ -13,7 +13,7 @@ from PIL import Image
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.programs.evaluation.answers import Answer, AnswerFolder, progress, refuse_unasked, remaining
+from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unasked, remaining
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
 
@@ -199,9 +199,3 @@ def test_shares_of_right_answers_have_wilsons_interval_and_other_means_a_bootstr
         "wilson": pytest.approx((0.0, 0.1611), abs=5e-5),  # 0 of 20, as in Newcombe's table
         "bootstrap": (0.75, 0.75),  # all are alike
     }
-
-
-def test_progress_says_what_is_left() -> None:
-    assert progress(10, 40, 20.0) == "10 of 40 questions, 0.5 a second, 1 min left"
-    assert progress(40, 40, 20.0) == "40 of 40 questions, 2 a second"
-    assert progress(17_000, 17_000, 2.0) == "17,000 of 17,000 questions, 8,500 a second"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text
 from megavlm.programs.doctor.machine import Rate
-from megavlm.programs.doctor.survey import _speeds, adapters, counted, rounds
+from megavlm.programs.doctor.survey import _speeds, rounds
 from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
 
-FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)", "adapters": "8 × InfiniBand"}
+FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)"}
 NAMES = ("a", "b", "c", "d")
 GB = 1e9
 
@@ -34,7 +33,6 @@ SOUND = Survey(
     ranks=((0, 1), (2, 3), (4, 5), (6, 7)),
     facts=(FACTS,) * 4,
     on_gpu=True,
-    clocks=(0.0, 0.01, 0.01, 0.01),
     speeds=speeds(),
 )
 
@@ -56,14 +54,8 @@ def with_fact(node: int, **changes: str) -> Survey:
         (with_fact(2, torch="2.10.0"), "error", ["node c: torch is 2.10.0, elsewhere 2.11.0"]),
         (with_fact(0, code="abd"), "error", ["node a: code is abd, elsewhere abc"]),
         (with_fact(1, GPUs="7 × NVIDIA H100"), "error", ["node b: GPUs is 7 × NVIDIA H100", "elsewhere 8 ×"]),
-        (with_fact(3, adapters="7 × InfiniBand"), "warning", ["node d: adapters is 7 ×"]),
         (with_fact(3, **{"$NCCL_IB_HCA": "mlx5"}), "warning", ["node d: $NCCL_IB_HCA is mlx5, elsewhere not set"]),
         (replace(SOUND, ranks=((0, 1), (2,), (4, 5), (6, 7))), "error", ["node b has 1 processes, others 2"]),
-        (
-            replace(SOUND, clocks=(0.0, -30.0, 0.5, 0.5)),
-            "warning",
-            ["node b: clock is 30.0 s behind that of a"],
-        ),
         (
             replace(SOUND, speeds={"product": {f"rank {rank}": 300.0 if rank == 5 else 700.0 for rank in range(8)}}),
             "warning",
@@ -110,20 +102,3 @@ def test_the_slowest_rank_of_a_link_counts_and_the_higher_of_two_links():
     assert found["product"] == {"rank 0 on node a": 7.0, "rank 1 on node b": 8.0, "rank 2 on node c": 9.0}
     assert found[EXCHANGE] == {"node a": 9.0, "node b": 2.0, "node c": 9.0}
     assert found[WORLD] == {"all nodes": 5.0}
-
-
-def test_adapters_are_read_from_sys(tmp_path: Path):
-    def written(folder: str, **files: str) -> None:
-        (tmp_path / "class" / folder).mkdir(parents=True)
-        for name, text in files.items():
-            (tmp_path / "class" / folder / name).write_text(text + "\n")
-
-    for number in range(2):
-        port = {"link_layer": "InfiniBand", "state": f"{4 - 3 * number}: {'DOWN' if number else 'ACTIVE'}"}
-        written(f"infiniband/mlx5_{number}/ports/1", rate="400 Gb/sec (4X NDR)", **port)
-    written("net/eth0", speed="100000", operstate="up", mtu="9000", device="")
-    written("net/lo", speed="10", operstate="up", mtu="65536")
-    assert counted(adapters(tmp_path)) == (
-        "1 × Ethernet 100 Gb/s up, MTU 9000, 1 × InfiniBand 400 Gb/sec (4X NDR) ACTIVE, "
-        "1 × InfiniBand 400 Gb/sec (4X NDR) DOWN"
-    )

@@ -130,14 +130,3 @@ def test_what_has_ended_is_recorded_and_not_run_again(
         "ran many",
         "ran slow",
     ]
-
-
-def test_items_run_in_the_order_of_the_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(Check, "run", lambda self, items: names.extend(each.name for each in items) or 0)
-    assert gpu_half_hour.main(["--minutes", "1", "--rehearse", "--items", "files,schedules"]) == 0
-    assert names == ["files", "schedules"]
-    assert gpu_half_hour.main(["--minutes", "1", "--rehearse", "--items", "files,lasy"]) == 2
-    assert "--items lasy is none of engine, " in capsys.readouterr().err

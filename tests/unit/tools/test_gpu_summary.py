@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_summary import Row, main, rows_of, table
+from tools.gpu_summary import main, rows_of, table
 
 JUNIT = """<testsuites><testsuite>
 <testcase name="test_a" time="1.25"/>
@@ -67,12 +67,6 @@ def test_steps_that_ended_early_leave_a_table_all_the_same(
     assert main([str(tmp_path)]) == code
     assert [line.split("  ")[0] for line in capsys.readouterr().out.split("\n")[1:] if line] == ["what", "doctor"]
     assert rows_of(tmp_path)[0].result == result
-
-
-def test_a_step_that_was_skipped_says_why(tmp_path: Path) -> None:
-    (tmp_path / "steps.tsv").write_text("layouts\t124\t510\t510\nlayouts\tskipped\tNCCL is too old\t0\n")
-    assert rows_of(tmp_path) == [Row("layouts", "skipped", "NCCL is too old")]
-    assert main([str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,3 @@ def test_vertex_refuses_what_it_would_expand() -> None:
 def test_a_value_that_no_program_can_get_is_refused(value: str) -> None:
     with pytest.raises(UserError, match=r"^grid: '.*has "):
         variants_of(Grid("runs", product={"query-prefix": [value]}))
-
-
-def test_a_large_product_is_refused_before_it_is_made() -> None:
-    with pytest.raises(UserError, match="10000000000 variants are more than 1000"):
-        variants_of(Grid("runs", product={name: list(range(100)) for name in ("a", "b", "c", "d", "e")}))
