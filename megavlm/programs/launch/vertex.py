@@ -22,7 +22,6 @@ from megavlm.metrics.secrets import without_secrets
 from megavlm.programs.launch.checks import check_flags, is_in, moved_config, pairs, read_profile
 from megavlm.programs.launch.job import Job
 
-DAY = 86_400  # seconds
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 

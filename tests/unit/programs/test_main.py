@@ -119,7 +119,6 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     for words in (
         ("megavlm", "channels", "none"),
-        ("megavlm", "launch", "slurm"),
         ("megavlm.programs.launch.node", "--help"),
     ):
         done = subprocess.run(

@@ -58,6 +58,7 @@ def collect(files: list[str], out: str) -> None:
     Path(out).write_text("\n".join(found))
 
 
+@pytest.mark.slow  # it collects most tests
 def test_every_expression_chooses_tests(tmp_path: Path) -> None:
     lines = {(item.name, small): words_of(item, rehearsed=small) for item in TESTS for small in (False, True)}
     files = {word for words in lines.values() for word in words if word.endswith(".py")}

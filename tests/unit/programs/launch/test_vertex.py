@@ -11,7 +11,7 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.launch import main
-from megavlm.programs.launch.vertex import DAY, MACHINES, complaints, custom_job
+from megavlm.programs.launch.vertex import MACHINES, complaints, custom_job
 from tests.support.cloud import changed, needs_cloud_tools, parsed_by_vertex, vertex_options
 from tests.support.forked import ROOT
 
@@ -25,7 +25,7 @@ FULL = vertex_options(
     "a2-highgpu-8g",
     project="my-project",
     strategy="SPOT",
-    timeout=3 * DAY,
+    timeout=3 * 86_400,
     base_output_dir="gs://bucket/runs/1",
     nfs=("10.0.0.2:/share:data",),
     network="projects/12345/global/networks/training",
@@ -38,7 +38,7 @@ JOBS = {
     "all-options": (Job(4, 8, ("--config", "/gcs/bucket/run.yaml", "--run-dir", "/mnt/nfs/data/run")), FULL),
     "flex-start": (
         Job(16, 8, ("--run-dir", "/gcs/bucket/run", "--tp", "8")),
-        changed(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * DAY),
+        changed(PLAIN, machine="a4-highgpu-8g", strategy="FLEX_START", max_wait=2 * 86_400),
     ),
 }
 
