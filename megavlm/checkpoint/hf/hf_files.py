@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -169,12 +169,20 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
     path = folder / file
     try:
         inside(folder, file)
-        with safe_open(str(path), framework="pt"):  # refuses what is truncated or contradicts itself
-            pass
+        there = path.stat()
+        return _parsed(folder, file, there.st_size, there.st_mtime_ns)
     except Escapes as error:
         raise UserError(f"{error}: put the file there itself") from error
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is no complete safetensors file ({error}): copy it again") from error
+
+
+@lru_cache(maxsize=1024)
+def _parsed(folder: Path, file: str, size: int, modified: int) -> dict[str, TensorInfo]:
+    """Return what `_header` returns, once for a file that stays as it is: a run opens its folders several times."""
+    path = folder / file
+    with safe_open(str(path), framework="pt"):  # refuses what is truncated or contradicts itself
+        pass
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         described: dict[str, Any] = json.loads(opened.read(length))
