@@ -21,7 +21,7 @@ from megavlm.resilience.status import read_status
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
 from tests.support.forked import PATIENCE, ROOT
 from tests.support.torchrun import TINY, last_iteration
-from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import metrics, train, without_wall_time
 
 pytestmark = needs_cluster
 
@@ -89,18 +89,6 @@ def test_tasks_of_srun_are_one_world_in_the_order_of_the_nodes(cluster: Cluster)
     assert sorted(told.splitlines()) == [
         f"{node} {rank} 4 {rank % 2} 2 fake1" for rank, node in enumerate(("fake1", "fake1", "fake2", "fake2"))
     ]
-
-
-@pytest.mark.slow
-def test_two_nodes_train_like_one_process(cluster: Cluster, pools, tmp_path: Path):
-    run = Run(cluster, tmp_path / "run", iterations=40)
-    run.reaches(1)
-    nodes = [process.environ()["SLURMD_NODENAME"] for _, process in sorted(ranks(run.job).items())]
-    assert nodes == ["fake1", "fake1", "fake2", "fake2"]
-    assert run.job.end() == ("COMPLETED", 0), run.job.output()
-    pools(1).run(train, [*TINY, "--train-iters", "8"], str(tmp_path / "alone"))
-    assert_same_curve(metrics(run.run_dir)[:8], metrics(tmp_path / "alone"))
-    assert run.job.restarts == 0
 
 
 @pytest.mark.slow

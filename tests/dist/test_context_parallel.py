@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.covering import covering, pairs
+from tests.support.covering import covering, pairs, short_and_long
 from tests.support.data_files import sources_of, write_all
 from tests.support.flags import DROPOUT, FOUR, MODELS, TWO
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, THREE, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import LONG, SMALL, assert_resumed, assert_same_curve, metrics, train
 
 LAYOUTS = {
     "cp2": (2, "--cp 2"),
@@ -57,23 +57,15 @@ SLOW = [
 ]
 
 
-def check_case(pools: Pools, one_process, tmp_path: Path, layout: str, model: str, option: str, steps=THREE) -> None:
+@pytest.mark.parametrize(("layout", "model", "option", "steps"), short_and_long(FAST, [*FAST, *SLOW]))
+def test_every_split_of_rows_gives_the_numbers_of_one_process(
+    pools, one_process, tmp_path, layout, model, option, steps
+):
     world, flags = LAYOUTS[layout]
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *option.split(), *steps]
     pools(world).run(train, argv, str(tmp_path))
     tolerance = TOLERANCES.get((layout, model, option), 1e-5)
     assert_same_curve(metrics(tmp_path), one_process(model, steps), tolerance=tolerance)
-
-
-@pytest.mark.parametrize(("layout", "model", "option"), FAST)
-def test_split_rows_give_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
-    check_case(pools, one_process, tmp_path, layout, model, option)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "model", "option"), list(dict.fromkeys([*FAST, *SLOW])))
-def test_every_split_of_rows_gives_the_numbers_of_one_process(pools, one_process, tmp_path, layout, model, option):
-    check_case(pools, one_process, tmp_path, layout, model, option, LONG)
 
 
 @pytest.mark.slow

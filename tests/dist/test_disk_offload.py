@@ -9,7 +9,7 @@ import pytest
 from tests.support.flags import FOUR, TWO
 from tests.support.forked import context, run_program
 from tests.support.pool import Pools
-from tests.support.torchrun import TINY, Launched
+from tests.support.torchrun import TINY
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 BF16 = "--precision bf16"
@@ -81,30 +81,3 @@ def test_a_disk_that_gets_full_ends_the_run_in_one_line_and_loses_nothing(pools:
     assert 0 < done < 4, "the disk was full in the middle"
     pools(1).run(train, on_disk(argv, tmp_path / "disk"), str(tmp_path / "run"))
     assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(tmp_path / "whole"))
-
-
-FAILS_ON_RANK_1 = """
-import os, sys
-from tests.dist.test_disk_offload import run_until_full
-from megavlm.programs.train import main
-if os.environ["RANK"] == "1":
-    import tests.dist.test_disk_offload as own
-    own.run_program = lambda argv, output: sys.exit(main(argv))
-    run_until_full(sys.argv[1:], "", 200)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_one_ranks_disk_ends_all_ranks(tmp_path: Path) -> None:
-    """The others are in a collective then: a launcher ends them as soon as that rank has ended."""
-    program = tmp_path / "fails.py"
-    program.write_text(FAILS_ON_RANK_1)
-    argv = [*on_disk(TINY, tmp_path / "disk"), "--train-iters", "50", "--distributed-timeout-minutes", "600"]
-    launcher = ["--standalone", "--nproc-per-node", "2"]
-    with Launched(argv, tmp_path / "run", launcher=launcher, program=str(program)) as run:
-        assert run.process.wait(timeout=300) != 0
-    output = (tmp_path / "run" / "output").read_text()
-    lines = [line for line in output.splitlines() if line.startswith("pretrain_vlm.py: ")]
-    assert len(lines) == 1, output
-    assert "No space left on device" in lines[0]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.data_files import write_pairs
 from tests.support.pool import Pools
-from tests.support.training import metrics, train_composed
+from tests.support.training import metrics, started, train_composed
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,18 +50,13 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 
     import torch.nn.functional as F
 
-    from megavlm import backend
     from megavlm.checkpoint.hf.pretrained import with_pretrained_model
-    from megavlm.command_line.parsing import parse
     from megavlm.data.collate import CollateSpec, collate
     from megavlm.data.records.media import file_below
     from megavlm.data.records.turns import text_turn
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    destroy_groups()
-    run = build(with_pretrained_model(parse([*argv, "--run-dir", run_dir])), backend.activate())
+    run = started(argv, run_dir, with_pretrained_model)
     samples = [
         run.source.embedded(
             replace(text_turn(json_module.loads(line), partial(file_below, Path(root))), role="positive")

@@ -157,46 +157,6 @@ def test_a_checkpoint_with_pickles_that_run_code_runs_none(finished: Path, tmp_p
     assert not proof.exists()
 
 
-def fail_in_a_step(argv: list[str], run_dir: str) -> None:
-    """Let rank 0 fail in its second forward pass and rank 1 in its first, to which rank 0 has sent something."""
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-
-    from megavlm.model.vlm import VLMChunk
-
-    passes = []
-    forward = VLMChunk.forward
-
-    def failing(self, *args, **kwargs):
-        passes.append(self)
-        if len(passes) == 2 - dist.get_rank():
-            raise RuntimeError("this pass fails")
-        return forward(self, *args, **kwargs)
-
-    with patch.object(VLMChunk, "forward", failing), pytest.raises(RuntimeError, match="this pass fails"):
-        train(argv, run_dir)
-
-
-def ignored_exceptions(argv: list[str], run_dir: str) -> list[str]:
-    """Run a step that fails; return the exceptions that were raised where Python can only print them (destructors)."""
-    import gc
-    import sys
-    from unittest.mock import patch
-
-    ignored: list[str] = []
-    with patch.object(sys, "unraisablehook", lambda each: ignored.append(str(each.exc_value))):
-        fail_in_a_step(argv, run_dir)
-        gc.collect()
-    return ignored
-
-
-def test_a_failed_step_says_only_why(pools, tmp_path: Path):
-    """megatron-core's schedule suspends the reduction of gradients; a run that fails in it is freed all the same."""
-    argv = [*SMALL, "--no-save", "--pp", "2", "--overlap-grad-reduce"]
-    assert pools(2).run(ignored_exceptions, argv, str(tmp_path)) == [[], []]
-
-
 def apart(argv: list[str], folder: str) -> str:
     """Train in a folder of this rank's own, as on a disk that the other nodes do not see; return the user's error."""
     import torch.distributed as dist

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.support.covering import axes_of, covering, pairs
+from tests.support.covering import axes_of, covering, pairs, short_and_long
 from tests.support.data_files import sources_of, write_all
-from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, THREE, assert_same_curve, farthest_apart, metrics, train
+from tests.support.training import SMALL, THREE, assert_same_curve, farthest_apart, metrics, train
 
 # Balance losses on, so large that they move the gradient norm by per cents; a dense first layer; a shared expert.
 SOFTMAX = (
@@ -94,25 +92,13 @@ def assert_same_balance(actual: Sequence[dict[str, Any]], expected: Sequence[dic
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
-def check(
-    pools: Pools, one: Any, run_dir: Path, layout: str, model: str, option: str, steps: Sequence[str] = THREE
-) -> None:
+@pytest.mark.parametrize(("layout", "model", "option", "steps"), short_and_long(FAST, [*FAST, *SLOW]))
+def test_every_layout_of_experts_gives_the_numbers_of_one_process(pools, one, tmp_path, layout, model, option, steps):
     world, flags = LAYOUTS[layout]
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *flags.split(), *option.split(), *steps]
-    pools(world).run(train, argv, str(run_dir))
-    assert_same_curve(metrics(run_dir), one(model, steps))
-    assert_same_balance(metrics(run_dir), one(model, steps))
-
-
-@pytest.mark.parametrize(("layout", "model", "option"), FAST)
-def test_experts_give_the_numbers_of_one_process(pools, one, tmp_path, layout, model, option):
-    check(pools, one, tmp_path, layout, model, option)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "model", "option"), list(dict.fromkeys([*FAST, *SLOW])))
-def test_every_layout_of_experts_gives_the_numbers_of_one_process(pools, one, tmp_path, layout, model, option):
-    check(pools, one, tmp_path, layout, model, option, LONG)
+    pools(world).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), one(model, steps))
+    assert_same_balance(metrics(tmp_path), one(model, steps))
 
 
 MANY = ((2, "--ep 2"), (4, "--ep 4"), (2, "--tp 2 --etp 2"), (2, "--cp 2 --ep 2"), (2, "--tp 2 --etp 1"), (1, ""))

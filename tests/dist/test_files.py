@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -99,35 +98,6 @@ def complaint() -> str:
 
 def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
-
-
-def end_of_late_data(argv: list[str], run_dir: str) -> str:
-    """Train with data that are always late, and of rank 1 cannot be read after step 3; return the error."""
-    from unittest.mock import patch
-
-    import torch.distributed as dist
-
-    from megavlm.data.loader import DataLoader
-    from megavlm.errors import UserError
-
-    waits: list[int] = []
-
-    def failure(self: DataLoader, **kwargs: Any) -> UserError | None:
-        waits.append(1)
-        return UserError("a Bär ate train.jsonl") if dist.get_rank() == 1 and len(waits) == 3 else None
-
-    with patch.object(DataLoader, "is_ahead", lambda self: False), patch.object(DataLoader, "failure_ahead", failure):
-        try:
-            train(argv, run_dir)
-        except UserError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_late_data_of_one_rank_that_cannot_be_read_end_the_run_on_all(pools: Pools, tmp_path: Path) -> None:
-    """The run ends after step 3, which is saved. If rank 0 did not hear of it, it would wait in step 4 for ever."""
-    assert pools(2).run(end_of_late_data, SMALL, str(tmp_path)) == ["a Bär ate train.jsonl"] * 2
-    assert [folder.name for folder in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000003"]
 
 
 def test_resume_is_exact_with_other_replicas_and_workers(

@@ -111,16 +111,3 @@ def test_embeddings_skip_the_steps_of_one_process_in_every_layout(
     for name in ("loss", "grad_norm"):  # a skipped step has no norm
         found, expected = ([each[name] or 0.0 for each in records] for records in (ours, embeddings))
         assert found == pytest.approx(expected, rel=5 * 2**-11), name  # a rounding, which a temperature of 0.2 enlarges
-
-
-@pytest.mark.slow
-def test_gradients_of_embeddings_are_those_of_fp32(
-    pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """The first step that is not skipped has the batch of fp32's step of this number, and the weights of the start."""
-    first = next(number for number, record in enumerate(embeddings) if record["updated"])
-    argv = [*PAIRS, "--precision", "fp32", "--lr", "1e-12", "--min-lr", "0", "--train-iters", str(first + 1)]
-    pools(1).run(train, argv, str(tmp_path))
-    half, single = embeddings[first], metrics(tmp_path)[first]
-    assert half["loss"] == pytest.approx(single["loss"], rel=5 * 2**-11)
-    assert half["grad_norm"] == pytest.approx(single["grad_norm"], rel=5 * 2**-11)

@@ -148,9 +148,6 @@ def _joined(tensor: Tensor, groups, dim: int | None) -> Tensor:
     [
         (1, False, "tensorwise", "hybrid", True),
         (2, True, "tensorwise", "hybrid", True),
-        (2, False, "tensorwise", "e4m3", True),
-        (2, True, "tensorwise", "e4m3", False),
-        (1, False, "delayed", "hybrid", True),
         (2, True, "delayed", "hybrid", True),
         (2, False, "delayed", "e4m3", False),
     ],

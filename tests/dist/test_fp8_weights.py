@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.pool import Pools
 from tests.support.quantized import E4M3, Quantized, transformer_engine
-from tests.support.training import SMALL, metrics, train
+from tests.support.training import SMALL, metrics, started, train
 
 BF16 = [*SMALL, *"--precision bf16 --set model.vision.num_layers=1 model.language.num_layers=3 --train-iters 4".split()]
 WIDE = [*BF16, *"--fp8 hybrid --first-last-layers-bf16".split()]  # the second layer alone
@@ -30,20 +30,10 @@ def _trained(argv: Sequence[str], run_dir: str) -> None:
 
 def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Of a run as it begins or resumes: weights, this rank's master weights with zeros around, and which are in FP8."""
-    import torch.distributed as dist
-
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
 
-    destroy_groups()
-    config = parse([*argv, "--run-dir", run_dir])
-    check(config, world=dist.get_world_size())
     with transformer_engine():
-        run = build(config, backend.activate())
+        run = started(argv, run_dir)
         (part,) = run.engine.optimizer.chained_optimizers
         weights, masters, in_fp8 = {}, {}, set()
         for name, param in run.engine.chunks[0].module.named_parameters():
@@ -115,21 +105,5 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(pools: Pools, gathered: Path
 def test_frozen_weights_stay_as_they_are(pools: Pools, tmp_path: Path) -> None:
     frozen = [*GATHERED, *"--fp8-parts language vision --freeze vision --set model.vision.ffn_hidden_size=64".split()]
     frozen += "--no-first-last-layers-bf16 --set model.vision.num_attention_heads=2".split()
-    (names,) = pools(1).run(_in_fp8, frozen, str(tmp_path))
+    ((_, _, names),) = pools(1).run(_weights, frozen, str(tmp_path))
     assert {name.split(".")[0] for name in names} == {"language"}
-
-
-def _in_fp8(argv: Sequence[str], run_dir: str) -> set[str]:
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.train.build import build
-    from megavlm.train.loop import close
-
-    destroy_groups()
-    with transformer_engine():
-        run = build(parse([*argv, "--run-dir", run_dir]), backend.activate())
-        named = run.engine.chunks[0].module.named_parameters()
-        found = {name for name, param in named if isinstance(param, Quantized)}
-        close(run)
-    return found

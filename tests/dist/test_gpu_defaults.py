@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 
-from megavlm.command_line.parsing import parse
 from megavlm.rules.defaults import with_device_defaults
 from tests.support.flags import DROPOUT, MODELS
 from tests.support.pool import Pools
@@ -189,9 +188,3 @@ def test_a_parameter_that_nothing_waits_for_ends_the_run(pools: Pools, tmp_path:
     argv = [*SMALL, *HOT, "--no-save", *MODELS["qwen2.5-vl"].split()]
     with pytest.raises(AssertionError, match=r"nothing waits for the gathered patch_embed\.proj\.weight"):
         pools(2).run(read_without_waiting, argv, str(tmp_path))
-
-
-def test_the_default_that_differs_is_run_here() -> None:
-    configs = (parse([*SMALL, *MODELS_HERE[case.model].split(), *case.flags.split()]) for case in FAST)
-    values = [[with_device_defaults(each, on_gpu=on_gpu) for on_gpu in (False, True)] for each in configs]
-    assert any(cpu != gpu for cpu, gpu in values)

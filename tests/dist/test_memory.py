@@ -36,11 +36,6 @@ GEMMA = (
     "model.projector.normalization=RMSNorm"
 )
 
-MISTRAL3 = (
-    "--set model.projector.merge=convolution model.projector.input_norm=true model.projector.norm_before_merge=true "
-    "model.projector.normalization=RMSNorm model.projector.bias=false"
-)
-
 GLM4V = (
     "--set model.vision.pre_norm=true model.vision.norm_before_position=true model.vision.normalization=RMSNorm "
     "--projector-kind gated --set model.projector.merge=convolution model.projector.merge_channels=192 "
@@ -76,36 +71,25 @@ SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_ga
 CASES = {
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "tp2-perceiver": (2, f"--tp 2 {PERCEIVER}"),
-    "perceiver-full-frozen": (1, f"{PERCEIVER} --recompute-granularity full --freeze vision"),
     "tp2-c-abstractor-bf16": (2, f"--tp 2 {C_ABSTRACTOR} --precision bf16"),
-    "c-abstractor-full": (1, f"{C_ABSTRACTOR} --recompute-granularity full"),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
-    "experts-frozen": (1, f"{EXPERTS} --freeze language"),
     "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),
     "tp2-ep2": (2, f"--tp 2 --ep 2 {EXPERTS} {SHARED} --precision bf16"),
     "tp2-glm4v": (2, f"--tp 2 {GLM4V}"),
-    "mistral3": (1, MISTRAL3),
     "gemma": (1, GEMMA),
-    "plain": (1, ""),
     "bf16": (1, "--precision bf16"),
-    "selective": (1, "--recompute-granularity selective"),
-    "full-bf16": (1, "--recompute-granularity full --precision bf16"),
     "frozen-vision": (1, "--freeze vision"),
     "rich": (1, RICH),
     "large-vocabulary-bf16": (1, "--set model.language.vocab_size=8192 --precision bf16"),
     "tp2": (2, "--tp 2"),
     "tp4-shared-keys": (4, "--tp 4 --set model.language.ffn_hidden_size=510 model.vision.ffn_hidden_size=254"),
-    "tp2-no-sp": (2, "--tp 2 --no-sequence-parallel --precision bf16"),
-    "pp2": (2, "--pp 2"),
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),
     "pp2-gpipe": (2, "--pp 2 --schedule gpipe"),
     "pp2-zb-h1": (2, "--pp 2 --schedule zb-h1"),
     "pp4-zb-h1": (4, "--pp 4 --schedule zb-h1"),
     "pp2-zb-h1-experts": (2, f"--pp 2 {EXPERTS} --schedule zb-h1"),
     "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
-    "dp2-zero": (2, "--precision bf16"),
     "dp2-no-zero": (2, "--data-parallel-sharding none"),
-    "dp2-zero2": (2, "--precision bf16 --data-parallel-sharding optimizer_gradients"),
     "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
     "dp4-zero3-secondary": (4, "--precision bf16 --data-parallel-sharding full --secondary-shard-size 2"),
     "dp2-zero3-codes": (
@@ -123,12 +107,8 @@ CASES = {
         2,
         "--precision bf16 --data-parallel-sharding full --offload optimizer activations parameters",
     ),
-    "pp2-vpp2-offload": (2, "--pp 2 --vpp 2 --offload optimizer activations"),
-    "dp2-colocated": (2, "--placement colocated"),
     "cp2-bf16": (2, "--cp 2 --precision bf16"),
-    "cp2-gemma": (2, f"--cp 2 {GEMMA}"),
     "cp3-repeated-keys": (3, "--cp 3 --seq-length 126 --micro-batch-size 3 --global-batch-size 6 --freeze language"),
-    "cp2-offload": (2, "--cp 2 --offload activations"),
     "cp2-full-hybrid": (4, "--cp 2 --recompute-granularity full --precision bf16 --hybrid-shard-size 2"),
     "cp2-colocated-full": (2, "--cp 2 --placement colocated --recompute-granularity full --precision bf16"),
     "pp2-colocated": (2, "--pp 2 --placement colocated"),
@@ -137,7 +117,6 @@ CASES = {
         "--pp 2 --placement colocated --encoder-chunk-patches 128 --set placement.encoder_keep_chunks=1 "
         "--recompute-granularity full",
     ),
-    "tp2-vision-tp2": (2, "--tp 2 --placement colocated --vision-tp 2"),
     "dp2-colocated-zero3": (2, "--placement colocated --data-parallel-sharding full --precision bf16"),
     "pp2-colocated-offload": (2, "--pp 2 --placement colocated --offload optimizer activations"),
     "dp2-zero3-frozen": (

@@ -10,13 +10,11 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.covering import axes_of, covering, pairs
+from tests.support.covering import axes_of, covering, pairs, short_and_long
 from tests.support.flags import HALF, MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.muon_reference import farthest_from_reference
@@ -97,21 +95,11 @@ SLOW = [
 ]
 
 
-def check_layout(pools: Pools, alone: Any, folder: Path, world: int, model: str, flags: str, steps: Sequence[str]):
+@pytest.mark.parametrize(("world", "model", "flags", "steps"), short_and_long(FAST, SLOW, EIGHT))
+def test_every_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, world, model, flags, steps):
     argv = [*SMALL, "--no-save", "--data-parallel-sharding", "none", *KNOWN[model].split(), *MUON.split(), *steps]
-    pools(world).run(train_in_float64, [*argv, *flags.split()], str(folder))
-    assert_same_curve(metrics(folder), alone(argv, train_in_float64), tolerance=1e-11)
-
-
-@pytest.mark.parametrize(("world", "model", "flags"), FAST)
-def test_layouts_give_the_numbers_of_one_process(pools, alone, tmp_path, world, model, flags):
-    check_layout(pools, alone, tmp_path, world, model, flags, THREE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "model", "flags"), SLOW)
-def test_every_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, world, model, flags):
-    check_layout(pools, alone, tmp_path, world, model, flags, EIGHT)
+    pools(world).run(train_in_float64, [*argv, *flags.split()], str(tmp_path))
+    assert_same_curve(metrics(tmp_path), alone(argv, train_in_float64), tolerance=1e-11)
 
 
 ZERO_2, ZERO_3 = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.checkpoint import folders
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
-from tests.support.forked import start_program, status_of
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, started, train
 
@@ -195,18 +192,3 @@ def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Pat
     pools(2).run(train_with_lazy_counts, [*argv, *HALF], str(tmp_path / "halves"))
     pools(2).run(train_with_lazy_counts, argv, str(tmp_path / "halves"))
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
-
-
-def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
-    run_dir, output = tmp_path / "run", tmp_path / "output"
-    argv = [*SMALL, *"--train-iters 12 --set model.vision.num_layers=1 model.language.num_layers=1".split()]
-    process = start_program([*argv, "--run-dir", str(run_dir)], output)
-    metrics_file = run_dir / "metrics.jsonl"
-    while not (metrics_file.exists() and metrics_file.read_bytes().count(b"\n") >= 3):
-        assert process.is_alive(), output.read_text()
-        time.sleep(0.002)
-    process.terminate()
-    assert status_of(process) == 75
-    done = len(metrics(run_dir))
-    assert done < 12
-    assert folders.newest(run_dir / "checkpoints") == folders.folder_for(run_dir / "checkpoints", done)

@@ -147,57 +147,6 @@ def test_a_resumed_run_goes_on_with_the_same_page(pools: Pools, folder: Path, on
     assert shown[0].replace("halves", "whole") == shown[1]
 
 
-def train_and_stop_while_answering(argv: list[str], run_dir: str) -> int:
-    """Run until a request to stop comes with the first token after iteration 2; return how many passes follow it."""
-    from unittest.mock import patch
-
-    from megavlm.errors import Stopped
-    from megavlm.pipeline.schedule import Schedule
-    from megavlm.resilience.signals import StopRequest
-    from megavlm.train.hooks.held_out import SamplesHook
-
-    answer, logits, began = SamplesHook.answer, Schedule.logits, StopRequest.training
-    requests: list[Any] = []
-    passes = -1
-
-    def beginning(self):
-        requests.append(self)
-        return began(self)
-
-    def answering(self, iteration):
-        nonlocal passes
-        passes = 0 if iteration == 2 else -1
-        return answer(self, iteration)
-
-    def computing(self, batches):
-        nonlocal passes
-        if passes >= 0:
-            passes += 1
-            requests[0].ask("the test", warning=True)
-        return logits(self, batches)
-
-    with (
-        patch.object(StopRequest, "training", beginning),
-        patch.object(SamplesHook, "answer", answering),
-        patch.object(Schedule, "logits", computing),
-    ):
-        try:
-            train(argv, run_dir)
-        except Stopped:
-            return passes
-    return -1
-
-
-@pytest.mark.slow
-def test_a_request_to_stop_ends_the_answers(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
-    argv = [*RUN, *sources(folder), *ASKED, "--save"]
-    assert pools(2).run(train_and_stop_while_answering, argv, str(tmp_path)) == [1, 1]
-    assert [line["iteration"] for line in said(tmp_path)] == [0]
-    pools(2).run(train, argv, str(tmp_path))
-    assert [line["iteration"] for line in said(tmp_path)] == [0, 3]
-    assert said(tmp_path)[1] == said(one())[2]
-
-
 def train_beyond(argv: list[str], run_dir: str) -> None:
     """Run with the model of the folder, also with sequences that are longer than it was trained for."""
 

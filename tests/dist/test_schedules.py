@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from itertools import cycle
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import short_and_long
 from tests.support.flags import MODELS
-from tests.support.float64 import float64
-from tests.support.training import LONG, SMALL, THREE, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
 # Schedule, processes, model, options.
 FAST = [
@@ -37,21 +36,13 @@ SLOW = [
 ]
 
 
-def check_case(pools, one_process, tmp_path, schedule, world, model, options, steps=THREE) -> None:
+@pytest.mark.parametrize(("schedule", "world", "model", "options", "steps"), short_and_long(FAST, [*FAST, *SLOW]))
+def test_every_schedule_gives_the_numbers_of_one_process(
+    pools, one_process, tmp_path, schedule, world, model, options, steps
+):
     argv = [*SMALL, "--no-save", *MODELS[model].split(), *options.split(), "--schedule", schedule, *steps]
     pools(world).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), one_process(model, steps))
-
-
-@pytest.mark.parametrize(("schedule", "world", "model", "options"), FAST)
-def test_a_schedule_gives_the_numbers_of_one_process(pools, one_process, tmp_path, schedule, world, model, options):
-    check_case(pools, one_process, tmp_path, schedule, world, model, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "world", "model", "options"), list(dict.fromkeys([*FAST, *SLOW])))
-def test_every_schedule_gives_the_numbers_of_one_process(pools, one_process, tmp_path, schedule, world, model, options):
-    check_case(pools, one_process, tmp_path, schedule, world, model, options, LONG)
 
 
 # Processes, options. Every schedule makes the sums of 1F1B, in its order.
@@ -320,36 +311,3 @@ def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedu
         assert found["counted"]
         assert found["reduced"], "beside backward passes, not when all are done"
         assert all(each in last for each in [*found["counted"], *found["reduced"]])
-
-
-def train_recording_gradients(argv: Sequence[str], run_dir: str) -> None:
-    """Train in float64, and write down a hash of each gradient of each step."""
-    import torch.distributed as dist
-
-    from megavlm.pipeline.schedule import Schedule
-
-    hashes: list[dict[str, str]] = []
-    run = Schedule.train
-
-    def recorded(self, batches):
-        totals = run(self, batches)
-        trained = [named for chunk in self.chunks for named in chunk.named_parameters() if named[1].requires_grad]
-        hashes.append({name: hashlib.sha1(param.main_grad.numpy().tobytes()).hexdigest() for name, param in trained})
-        return totals
-
-    with pytest.MonkeyPatch.context() as patch, float64():
-        patch.setattr(Schedule, "train", recorded)
-        train(argv, run_dir)
-    Path(run_dir, f"gradients-{dist.get_rank()}.json").write_text(json.dumps(hashes))
-
-
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "zb-h1"])
-def test_gradients_are_those_of_1f1b_bit_for_bit(pools, tmp_path, schedule):
-    argv = [*SMALL, *"--no-save --train-iters 2 --pp 2 --data-parallel-sharding none --schedule".split()]
-    for each in ("1f1b", schedule):
-        pools(2).run(train_recording_gradients, [*argv, each], str(tmp_path / each))
-    for rank in range(2):
-        ours, theirs = (
-            json.loads((tmp_path / each / f"gradients-{rank}.json").read_text()) for each in (schedule, "1f1b")
-        )
-        assert ours == theirs

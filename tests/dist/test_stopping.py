@@ -27,16 +27,6 @@ def saved(run_dir: Path) -> list[int]:
     return [iteration for iteration, _ in folders.complete(run_dir / "checkpoints")]
 
 
-def catches(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
-    try:
-        text = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:
-        return False
-    caught = next(line.split()[1] for line in text.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (number - 1) & 1)
-
-
 @pytest.mark.slow
 def test_sigterm_to_all_at_once_and_twice(tmp_path: Path):
     """As a scheduler that signals every process of a job, and asks again soon after."""
@@ -50,20 +40,6 @@ def test_sigterm_to_all_at_once_and_twice(tmp_path: Path):
     status = read_status(tmp_path)
     assert (status["state"], status["exit_status"]) == ("stopped", STOPPED), run.output()
     assert saved(tmp_path) == [status["iteration"]]
-
-
-@pytest.mark.slow
-def test_a_signal_during_imports(tmp_path: Path):
-    """Nothing is there to be saved, and nothing hinders the next start."""
-    with Launched(ENDLESS, tmp_path, launcher=None) as run:
-        own = psutil.Process(run.process.pid)
-        run.wait_for(lambda: catches(own, signal.SIGUSR1))
-        run.send(signal.SIGUSR1, run.process)
-        assert run.status() == STOPPED, run.output()
-    assert "there is nothing to save" in run.output()
-    assert not (tmp_path / "checkpoints").exists()
-    with Launched([*TINY, "--train-iters", "4"], tmp_path, launcher=None) as run:
-        assert run.status() == 0, run.output()
 
 
 def test_a_signal_in_a_save(tmp_path: Path):

@@ -14,9 +14,10 @@ import pytest
 from megavlm.arch import tensor_split
 from megavlm.backend import activate
 from tests.support.answers import answers
+from tests.support.covering import short_and_long
 from tests.support.flags import HALF
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, THREE, assert_same_curve, metrics, train, train_composed
+from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
 
 activate()  # before the modules below import megatron-core
 
@@ -131,7 +132,8 @@ def curve(alone: Any):
     return lambda *argv: alone([*SMALL, *argv], train_without_alignment)
 
 
-def check_case(pools: Pools, curve: Any, tmp_path: Path, world: int, model: str, flags: str, steps: list[str]) -> None:
+@pytest.mark.parametrize(("world", "model", "flags", "steps"), short_and_long(FAST, [*FAST, *SLOW]))
+def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, world, model, flags, steps):
     argv = [*MODELS[model].split(), *steps]
     length = "--seq-length 33".split() if "33" in flags else []
     program = train if "--data-parallel-sharding full" in flags or "_gradients" in flags else train_with_padding
@@ -140,26 +142,11 @@ def check_case(pools: Pools, curve: Any, tmp_path: Path, world: int, model: str,
     assert program is train or any(padded), "no rank has padding: the case shows nothing"
 
 
-@pytest.mark.parametrize(("world", "model", "flags"), FAST)
-def test_uneven_heads_and_widths_train_as_one_process(pools, curve, tmp_path, world, model, flags):
-    check_case(pools, curve, tmp_path, world, model, flags, THREE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "model", "flags"), [*FAST, *SLOW])
-def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, world, model, flags):
-    check_case(pools, curve, tmp_path, world, model, flags, LONG)
-
-
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
         ("3-in-1", (2, "--tp 2 --micro-batch-size 4"), (1, "")),
-        pytest.param("6-in-2", (4, "--tp 4 --micro-batch-size 2"), (1, ""), marks=pytest.mark.slow),
         pytest.param("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2"), marks=pytest.mark.slow),
-        pytest.param(
-            "3-in-1", (4, "--tp 2 --data-parallel-sharding full"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow
-        ),
         pytest.param(
             "14-in-2",
             (3, "--tp 3 --no-sp --data-parallel-sharding none"),
@@ -167,7 +154,6 @@ def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, worl
             marks=pytest.mark.slow,
         ),
         pytest.param("lora", (4, "--tp 4"), (2, "--tp 2 --data-parallel-sharding full"), marks=pytest.mark.slow),
-        pytest.param("3-in-1", (4, "--tp 4 --micro-batch-size 2"), (1, ""), marks=pytest.mark.slow),
         pytest.param("5-in-5", (2, "--tp 2"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow),
     ],
 )

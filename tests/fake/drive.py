@@ -37,12 +37,6 @@ def main() -> None:
 
 
 def run(case: dict[str, Any], folder: Path) -> None:
-    if case["argv"][0] == "MISTAKE":
-        from tests.fake import mistakes
-
-        mistakes.begin()
-        mistakes.MISTAKES[" ".join(case["argv"][1:])]()
-        return
     from megavlm.programs.train import train
 
     folder.mkdir(parents=True)  # as rank 0 does, which may not be there

@@ -17,7 +17,8 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("shape", ["LLaVA-1.5-7B", pytest.param("Qwen2.5-VL-7B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MOST)
 def test_layers_launch_no_more_than_they_did(
     shape: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

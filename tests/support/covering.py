@@ -6,10 +6,14 @@ seldom with three. A cover of pairs costs about the product of the two largest s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations, product
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.support.training import LONG, THREE
 
 Case = TypeVar("Case")
 
@@ -44,3 +48,11 @@ def pairs(*sets: Collection[Hashable]) -> set[tuple[Hashable, Hashable]]:
 def axes_of(flags: str) -> list[str]:
     """Return the options of a layout without their sizes: `--tp 2 --pp 4` has `--tp` and `--pp`; none is replicas."""
     return [word for word in flags.split() if word.startswith("--")] or ["replicas"]
+
+
+def short_and_long(
+    short: Iterable[tuple[Any, ...]], long: Iterable[tuple[Any, ...]], steps: Sequence[str] = LONG
+) -> list[Any]:
+    """Return cases with their steps: the short ones for three, and in `make test-all` each of `long` for `steps`."""
+    slow = (pytest.param(*case, steps, marks=pytest.mark.slow) for case in dict.fromkeys(long))
+    return [*((*case, THREE) for case in short), *slow]
