@@ -1,4 +1,4 @@
-"""docs/after-training.md: its commands run as they are printed there, after the first run of README.md."""
+"""The first run of README.md, and the commands of docs/after-training.md after it, as they are printed there."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def run(session: str, folder: Path, python: Path = Path(sys.executable)) -> subp
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which README's first run has been trained and exported."""
+    """A folder in which README's first run has been trained and exported; it ends with the answer that README says."""
     folder = tmp_path_factory.mktemp("first")
     for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()  # the tests' own environment is the one that is used
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## First run on your own data")[2]
-    run(blocks(readme)[0], folder)
+    (answer,) = re.findall(r"The last line prints `(.+?)`", readme)
+    assert run(blocks(readme)[0], folder).stdout.splitlines()[-1] == answer
     return folder
 
 

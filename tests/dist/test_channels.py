@@ -97,8 +97,8 @@ def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, 
     ("world", "layout"),
     [
         (4, "--tp 2 --pp 2 --vpp 2"),
-        pytest.param(2, "--tp 2 --placement colocated", marks=pytest.mark.slow),
-        pytest.param(2, "--num-workers 1", marks=pytest.mark.slow),
+        (2, "--tp 2 --placement colocated"),
+        (2, "--num-workers 1"),
     ],
 )
 def test_any_layout_gives_the_numbers_of_one_process(

@@ -11,15 +11,9 @@ import pytest
 
 from megavlm.checkpoint import folders, manifest
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, metrics, train, without_wall_time
 
-TINY = [
-    *SMALL,
-    *(
-        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 2 "
-        "--keep-checkpoints 1"
-    ).split(),
-]
+TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 1".split()]
 
 
 def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:

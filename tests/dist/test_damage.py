@@ -14,15 +14,9 @@ import pytest
 from megavlm.checkpoint import folders
 from megavlm.errors import UserError
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, metrics, train, without_wall_time
 
-TINY = [
-    *SMALL,
-    *(
-        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 1 "
-        "--keep-checkpoints 0"
-    ).split(),
-]
+TINY = [*SHALLOW, *"--save-interval 1 --keep-checkpoints 0".split()]
 
 
 @pytest.fixture(scope="module")

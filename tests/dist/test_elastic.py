@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.resilience.events import events
+from tests.support.replicas import free_ports
 from tests.support.torchrun import TINY, Launched, last_iteration
 from tests.support.training import assert_same_curve, metrics, train
 
@@ -19,7 +20,7 @@ def test_agents_join_die_and_leave(pools, tmp_path: Path):
     """Each change costs the steps since the last checkpoint; the curve is that of one process."""
     argv = [*TINY, *"--train-iters 100000 --lr-decay-iters 4000 --save-interval 10 --log-interval 10".split()]
     run_dir = tmp_path / "run"
-    port = free_port()
+    port = free_ports(1)[0]
 
     def agent() -> Launched:
         launcher = (
@@ -59,11 +60,3 @@ def test_agents_join_die_and_leave(pools, tmp_path: Path):
 def wait_for_more(run: Launched, run_dir: Path) -> None:
     """Wait for some steps more."""
     run.wait_for_iteration(last_iteration(run_dir) + 12)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]

@@ -18,7 +18,7 @@ from megavlm.checkpoint.manifest import write_manifest
 from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import write_sums
-from tests.support.training import SMALL, train
+from tests.support.training import SHALLOW, SMALL, train
 
 
 def program(*argv: str, output: Path) -> tuple[int | None, str]:
@@ -85,23 +85,12 @@ def test_every_rank_ends_with_status_2_and_one_speaks():
 def finished(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of one process with a checkpoint at iteration 8."""
     run_dir = tmp_path_factory.mktemp("finished")
-    pools(1).run(
-        train, [*SMALL, "--set", "model.vision.num_layers=1", "--set", "model.language.num_layers=1"], str(run_dir)
-    )
+    pools(1).run(train, SHALLOW, str(run_dir))
     return run_dir
 
 
 def resume(run_dir: Path, *argv: str) -> tuple[int | None, str]:
-    small = [
-        *SMALL,
-        "--set",
-        "model.vision.num_layers=1",
-        "--set",
-        "model.language.num_layers=1",
-        "--train-iters",
-        "10",
-    ]
-    return program(*small, *argv, "--run-dir", str(run_dir), output=run_dir / "output")
+    return program(*SHALLOW, "--train-iters", "10", *argv, "--run-dir", str(run_dir), output=run_dir / "output")
 
 
 def copy_of(finished: Path, tmp_path: Path) -> tuple[Path, Path]:

@@ -62,17 +62,9 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (2, "--tp 2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (4, "--tp 2 --pp 2"),
-                (4, "--tp 2 --pp 2 --vpp 2"),
-                (2, ""),
-                (2, "--pp 2"),
-                (2, "--tp 2 --placement colocated"),
-            )
-        ),
+        (4, "--tp 2 --pp 2 --vpp 2"),
+        (2, ""),
+        (2, "--tp 2 --placement colocated"),
     ],
 )
 def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:

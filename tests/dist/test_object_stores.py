@@ -21,17 +21,11 @@ from megavlm.storage.store import Store, StoreError
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.object_stores import EMULATORS, Emulator
-from tests.support.training import SMALL, metrics, without_wall_time
+from tests.support.training import SHALLOW, metrics, without_wall_time
 
 pytestmark = pytest.mark.slow
 
-TINY = [
-    *SMALL,
-    *(
-        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 2 "
-        "--keep-checkpoints 2"
-    ).split(),
-]
+TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 2".split()]
 
 
 @dataclass

@@ -13,6 +13,7 @@ from megavlm.resilience.events import events
 from megavlm.resilience.status import STOPPED, read_status
 from tests.support.data_files import sources_of, write_all
 from tests.support.forked import start_program, status_of
+from tests.support.replicas import free_ports
 from tests.support.torchrun import TINY, Launched, last_iteration
 from tests.support.training import metrics, train, without_wall_time
 
@@ -30,7 +31,13 @@ def undisturbed(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("launcher", ["--standalone", "--master-port 0", "--rdzv-backend c10d"])
 def test_a_rank_that_dies_costs_no_iteration(launcher: str, undisturbed: Path, tmp_path: Path):
     """Static and dynamic rendezvous keep their store differently."""
-    argv = [*launcher.replace("port 0", f"port {free_port()}").split(), "--nproc-per-node", "2", "--max-restarts", "2"]
+    argv = [
+        *launcher.replace("port 0", f"port {free_ports(1)[0]}").split(),
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
     with Launched(RUN, tmp_path / "run", launcher=argv) as run:
         for iteration in (6, 14):
             run.wait_for_iteration(iteration)
@@ -52,14 +59,6 @@ def test_data_workers_that_are_lost_cost_nothing(pools, tmp_path: Path):
         assert run.status() == 0, run.output()
     assert without_wall_time(metrics(tmp_path / "run")) == without_wall_time(metrics(tmp_path / "undisturbed"))
     assert [event["kind"] for event in events(tmp_path / "run")].count("worker") == 2
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path):

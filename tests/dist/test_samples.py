@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megavlm.backend import activate
-from tests.support.data_files import write_all, write_llava, write_text
+from tests.support.data_files import write_held_out
 from tests.support.flags import DROPOUT
 from tests.support.html import told
 from tests.support.pool import Pools
@@ -40,12 +40,7 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_all(tmp_path_factory.mktemp("files"))
-    (folder / "held").mkdir()
-    write_llava(folder / "held", samples=9, seed=5)
-    (folder / "held" / "train.jsonl").rename(folder / "held" / "chat.jsonl")
-    write_text(folder / "held", lines=4, seed=6)
-    return folder
+    return write_held_out(tmp_path_factory.mktemp("files"), samples=9, lines=4)
 
 
 def sources(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint import folders
-from tests.support.data_files import sources_of, write_all, write_llava, write_text
+from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
@@ -24,12 +24,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_all(tmp_path_factory.mktemp("files"))
-    (folder / "held").mkdir()
-    write_llava(folder / "held", samples=21, seed=5)
-    (folder / "held" / "train.jsonl").rename(folder / "held" / "chat.jsonl")
-    write_text(folder / "held", lines=11, seed=6)
-    return folder
+    return write_held_out(tmp_path_factory.mktemp("files"), samples=21, lines=11)
 
 
 def sources(folder: Path, *, split: bool = False) -> list[str]:

@@ -14,10 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from megavlm.programs.goodput import recoveries_of
-from megavlm.programs.history import DATA, LOST, REWOUND, SAVES, SKIPPED, TRAINING, history_of, records_of
+from megavlm.programs.history import DATA, LOST, SAVES, TRAINING, history_of, records_of
 from megavlm.programs.why import main
 from megavlm.resilience.events import events
-from tests.support.faults import Fault, train_with
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY
 from tests.support.training import metrics, train
@@ -77,25 +76,6 @@ def test_the_cause_is_named_first(pools: Pools, tmp_path: Path, cause: str, more
         told = sum(record.get(field, 0.0) for record in metrics(tmp_path))
         assert told > LATE
         assert past.seconds[{"data": DATA, "saves": SAVES}[cause]] > 0.99 * told
-
-
-def test_steps_that_are_skipped_are_named_first(pools: Pools, tmp_path: Path):
-    argv = [*TINY, "--train-iters", str(STEPS), "--no-save"]
-    pools(1).run(train_with, argv, str(tmp_path), Fault("pixels", tuple(range(3, STEPS))))
-    assert "steps are skipped" in first_cause(tmp_path)
-
-
-def test_what_a_rewind_undid_is_no_training(pools: Pools, tmp_path: Path):
-    argv = [*TINY, *f"--train-iters {STEPS} --on-spike rewind --save-interval 3".split()]
-    pools(1).run(train_with, argv, str(tmp_path), Fault("pixels", (6,)))
-    (rewind,) = [event for event in events(tmp_path) if event["kind"] == "rewind"]
-    assert (rewind["iteration"], rewind["back_to"]) == (6, 3)
-    past = history_of(events(tmp_path), records_of(tmp_path))
-    assert past is not None
-    steps = {record["iteration"]: record["step_time_s"] for record in metrics(tmp_path)}
-    assert past.seconds[REWOUND] > steps[4] + steps[5] - 1e-3, "and the return to the checkpoint"
-    assert past.seconds[SKIPPED] > steps[6] - 1e-3
-    assert past.seconds[TRAINING] < sum(steps[i] for i in (1, 2, 3, 7, 8, 9, 10)) + 1e-3
 
 
 def test_steps_after_the_checkpoint_are_lost_and_done_again(pools: Pools, tmp_path: Path):

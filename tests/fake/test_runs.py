@@ -61,9 +61,7 @@ SLOW = {
     ),
     "pp2, offloaded": (0, 2, "--pp 2 --offload activations --recompute-granularity full --seq-length 64"),
     "zero-3, last stage": (3, 4, "--data-parallel-sharding full --pp 2 --save"),
-    "packed, saved": (0, 1, "FILES --save"),
     "qk-clip": (1, 2, "FILES --qk-clip --optimizer muon --recompute-granularity full"),
-    "zero-0": (1, 2, "--data-parallel-sharding none --save"),
     "zero-2": (1, 2, "--data-parallel-sharding optimizer_gradients --recompute-granularity full"),
     "hsdp": (3, 4, "--hybrid-shard-size 2"),
     "zero-3, codes": (
@@ -76,7 +74,6 @@ SLOW = {
     "tp2-pp2-dp2": (7, 8, "--tp 2 --pp 2 --save"),
     "tp2-pp2-dp2, overlapped": (1, 8, "--tp 2 --pp 2 --overlap-grad-reduce --overlap-param-gather"),
     "pp2-vpp2, tiles": (1, 2, f"{TILES} --pp 2 --vpp 2"),
-    "pp2, tiles, first": (0, 2, f"{TILES} --pp 2"),
     "qwen2.5-vl": (0, 2, f"{QWEN25} --tp 2 --micro-batch-size 2"),
     "qwen2.5-vl, shared keys": (
         0,
@@ -84,13 +81,10 @@ SLOW = {
         f"{QWEN25} --tp 2 --set model.language.num_attention_heads=3 model.language.num_query_groups=1 "
         "model.language.kv_channels=12 model.language.ffn_hidden_size=61 model.vision.ffn_hidden_size=47",
     ),
-    "qwen2.5-vl, tied": (1, 2, f"{QWEN25} --pp 2"),
     "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
-    "fp32": (0, 1, "--precision fp32"),
     "fp8, emulated": (0, 2, "--fp8 e4m3 --fp8-parts vision language --pp 2 --recompute-granularity full"),
     "lora, frozen": (1, 2, "--lora-rank 4 --freeze vision --tp 2"),
     "colocated stages": (1, 2, "--placement colocated --pp 2 --vision-tp 2"),
-    "colocated, frozen": (1, 4, "--placement colocated --pp 2 --tp 2 --freeze vision projector"),
     "dropout": (0, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --tp 2 --recompute-granularity full"),
     "packed, tp2-pp2": (0, 4, "FILES --tp 2 --pp 2"),
     "encoded ahead": (
@@ -99,7 +93,6 @@ SLOW = {
         "--placement colocated --pp 2 --tp 2 --freeze vision projector --encode-ahead --train-iters 2 --save",
     ),
     "cached features": (0, 2, "FILES --placement colocated --tp 2 --freeze vision projector --vision-cache CACHE"),
-    "no images": (0, 4, "--images-per-sample 0 --tp 2 --pp 2"),
     "answers": (
         0,
         1,

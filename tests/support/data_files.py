@@ -125,6 +125,15 @@ def write_all(folder: Path, *, samples: int = 60) -> Path:
     return folder
 
 
+def write_held_out(folder: Path, *, samples: int, lines: int) -> Path:
+    """Write all of the above, and other records and text for validation to `folder`/held."""
+    write_all(folder)
+    held = folder / "held"
+    write_llava(held, samples=samples, seed=5).rename(held / "chat.jsonl")
+    write_text(held, lines=lines, seed=6)
+    return folder
+
+
 def record(question: str, **fields: Any) -> str:
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "a cat ."}]
     return json.dumps({"conversations": turns, **fields})

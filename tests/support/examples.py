@@ -43,7 +43,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --datasets arrays.jsonl ": "as the line above",
     "megavlm convert export runs/qformer ": "tests/dist/test_compose.py exports a run in parts",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --vision-from exported/vision ": "and begins another run with them",
-    "python examples/first_run/ask.py": "tests/dist/test_first_run.py asks it, after the whole run",
+    "python examples/first_run/ask.py": "tests/dist/test_after_training.py asks it, after the whole run",
     "python examples/acme_vlm/small_model.py": "tests/dist/test_extensions.py makes a folder with it",
     "megavlm convert export runs/acme ": "tests/dist/test_extensions.py exports a folder of that family",
     "python -m lmms_eval ": "tests/dist/test_after_training.py runs it where lmms-eval is",
