@@ -11,27 +11,19 @@ from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.kubernetes import objects
 from tests.support.cloud import kubernetes_options
 from tests.support.replicas import Platform, kubernetes, vertex
-from tests.support.torchrun import TINY, last_iteration
+from tests.support.torchrun import TINY, WITHOUT_END, Lasting, last_iteration
 from tests.support.training import assert_same_curve, metrics, train, without_wall_time
 
 pytestmark = pytest.mark.slow
 
-# How long a job trains is in a file, so that a test can let it end once it has disturbed it, however fast it is.
-FLAGS = [word for word, before in zip(TINY, ["", *TINY], strict=False) if "--train-iters" not in (word, before)]
 LAYOUT = "--pp 2".split()
 
 
-class Run:
-    """A run folder, and the flags of what trains in it."""
+class Run(Lasting):
+    """A run that platforms train, and what it is compared with."""
 
     def __init__(self, run_dir: Path, *flags: str) -> None:
-        self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
-        self.last(20_000)
-        self.flags = ["--config", str(self._config), *FLAGS, *LAYOUT, "--save-interval", "5", *flags]
-
-    def last(self, iteration: int) -> None:
-        """Let attempts that begin from now on train to this iteration."""
-        self._config.write_text(f"train: {{train_iters: {iteration}}}\n")
+        super().__init__(run_dir, *LAYOUT, "--save-interval", "5", *flags)
 
     def replicas(self) -> Platform:
         return vertex(self.flags, self.run_dir, replicas=2)
@@ -45,7 +37,7 @@ class Run:
 
     def is_like_one_undisturbed(self, pools, iterations: int) -> None:
         alone = self.run_dir.with_name("alone")
-        pools(2).run(train, [*FLAGS, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(alone))
+        pools(2).run(train, [*WITHOUT_END, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(alone))
         assert without_wall_time(metrics(self.run_dir)) == without_wall_time(metrics(alone))
 
 

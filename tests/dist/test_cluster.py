@@ -20,13 +20,11 @@ from megavlm.resilience.events import events, record
 from megavlm.resilience.status import read_status
 from tests.support.cluster import GPUS, NODES, Cluster, Job, needs_cluster
 from tests.support.forked import PATIENCE, ROOT
-from tests.support.torchrun import TINY, last_iteration
+from tests.support.torchrun import WITHOUT_END, Lasting, last_iteration
 from tests.support.training import metrics, train, without_wall_time
 
 pytestmark = needs_cluster
 
-# How long a job trains is in a file, so that a test can let it end once it has disturbed it, however fast it is.
-FLAGS = [word for word, before in zip(TINY, ["", *TINY], strict=False) if "--train-iters" not in (word, before)]
 LAYOUT = "--tp 2 --pp 2".split()
 
 
@@ -36,22 +34,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-class Run:
+class Run(Lasting):
     """A run folder and the job that trains in it."""
 
     def __init__(
         self, cluster: Cluster, run_dir: Path, *flags: str, iterations: int = 20_000, grace: int = 240
     ) -> None:
-        self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
-        self.last(iterations)
+        super().__init__(run_dir, *LAYOUT, *flags, iterations=iterations)
         options = [f"--nodes={len(NODES)}", f"--gpus-per-node={GPUS}", f"--output={run_dir.with_suffix('.out')}"]
-        argv = ["--config", str(self._config), *FLAGS, *LAYOUT, *flags, "--run-dir", str(run_dir)]
-        words = [*options, "--time=60", "--signal=B:USR1@100", "launch/slurm.sbatch", *argv]
+        script = ["launch/slurm.sbatch", *self.flags, "--run-dir", str(run_dir)]
+        words = [*options, "--time=60", "--signal=B:USR1@100", *script]
         self.job = cluster.submit(*words, MEGAVLM_GRACE=str(grace))
-
-    def last(self, iteration: int) -> None:
-        """Let attempts that begin from now on train to this iteration."""
-        self._config.write_text(f"train: {{train_iters: {iteration}}}\n")
 
     def saved(self) -> int:
         """Return the iteration of the newest checkpoint."""
@@ -62,7 +55,7 @@ class Run:
 
     def finishes_like_one_undisturbed(self, pools, iterations: int, folder: Path) -> None:
         assert self.job.end() == ("COMPLETED", 0), self.job.output()
-        pools(4).run(train, [*FLAGS, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(folder))
+        pools(4).run(train, [*WITHOUT_END, *LAYOUT, "--train-iters", str(iterations), "--no-save"], str(folder))
         assert without_wall_time(metrics(self.run_dir)) == without_wall_time(metrics(folder))
 
 
@@ -164,7 +157,7 @@ def test_an_array_trains_the_variants_of_a_grid(cluster: Cluster, tmp_path: Path
         yaml.safe_dump(
             {
                 **{"run_dir": str(tmp_path / "my runs"), "processes": GPUS},
-                "flags": [*FLAGS, *"--tp 2 --train-iters 4".split()],
+                "flags": [*WITHOUT_END, *"--tp 2 --train-iters 4".split()],
                 "list": [{"lr": 0.001}, {"lr": 0.002}, {"load": "nowhere"}],
             }
         )

@@ -13,6 +13,7 @@ from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResa
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.backend import activate
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, farthest_apart, metrics, train_composed
 
@@ -107,20 +108,11 @@ def test_parts_of_larger_models_compose_whatever_the_rest_of_those_is(pools: Poo
 
 
 CONNECTORS = {
-    "qformer": "--projector-kind qformer --set model.projector.connectors.qformer.num_queries=5 "
-    "model.projector.connectors.qformer.num_layers=3 model.projector.connectors.qformer.hidden_size=28 "
-    "model.projector.connectors.qformer.num_attention_heads=7 model.projector.connectors.qformer.ffn_hidden_size=26",
+    **{name: MODELS[name] for name in ("qformer", "perceiver", "adaptive-pool", "c-abstractor")},
     # As wide inside as Idefics2's, which Transformers reads.
-    "perceiver": "--projector-kind perceiver --set model.projector.connectors.perceiver.num_latents=5 "
+    "idefics2-perceiver": "--projector-kind perceiver --set model.projector.connectors.perceiver.num_latents=5 "
     "model.projector.connectors.perceiver.num_layers=2 model.projector.connectors.perceiver.num_attention_heads=6 "
     "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4",
-    "narrow-perceiver": "--projector-kind perceiver --set model.projector.connectors.perceiver.num_latents=5 "
-    "model.projector.connectors.perceiver.num_layers=1 model.projector.connectors.perceiver.num_attention_heads=6 "
-    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4 "
-    "model.projector.connectors.perceiver.ffn_hidden_size=21",
-    "adaptive-pool": "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.factor=3",
-    "c-abstractor": "--projector-kind c_abstractor --set model.projector.connectors.c_abstractor.side=3 "
-    "model.projector.connectors.c_abstractor.depth=1 model.projector.connectors.c_abstractor.hidden_size=15",
     # What a LLaVA does not have; with a tower of its own, an MLP as well.
     "linear": "--projector-kind linear --set model.projector.bias=false",
     "gated": "--projector-kind gated --set model.projector.pixel_shuffle=2 model.projector.input_norm=true "
@@ -137,7 +129,7 @@ MODULES = {
         transformers.Blip2QFormerModel,
         {"query_tokens", "language_projection.weight", "language_projection.bias"},
     ),
-    "perceiver": (
+    "idefics2-perceiver": (
         Idefics2PerceiverResampler,
         {f"modality_projection.{name}_proj.weight" for name in ("gate", "up", "down")},
     ),

@@ -13,6 +13,7 @@ from PIL import Image
 
 from megavlm.backend import activate
 from tests.support import tokenizers
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import train_composed
 
@@ -99,17 +100,6 @@ def test_transformers_alone_answers_on_the_export(
         torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0.02)
 
 
-SMALL = {
-    "qformer": "--set model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=2 "
-    "model.projector.connectors.qformer.hidden_size=28 model.projector.connectors.qformer.ffn_hidden_size=26 "
-    "model.projector.connectors.qformer.num_attention_heads=7",
-    "perceiver": "--set model.projector.connectors.perceiver.num_latents=5 "
-    "model.projector.connectors.perceiver.num_layers=2 model.projector.connectors.perceiver.num_attention_heads=6 "
-    "model.projector.connectors.perceiver.num_query_groups=3 model.projector.connectors.perceiver.kv_channels=4",
-    "c_abstractor": "--set model.projector.connectors.c_abstractor.side=2 "
-    "model.projector.connectors.c_abstractor.depth=1 model.projector.connectors.c_abstractor.hidden_size=15",
-    "adaptive_pool": "--set model.projector.connectors.adaptive_pool.factor=2",
-}
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
 
 
@@ -119,7 +109,12 @@ KINDS = [name for name, each in registered("connectors").items() if isinstance(e
 def test_every_other_connector_answers_by_megavlms_own_model(
     pools: Pools, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [*begun(tmp_path, "clip", "qwen2"), "--projector-kind", kind, *SMALL.get(kind, "").split()]
+    argv = [
+        *begun(tmp_path, "clip", "qwen2"),
+        "--projector-kind",
+        kind,
+        *MODELS.get(kind.replace("_", "-"), "").split(),
+    ]
     pools(1).run(train_composed, argv, str(run := tmp_path / "run"))
     out = tmp_path / "exported"
     assert convert.main(["export", str(run), str(out)]) == 0

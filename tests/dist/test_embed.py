@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.data_files import write_pairs
+from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import metrics, started, train_composed
 
@@ -122,12 +123,7 @@ def test_an_export_embeds_as_training_does(
 
 
 # No model of Transformers has such a connector; a LLaVA has the other one, and is composed of its own parts again.
-IN_PARTS = (
-    "--vision-from {} --language-from {} --projector-kind qformer --set "
-    "model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=2 "
-    "model.projector.connectors.qformer.hidden_size=32 model.projector.connectors.qformer.num_attention_heads=4 "
-    "model.projector.connectors.qformer.ffn_hidden_size=24"
-)
+IN_PARTS = f"--vision-from {{}} --language-from {{}} {MODELS['qformer']}"
 COMPOSED = "--vision-from {} --language-from {}"
 
 

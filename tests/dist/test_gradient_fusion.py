@@ -19,10 +19,8 @@ BIASES = "--set model.vision.qk_norm=head model.language.add_qkv_bias=true model
 LORA = "--lora-rank 4 --lora-targets language --freeze projector"
 PASSES = "--placement colocated --encoder-chunk-patches 40"  # several a step; all but the last are recomputed
 CASES = {  # model, layout and whether gradients are added in place
-    "stages": (BIASES, "", True),
     "recomputed": (BIASES, "--recompute-granularity full --overlap-grad-reduce", True),
     "passes": (BIASES, PASSES, True),
-    "passes-kept": (BIASES, f"{PASSES} --set placement.encoder_keep_chunks=8", True),
     "lora": (LORA, PASSES, True),  # of the vision tower alone
     "frozen": (MODELS["frozen-vision"], "", True),
     "unfused": (BIASES, "--no-gradient-accumulation-fusion", False),
@@ -107,7 +105,6 @@ def train_with_apex(argv: list[str], run_dir: str) -> int:
     ("flags", "blocks"),  # of the vocabulary, in each backward pass
     [
         ("--overlap-grad-reduce --set execution.loss_chunk_tokens=1", range(4, 8)),
-        pytest.param("--overlap-grad-reduce", range(1, 2), marks=pytest.mark.slow),
         pytest.param("--set model.language.tie_embeddings=true", range(1), marks=pytest.mark.slow),
         pytest.param("--data-parallel-sharding full", range(1), marks=pytest.mark.slow),
     ],

@@ -18,6 +18,7 @@ import pytest
 
 from tests.fake.build import shim
 from tests.support.data_files import sources_of, write_llava, write_text, write_tokenizer
+from tests.support.flags import MODELS
 from tests.support.training import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -26,22 +27,7 @@ TINY = (
     "bf16 --no-save"
 )
 PACKED = "--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16 --num-workers 0"
-QWEN3 = (
-    "--set model.vision.activation=gelu_tanh model.vision.position_embedding=learned_rope2d "
-    "model.vision.position_interpolation=bilinear model.vision.temporal_patch_size=2 "
-    "model.vision.deepstack_layers=[0,1] model.projector.hidden_size=128 model.language.mrope_section=[2,2,2] "
-    "model.language.mrope_interleaved=true model.language.qk_norm=true model.vision.num_layers=3 "
-    "model.language.num_layers=4"
-)
-QWEN25 = (
-    "--set model.vision.normalization=RMSNorm model.vision.activation=swiglu model.vision.patch_bias=false "
-    "model.vision.position_embedding=rope2d model.vision.temporal_patch_size=2 model.vision.window_size=16 "
-    "model.vision.full_attention_layers=[1] model.projector.hidden_size=128 model.language.mrope_section=[1,2,3] "
-    "--set",
-    "model.language.tie_embeddings=true",
-)
-TILES = "--set model.projector.anyres_max_tiles=2 --image-sizes 16 32 --set model.vision.post_norm=false"
-BUCKETS = "--projector-kind linear --set model.projector.bias=false model.vision.position_interpolation=bucket"
+QWEN3 = f"{MODELS['qwen3-vl']} --set model.language.num_layers=4"
 DEMO = "--recipe demo --lr-wsd-decay-iters 1"
 
 # name → (rank, world, flags)
@@ -73,15 +59,15 @@ SLOW = {
     "zero-3, second shards": (1, 4, "--data-parallel-sharding full --secondary-shard-size 2"),
     "tp2-pp2-dp2": (7, 8, "--tp 2 --pp 2 --save"),
     "tp2-pp2-dp2, overlapped": (1, 8, "--tp 2 --pp 2 --overlap-grad-reduce --overlap-param-gather"),
-    "pp2-vpp2, tiles": (1, 2, f"{TILES} --pp 2 --vpp 2"),
-    "qwen2.5-vl": (0, 2, f"{QWEN25} --tp 2 --micro-batch-size 2"),
+    "pp2-vpp2, tiles": (1, 2, f"{MODELS['llava-onevision']} --pp 2 --vpp 2"),
+    "qwen2.5-vl": (0, 2, f"{MODELS['qwen2.5-vl']} --tp 2 --micro-batch-size 2"),
     "qwen2.5-vl, shared keys": (
         0,
         2,
-        f"{QWEN25} --tp 2 --set model.language.num_attention_heads=3 model.language.num_query_groups=1 "
+        f"{MODELS['qwen2.5-vl']} --tp 2 --set model.language.num_attention_heads=3 model.language.num_query_groups=1 "
         "model.language.kv_channels=12 model.language.ffn_hidden_size=61 model.vision.ffn_hidden_size=47",
     ),
-    "smolvlm": (0, 1, f"{BUCKETS} --recompute-granularity full"),
+    "smolvlm": (0, 1, f"{MODELS['smolvlm']} --recompute-granularity full"),
     "fp8, emulated": (0, 2, "--fp8 e4m3 --fp8-parts vision language --pp 2 --recompute-granularity full"),
     "lora, frozen": (1, 2, "--lora-rank 4 --freeze vision --tp 2"),
     "colocated stages": (1, 2, "--placement colocated --pp 2 --vision-tp 2"),

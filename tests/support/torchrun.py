@@ -20,6 +20,8 @@ from tests.support.training import SMALL
 # Two small layers: most of a run is imports.
 TINY = [*SMALL, "--set", "model.vision.num_layers=1", "--set", "model.language.num_layers=2"]
 
+WITHOUT_END = [word for word, before in zip(TINY, ["", *TINY], strict=False) if "--train-iters" not in (word, before)]
+
 
 class Launched:
     """A torchrun (or plain python, without `launcher`) of `pretrain_vlm.py` in its own session; a context manager that
@@ -108,6 +110,21 @@ class Launched:
 
     def output(self) -> str:
         return (self.run_dir / "output").read_text(errors="replace")
+
+
+class Lasting:
+    """A run folder, and the flags of what trains in it. How long it trains is in a file, so that a test can let it end
+    once it has disturbed it, however fast it is.
+    """
+
+    def __init__(self, run_dir: Path, *flags: str, iterations: int = 20_000) -> None:
+        self.run_dir, self._config = run_dir, run_dir.with_suffix(".yaml")
+        self.last(iterations)
+        self.flags = ["--config", str(self._config), *WITHOUT_END, *flags]
+
+    def last(self, iteration: int) -> None:
+        """Let attempts that begin from now on train to this iteration."""
+        self._config.write_text(f"train: {{train_iters: {iteration}}}\n")
 
 
 def last_iteration(run_dir: Path) -> int:

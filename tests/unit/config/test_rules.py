@@ -14,7 +14,7 @@ from megavlm.rules import first
 from megavlm.rules.check import check
 from megavlm.rules.fields import options
 from megavlm.rules.precision_rules import fp8_fits_the_widths
-from tests.support.remedies import rows_by_section
+from tests.support.mistakes import rows_by_section
 
 # The bounds of these depend on other options; rules.py and the planner check them.
 UNRANGED = {"model.vision.feature_layer", "model.objective.sigmoid_bias", "placement.pipeline_cuts"}
