@@ -41,7 +41,7 @@ from megavlm.arch.layers import (
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LanguageLayer, LayerSizes, MixtureLayer, TransformerKind, VisionLayer
-from megavlm.arch.workload import Workload, typical_workload
+from megavlm.arch.workload import Workload
 from megavlm.config.derived import has_experts
 from megavlm.config.schema import Config, ModelConfig
 
@@ -195,15 +195,6 @@ def step_flops(config: Config, work: Workload) -> float:
     matrices of the first trained layer.
     """
     return sum(layer_flops(config, work).values())
-
-
-def forward_share(config: Config) -> float:
-    """Return the share of a training step's FLOPs that a forward pass over the same data takes, at the typical
-    workload: a third if everything is trained.
-    """
-    work = typical_workload(config)
-    forward = sum(layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model))
-    return forward / step_flops(config, work)
 
 
 def layer_flops(config: Config, work: Workload) -> dict[str, float]:

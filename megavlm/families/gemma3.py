@@ -155,7 +155,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=llava_prefixes(towers=NESTED_TOWERS),
+    name_prefixes=llava_prefixes(*NESTED_TOWERS),
     unused=(r".*vision_tower\.(vision_model\.)?head\..*", r".*position_ids"),
     image_processors=(
         ProcessorReader(

@@ -12,10 +12,11 @@ from typing import Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.families import llava
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
-from megavlm.families.shared.language import experts, language, language_table
+from megavlm.families.shared.language import experts, language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.videos import Frames, frame_fields
@@ -50,11 +51,8 @@ def config(settings: Settings) -> ModelConfig:
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return {
-        **intern_table(model.vision, prefixes.vision),
+        **llava.whole_table(intern_table(model.vision, prefixes.vision), model, prefixes),
         **linear("projector.norm", f"{prefixes.projector}layer_norm", bias=True),
-        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
-        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
-        **language_table(model, prefixes),
     }
 
 
@@ -125,7 +123,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=tokens_and_pixels,
-    name_prefixes=llava_prefixes(),
+    name_prefixes=llava_prefixes("vision_tower."),
     image_processors=(
         ProcessorReader(
             ("GotOcr2",),

@@ -52,15 +52,20 @@ def _vision(settings: Settings, layer: int) -> VisionConfig:
     return clip(tower, feature_layer=layer)
 
 
-def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    tower = clip_table if model.vision.class_token else siglip_table
+def whole_table(tower: Table, model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """Return the table of a model with this table of its tower, and LLaVA's names of an MLP."""
     bias = model.projector.bias
     return {
-        **tower(model.vision, prefixes.vision),
+        **tower,
         **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
         **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
         **language_table(model, prefixes),
     }
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    tower = clip_table if model.vision.class_token else siglip_table
+    return whole_table(tower(model.vision, prefixes.vision), model, prefixes)
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
@@ -111,7 +116,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=tokens_and_pixels,
-    name_prefixes=llava_prefixes(towers=NESTED_TOWERS),
+    name_prefixes=llava_prefixes(*NESTED_TOWERS),
     image_processors=(
         ProcessorReader(
             ("Llava",), {**CLIP_PIXELS, **SQUARE_224, "do_center_crop": True, "do_pad": False}, build_processor

@@ -10,10 +10,9 @@ from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import llava, llava_onevision
 from megavlm.families.shared.chat import VICUNA
-from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.family import Family
 from megavlm.families.shared.inputs import pixel_values
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Rename, Table
 from megavlm.inputs.layout import Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
@@ -42,11 +41,6 @@ def config(settings: Settings) -> ModelConfig:
 
 def tiling(settings: Settings) -> Tiling:
     return llava_onevision.tiling(Settings({"image_grid_pinpoints": RESOLUTIONS, **settings.values}, settings.where))
-
-
-def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    newline = prefixes.projector.removesuffix("multi_modal_projector.") + "image_newline"
-    return {**llava.table(model, prefixes), "projector.image_newline": Rename(newline)}
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
@@ -82,7 +76,7 @@ FAMILY = Family(
     name="llava_next",
     model_types=("llava_next",),
     config=config,
-    table=table,
+    table=llava_onevision.table,
     inputs=inputs,
     tiling=tiling,
     name_prefixes=llava.FAMILY.name_prefixes,

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megavlm.arch.image_tokens import TileGroup, Tiling, half, tokens_per_image
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
+from megavlm.families import llava
 from megavlm.families.shared.chat import CHATML
-from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
+from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import unpatchify
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.table import Rename, Table
 from megavlm.families.shared.videos import Frames, frame_fields
-from megavlm.families.shared.vision import siglip, siglip_table
+from megavlm.families.shared.vision import siglip
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt, Tile
 from megavlm.inputs.processor import Processor, cut, pad_evenly, pad_to_square, squared
@@ -84,14 +85,8 @@ def tiling(settings: Settings) -> Tiling:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    projector, bias = f"{prefixes.projector}multi_modal_projector.", model.projector.bias
-    return {
-        **siglip_table(model.vision, prefixes.vision),
-        "projector.image_newline": Rename(f"{prefixes.projector}image_newline"),
-        **linear("projector.linear_fc1", f"{projector}linear_1", bias=bias),
-        **linear("projector.linear_fc2", f"{projector}linear_2", bias=bias),
-        **language_table(model, prefixes),
-    }
+    newline = prefixes.projector.removesuffix("multi_modal_projector.") + "image_newline"
+    return {**llava.table(model, prefixes), "projector.image_newline": Rename(newline)}
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
@@ -203,7 +198,7 @@ FAMILY = Family(
     table=table,
     inputs=inputs,
     tiling=tiling,
-    name_prefixes=llava_prefixes("", towers=NESTED_TOWERS),
+    name_prefixes=llava.FAMILY.name_prefixes,
     image_processors=(
         ProcessorReader(
             ("LlavaOnevision",),

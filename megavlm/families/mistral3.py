@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig
-from megavlm.families import pixtral
+from megavlm.families import llava, pixtral
 from megavlm.families.pixtral import IMAGE, PROCESSOR, inputs, vision, vision_table
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Rename, Table, linear
+from megavlm.families.shared.table import Rename, Table
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -42,14 +42,11 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    projector, bias = prefixes.projector, model.projector.bias
+    projector = prefixes.projector
     return {
-        **vision_table(model.vision, prefixes.vision),
+        **llava.whole_table(vision_table(model.vision, prefixes.vision), model, prefixes),
         "projector.norm.weight": Rename(f"{projector}norm.weight"),
         "projector.convolution.weight": Rename(f"{projector}patch_merger.merging_layer.weight"),
-        **linear("projector.linear_fc1", f"{projector}linear_1", bias=bias),
-        **linear("projector.linear_fc2", f"{projector}linear_2", bias=bias),
-        **language_table(model, prefixes),
     }
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from megavlm.arch.layers import VISION_LAYER, vision_layers_run
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
+from megavlm.families import llava
 from megavlm.families.shared.chat import MISTRAL
 from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import unpatchify
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Concat, Rename, Table, linear
 from megavlm.families.shared.vision import kernel, qkv
@@ -89,13 +90,7 @@ def vision_table(vision: VisionConfig, prefix: str) -> Table:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    bias = model.projector.bias
-    return {
-        **vision_table(model.vision, prefixes.vision),
-        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
-        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
-        **language_table(model, prefixes),
-    }
+    return llava.whole_table(vision_table(model.vision, prefixes.vision), model, prefixes)
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
@@ -159,7 +154,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=llava_prefixes(),
+    name_prefixes=llava_prefixes("vision_tower."),
     unused=(r".*\.rotary_emb\.inv_freq", r".*\.patch_positional_embedding\.inv_freq"),
     image_processors=(PROCESSOR,),
     image_text=IMAGE,

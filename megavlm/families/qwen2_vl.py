@@ -116,42 +116,24 @@ def _windowed(tower: Settings) -> VisionConfig:
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
-    names = patch_embed_table(vision, visual)
+    names, norm_bias = patch_embed_table(vision, visual), vision.normalization == "LayerNorm"
     for number in range(vision.num_layers):
         layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, layer, hf_layer, norm_bias=True)
-        names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
-        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
-    return {
-        **names,
-        **_merger_table(visual, norm_bias=True),
-        **language_table(model, prefixes),
-    }
-
-
-def windowed_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    vision, visual = model.vision, prefixes.vision
-    names = patch_embed_table(vision, visual)
-    for number in range(vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, layer, hf_layer, norm_bias=False)
+        names |= attention_table(vision, layer, hf_layer, norm_bias=norm_bias)
+        if vision.activation != "swiglu":
+            names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
+            names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
+            continue
         for leaf in ("weight", "bias"):
             gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
             names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
         names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
     return {
         **names,
-        **_merger_table(visual, norm_bias=False),
+        **linear(VISION_NORM, f"{visual}merger.ln_q", bias=norm_bias),
+        **linear("projector.linear_fc1", f"{visual}merger.mlp.0", bias=True),
+        **linear("projector.linear_fc2", f"{visual}merger.mlp.2", bias=True),
         **language_table(model, prefixes),
-    }
-
-
-def _merger_table(prefix: str, *, norm_bias: bool) -> Table:
-    """Return the table of the merger of Qwen2-VL and Qwen2.5-VL."""
-    return {
-        **linear(VISION_NORM, f"{prefix}merger.ln_q", bias=norm_bias),
-        **linear("projector.linear_fc1", f"{prefix}merger.mlp.0", bias=True),
-        **linear("projector.linear_fc2", f"{prefix}merger.mlp.2", bias=True),
     }
 
 
@@ -171,4 +153,4 @@ FAMILY = Family(
     ),
 )
 
-WINDOWED = replace(FAMILY, name="qwen2_5_vl", model_types=("qwen2_5_vl",), config=windowed_config, table=windowed_table)
+WINDOWED = replace(FAMILY, name="qwen2_5_vl", model_types=("qwen2_5_vl",), config=windowed_config)

@@ -56,12 +56,6 @@ class ConnectorModule(MegatronModule):
 MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
 
 
-def build(builder: LayerBuilder) -> Projector:
-    """Return the projector of a configuration."""
-    projector = builder.config.model.projector
-    return Projector(builder, norm_epsilon=projector.norm_epsilon if projector.input_norm else None)
-
-
 class Projector(ConnectorModule):
     """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
 
@@ -69,8 +63,8 @@ class Projector(ConnectorModule):
     the features are merged into whole text embeddings before those are scattered.
     """
 
-    def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None) -> None:
-        """`norm_epsilon` is that of a norm of patches or merged features; None: there is no such norm."""
+    def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None = None) -> None:
+        """`norm_epsilon` is that of a norm of patches or merged features; default: what the configuration says."""
         super().__init__(builder)
         model, layer_config = self.model, self.config
         self.projector = model.projector
@@ -83,6 +77,8 @@ class Projector(ConnectorModule):
         self.outputs = outputs
         dtype = layer_config.params_dtype
         self.norm: nn.Module = nn.Identity()
+        if norm_epsilon is None and self.projector.input_norm:
+            norm_epsilon = self.projector.norm_epsilon
         if norm_epsilon is not None:
             normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
             self.norm = Norm(layer_config, normed, norm_epsilon)

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
-from megavlm.precision.emulated import Operands, Scaling, rounded
+from megavlm.precision.emulated import Operands, RoundGradient, RoundOperand, Scaling
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,35 +177,6 @@ def _merge(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-class _RoundEach(torch.autograd.Function):
-    """Rounds each part of x along its first dimension; the gradient of the rounded x is taken as that of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
-        return _rounded(x, sizes, scaling)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-class _RoundEachGradient(torch.autograd.Function):
-    """Rounds each part of the gradient in the backward pass; the forward pass is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
-        ctx.sizes, ctx.scaling = sizes, scaling
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rounded(grad, ctx.sizes, ctx.scaling), None, None
-
-
-def _rounded(x: Tensor, sizes: list[int], scaling: Scaling) -> Tensor:
-    return torch.cat([rounded(part, scaling) for part in x.split(sizes)])
-
-
 def emulated(by: Operands) -> Product:
     """Return the product in emulated FP8 with these current scalings.
 
@@ -214,11 +185,13 @@ def emulated(by: Operands) -> Product:
     without rows have no scale.
     """
 
+    def each(x: Tensor, sizes: int | list[int], scaling: Scaling) -> Tensor:
+        return torch.cat([RoundOperand.apply(part, scaling, False) for part in x.split(sizes)])
+
     def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         sizes = rows.counts.tolist()
-        inputs, weights = _RoundEach.apply(x, sizes, by.input), _RoundEach.apply(weight, [1] * len(weight), by.weight)
-        output: Tensor = _RoundEachGradient.apply(grouped(inputs, weights, rows), sizes, by.gradient)
-        return output
+        outputs = grouped(each(x, sizes, by.input), each(weight, 1, by.weight), rows)
+        return torch.cat([RoundGradient.apply(part, by.gradient) for part in outputs.split(sizes)])
 
     return product
 

@@ -84,14 +84,7 @@ class ActivationModule(MegatronModule):
         return self.function(x)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x·Φ(x)."""
-    return F.gelu(x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the same with Φ approximated by a hyperbolic tangent."""
-    return F.gelu(x, approximate="tanh")
+gelu_tanh = partial(F.gelu, approximate="tanh")
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -135,10 +128,11 @@ def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad, 1.702 * x)
 
 
+@cache
 def activations(compiled: Callable[[Any], Any] = lambda function: function) -> dict[str, Activation]:
     """Return the activations by their names in the configuration; `compiled` makes one kernel of what is several."""
     return {
-        "gelu": gelu,
+        "gelu": F.gelu,
         "gelu_tanh": gelu_tanh,
         "geglu": keeping_input(compiled(geglu), compiled(geglu_backward)),
         "quick_gelu": keeping_input(compiled(quick_gelu), compiled(quick_gelu_backward)),
@@ -241,14 +235,9 @@ def torch_modules(
         column_linear_alone=column,
         row_linear=row,
         core_attention=CoreAttention,
-        activations=_compiled_activations() if compiled else ACTIVATIONS,
+        activations=activations(torch.compile) if compiled else ACTIVATIONS,
         rotary=_compiled_rotary(interleaved) if compiled else Rotary(interleaved=interleaved),
     )
-
-
-@cache
-def _compiled_activations() -> dict[str, Activation]:
-    return activations(torch.compile)
 
 
 @cache

@@ -12,22 +12,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
 class Norm(nn.Module):
-    """The norm that the config names, over the last dimension: [..., hidden_size] → same shape."""
+    """A norm over the last dimension, by default the one that the config names: [..., hidden_size] → same shape."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        normalization: str | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.offset = int(config.layernorm_zero_centered_gamma)
         self.shape = (hidden_size,)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = None
-        if config.normalization == "LayerNorm":
+        if (normalization or config.normalization) == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -46,37 +58,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: int) -> Tensor:
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, offset + weight.float(), eps).type_as(x)
-
-
-class HeadRMSNorm(nn.Module):
-    """RMS norm of each query or key head (Qwen3): [..., heads, width] → same shape."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.offset = int(config.layernorm_zero_centered_gamma)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, offset=self.offset)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce forward and backward: every rank's loss depends on every rank's addend."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class FullRMSNorm(nn.Module):
@@ -107,8 +88,9 @@ class FullRMSNorm(nn.Module):
         heads, width = x.shape[-2:]
         local = x.float().reshape(*x.shape[:-2], heads * width)
         squares = local.square().sum(-1, keepdim=True)
-        if self.tp_group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.tp_group)
+        # Summed forward and backward, as every rank's loss depends on every rank's addend.
+        squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         start = self.tp_group.rank() * heads * width
         weight = self.weight[start : start + heads * width]
         weight = F.pad(weight, (0, heads * width - weight.numel()))

@@ -33,10 +33,11 @@ from megavlm.model.attention import Attention, CoreAttention, LogitAttention, wi
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
-from megavlm.model.norm import FullRMSNorm, HeadRMSNorm, LayerScale, PostNorm
+from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, PostNorm
 from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups
 
+HEAD_NORM = ModuleSpec(module=Norm, params={"normalization": "RMSNorm"})  # of each query or key head (Qwen3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -187,7 +188,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         branch = ModuleSpec(module=LayerScale, params={"config": layer_config})
     qk_norm: Any = None
     if vision.qk_norm == "head":
-        qk_norm = HeadRMSNorm
+        qk_norm = HEAD_NORM
     elif vision.qk_norm == "full":
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
@@ -231,7 +232,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         modules,
         AttnMaskType.causal,
         split=split,
-        qk_norm=HeadRMSNorm if language.qk_norm else None,
+        qk_norm=HEAD_NORM if language.qk_norm else None,
         branch=branch,
         qkv_bias=language.add_qkv_bias,
         activation=language.activation,

@@ -23,11 +23,11 @@ def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[st
     """
     texts = Texts(members)
     rows = first_of_each(texts)
-    documents = normalized(vectors[rows], vectors.shape[1])
+    documents, places = normalized(vectors[rows], vectors.shape[1]), torch.searchsorted(texts.documents, rows)
     sums = dict.fromkeys(SCORES, 0.0)
     for part in blocks(len(queries), len(rows)):
         asked = normalized(vectors[texts.queries[queries[part]]], vectors.shape[1])
-        answers = texts.answers(queries=queries[part], documents=_places(texts, rows))
+        answers = texts.answers(queries=queries[part], documents=places)
         for name, values in _scores(answers, asked @ documents.t()).items():
             sums[name] += float(values.double().sum())
     return sums | {"queries": float(len(queries))}
@@ -40,11 +40,6 @@ def first_of_each(texts: Texts) -> Tensor:
     first = places.new_full((int(inverse.max()) + 1 if len(inverse) else 0,), len(inverse))
     first.scatter_reduce_(0, inverse, places, "amin")
     return texts.documents[first.sort().values]
-
-
-def _places(texts: Texts, rows: Tensor) -> Tensor:
-    """Return the indices of rows among the documents."""
-    return torch.searchsorted(texts.documents, rows)
 
 
 def _scores(answers: Tensor, scores: Tensor) -> Mapping[str, Tensor]:

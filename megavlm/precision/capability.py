@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import packaging.version
+
 from megavlm.errors import UserError
 
 Version = tuple[int, ...]
@@ -117,10 +119,5 @@ def shown(version: Version) -> str:
 
 
 def parsed(text: str | None) -> Version | None:
-    """Return the leading numbers of a version: "2.11.0+abc" → (2, 11, 0)."""
-    numbers: list[int] = []
-    for part in (text or "").split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers) or None
+    """Return the release of a version: "2.11.0+abc" → (2, 11, 0)."""
+    return packaging.version.parse(text).release if text else None

@@ -165,7 +165,7 @@ def rounded(x: Tensor, scaling: Scaling, *, remember: bool = False) -> Tensor:
     return ((x.float() * scale).clamp(-limit, limit).to(scaling.dtype).float() / scale).to(x.dtype)
 
 
-class _RoundOperand(torch.autograd.Function):
+class RoundOperand(torch.autograd.Function):
     """Rounds in the forward pass; the gradient of the rounded operand is taken as that of the operand."""
 
     @staticmethod
@@ -177,7 +177,7 @@ class _RoundOperand(torch.autograd.Function):
         return grad, None, None
 
 
-class _RoundGradient(torch.autograd.Function):
+class RoundGradient(torch.autograd.Function):
     """Rounds the gradient in the backward pass, as FP8 products would read it; the forward pass is the identity."""
 
     @staticmethod
@@ -210,9 +210,9 @@ class _EmulatesFp8:
         self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         by = self.operands
-        operands = (_RoundOperand.apply(x, s, self.training) for x, s in ((input, by.input), (weight, by.weight)))
+        operands = (RoundOperand.apply(x, s, self.training) for x, s in ((input, by.input), (weight, by.weight)))
         product = super()._forward_impl(*operands, *args, bias=None, **kwargs)  # type: ignore[misc]
-        product = _RoundGradient.apply(product, by.gradient)
+        product = RoundGradient.apply(product, by.gradient)
         return product if bias is None else product + bias
 
 

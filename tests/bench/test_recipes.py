@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megavlm.arch.kinds import forward_share, model_parameters
+from megavlm.arch.kinds import layer_cost, model_parameters, step_flops
 from megavlm.arch.layers import layer_names
+from megavlm.arch.workload import typical_workload
 from megavlm.config.derived import starts_from
 from megavlm.config.messages import several
 from megavlm.data.survey import DEAR
@@ -102,7 +103,9 @@ def test_validation_with_every_checkpoint_takes_3_percent_of_an_epoch(path: Path
     """An epoch is as long as the recipe; a hundredth of its samples is held out, of pretraining a thousandth."""
     config, held_out = recipes.read(path).config, 0.001 if path.stem.startswith("vlm_") else 0.01
     times = -(-config.train.train_iters // config.checkpoint.save_interval)
-    assert times * held_out * forward_share(config) <= DEAR
+    work = typical_workload(config)
+    forward = sum(layer_cost(name, config.model, work).forward_flops for name in layer_names(config.model))
+    assert times * held_out * forward / step_flops(config, work) <= DEAR
 
 
 SAMPLED = (

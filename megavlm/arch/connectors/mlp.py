@@ -15,22 +15,13 @@ from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 
-# The linear layers of each kind.
-_LAYERS = {
-    "linear": ("linear_fc1",),
-    "mlp": ("linear_fc1", "linear_fc2"),
-    "gated": ("linear_in", "linear_gate", "linear_fc1", "linear_fc2"),
-}
-
 
 class Mlp(Connector):
     """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
 
-    module = "megavlm.model.connector:build"
+    module = "megavlm.model.connector:Projector"
     reads = tuple(field.name for field in fields(ProjectorConfig) if field.name not in ("kind", "connectors"))
     keeps_grid = True
-    launches = (15, 14)
-    cpu_calls = 6
 
     def __init__(self, name: str, *, normed: bool = False) -> None:
         """`normed`: features are normalised, whatever the configuration says."""
@@ -62,25 +53,24 @@ class Mlp(Connector):
         learned = model.projector.merge == "convolution"
         return block_channels(model) * projector_inputs(model) if learned else 0
 
-    def matrices(self, model: ModelConfig, tp: int = 1) -> int:
-        """Return the weights of one of `tp` ranks in the layers that they divide."""
+    def layers(self, model: ModelConfig, tp: int = 1) -> Mapping[str, tuple[int, int]]:
+        """Return the rows and columns that one of `tp` ranks holds of each linear layer that they divide."""
         inputs, outputs = projector_inputs(model), model.language.hidden_size
         hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
+        last = {"linear_fc2": (outputs, hidden)}
         return {
-            "linear": inputs * own_outputs,
-            "mlp": inputs * hidden + hidden * outputs,
-            "gated": inputs * own_outputs + 3 * outputs * hidden,
+            "linear": {"linear_fc1": (own_outputs, inputs)},
+            "mlp": {"linear_fc1": (hidden, inputs), **last},
+            "gated": {
+                "linear_in": (own_outputs, inputs),
+                **dict.fromkeys(("linear_gate", "linear_fc1"), (hidden, outputs)),
+                **last,
+            },
         }[model.projector.kind]
 
-    def biases(self, model: ModelConfig, tp: int) -> int:
-        """Return the biases of the same layers on one of `tp` ranks: those of the last layer of an MLP are whole."""
-        outputs, hidden = model.language.hidden_size, share_of(model.projector.hidden_size, tp)
-        own_outputs = share_of(outputs, tp)
-        return {
-            "linear": own_outputs,
-            "mlp": hidden + outputs,
-            "gated": own_outputs + 2 * hidden + outputs,
-        }[model.projector.kind]
+    def matrices(self, model: ModelConfig, tp: int = 1) -> int:
+        """Return the weights of these layers on one of `tp` ranks."""
+        return sum(rows * columns for rows, columns in self.layers(model, tp).values())
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         projector, outputs = model.projector, model.language.hidden_size
@@ -89,8 +79,8 @@ class Mlp(Connector):
         norms = per_norm * (normed * self.has_norm(model) + outputs * (projector.kind == "gated"))
         newline = outputs * (projector.anyres_max_tiles is not None)
         merging = self.convolution(model) + inputs * (projector.merge == "convolution" and projector.merge_bias)
-        divided = self.matrices(model, tp) + self.biases(model, tp) * projector.bias
-        return norms + newline + merging + divided
+        biases = sum(rows for rows, _ in self.layers(model, tp).values()) * projector.bias
+        return norms + newline + merging + self.matrices(model, tp) + biases
 
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
         params = self.matrices(model) + self.convolution(model)
@@ -115,27 +105,18 @@ class Mlp(Connector):
         return Communication((patches,) * scenario.sequence_parallel + more, (features, features, *more))
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        inputs, outputs, hidden = projector_inputs(model), model.language.hidden_size, model.projector.hidden_size
-        layers = {
-            "linear": {"linear_fc1": (outputs, inputs)},
-            "mlp": {"linear_fc1": (hidden, inputs), "linear_fc2": (outputs, hidden)},
-            "gated": {
-                "linear_in": (outputs, inputs),
-                **dict.fromkeys(("linear_gate", "linear_fc1"), (hidden, outputs)),
-                "linear_fc2": (outputs, hidden),
-            },
-        }[model.projector.kind]
+        layers = dict(self.layers(model))
         if model.projector.merge == "convolution":
-            layers["convolution"] = (inputs, block_channels(model))
+            layers["convolution"] = (projector_inputs(model), block_channels(model))
         return {f"{name}.weight": hidden_weight(columns, rows) for name, (rows, columns) in layers.items()}
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         projector = model.projector
-        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (self.name == "gated")
+        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (projector.kind == "gated")
         convolved = projector.merge == "convolution"
         names = [
-            *(f"{layer}.weight" for layer in (*_LAYERS[self.name], *norms)),
-            *(f"{layer}.bias" for layer in _LAYERS[self.name] if projector.bias),
+            *(f"{layer}.weight" for layer in (*self.layers(model), *norms)),
+            *(f"{layer}.bias" for layer in self.layers(model) if projector.bias),
             *(f"{norm}.bias" for norm in norms if projector.normalization == "LayerNorm"),
             *("convolution.weight",) * convolved,
             *("convolution.bias",) * (convolved and projector.merge_bias),

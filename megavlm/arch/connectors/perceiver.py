@@ -39,6 +39,17 @@ class PerceiverConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the norm layers of the Perceiver resampler.", valid=POSITIVE)
 
 
+# Options and settings of Idefics2PerceiverConfig, whose defaults are the options' own.
+_HF_NAMES = {
+    "num_latents": "resampler_n_latents",
+    "num_layers": "resampler_depth",
+    "num_attention_heads": "resampler_n_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "resampler_head_dim",
+    "norm_epsilon": "rms_norm_eps",
+}
+
+
 class Perceiver(Connector):
     """Layers of RMS norms, attention of latents over [patches; latents], and a gated MLP, as wide as the language
     model.
@@ -136,14 +147,7 @@ class Perceiver(Connector):
         whole = settings.values.get("model_type") == "idefics2"
         inner = settings.section("perceiver_config") if whole else settings
         inner.require("hidden_act", "silu", why="the resampler here has gated MLPs with SiLU")
-        found = {
-            "num_latents": inner.get("resampler_n_latents", 64),
-            "num_layers": inner.get("resampler_depth", 3),
-            "num_attention_heads": inner.get("resampler_n_heads", 16),
-            "num_query_groups": inner.get("num_key_value_heads", 4),
-            "kv_channels": inner.get("resampler_head_dim", 96),
-            "norm_epsilon": inner.get("rms_norm_eps", 1e-6),
-        }
+        found = {ours: inner.get(theirs, getattr(PerceiverConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
         if not whole:
             return found | {"ffn_hidden_size": 4 * inner.get("hidden_size", 4096)}
         text = settings.section("text_config")
@@ -177,12 +181,7 @@ class Perceiver(Connector):
             "model_type": "idefics2_perceiver",
             "hidden_act": "silu",
             "hidden_size": width,
-            "resampler_n_latents": own.num_latents,
-            "resampler_depth": own.num_layers,
-            "resampler_n_heads": own.num_attention_heads,
-            "resampler_head_dim": own.kv_channels,
-            "num_key_value_heads": own.num_query_groups,
-            "rms_norm_eps": own.norm_epsilon,
+            **{theirs: getattr(own, ours) for ours, theirs in _HF_NAMES.items()},
         }
 
 

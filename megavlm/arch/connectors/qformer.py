@@ -32,6 +32,17 @@ class QFormerConfig:
     norm_epsilon: float = option(1e-12, "Epsilon of the norm layers of the Q-Former.", valid=POSITIVE)
 
 
+# Options and settings of Blip2QFormerConfig, whose defaults are the options' own.
+_HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "cross_attention_frequency": "cross_attention_frequency",
+    "norm_epsilon": "layer_norm_eps",
+}
+
+
 class QFormer(Connector):
     """Layers of BERT: attention among the queries, every second time over the patches, an MLP, each with a norm after
     the residual; then a linear layer to the language model's width, whole on every rank.
@@ -139,14 +150,7 @@ class QFormer(Connector):
         inner = settings.section("qformer_config") if whole else settings
         inner.require("hidden_act", "gelu", why="the Q-Former here has GELU")
         inner.require("use_qformer_text_input", False, why="queries alone attend here, not words")
-        found = {
-            "num_layers": inner.get("num_hidden_layers", 12),
-            "hidden_size": inner.get("hidden_size", 768),
-            "ffn_hidden_size": inner.get("intermediate_size", 3072),
-            "num_attention_heads": inner.get("num_attention_heads", 12),
-            "cross_attention_frequency": inner.get("cross_attention_frequency", 2),
-            "norm_epsilon": inner.get("layer_norm_eps", 1e-12),
-        }
+        found = {ours: inner.get(theirs, getattr(QFormerConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
         return found | ({"num_queries": settings.get("num_query_tokens", 32)} if whole else {})
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
@@ -176,13 +180,8 @@ class QFormer(Connector):
         return {
             "architectures": ["Blip2QFormerModel"],
             "model_type": "blip_2_qformer",
-            "num_hidden_layers": own.num_layers,
-            "hidden_size": own.hidden_size,
-            "intermediate_size": own.ffn_hidden_size,
-            "num_attention_heads": own.num_attention_heads,
             "encoder_hidden_size": model.vision.hidden_size,
-            "cross_attention_frequency": own.cross_attention_frequency,
-            "layer_norm_eps": own.norm_epsilon,
+            **{theirs: getattr(own, ours) for ours, theirs in _HF_NAMES.items()},
         }
 
 

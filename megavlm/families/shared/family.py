@@ -37,11 +37,9 @@ class NamePrefixes:
     experts: ExpertFiles = "apart"
 
 
-def llava_prefixes(
-    projector: str = "multi_modal_projector.", *, towers: tuple[str, ...] = ("vision_tower.",)
-) -> tuple[NamePrefixes, ...]:
+def llava_prefixes(*towers: str) -> tuple[NamePrefixes, ...]:
     """Return what precedes the names in models that are made like LLaVA, saved before and since Transformers 4.52."""
-    head = "language_model.lm_head.weight"
+    head, projector = "language_model.lm_head.weight", "multi_modal_projector."
     return (
         *(NamePrefixes(tower, projector, "language_model.model.", head) for tower in towers),
         *(NamePrefixes(f"model.{tower}", f"model.{projector}", "model.language_model.") for tower in towers),
