@@ -19,13 +19,7 @@ from megavlm.config.messages import aligned
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
-_RARE = {
-    "cp": 1,
-    "cp_groups": 1,
-    "ep": 1,
-    "etp": None,
-    "schedule": None,
-}  # what are written if they are not the default
+_RARE = ("cp", "cp_groups", "ep", "etp", "schedule")  # what are written if they are not the default
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         plan: dict[str, Any] = {
-            "dims": {name: n for name, n in asdict(self.dims).items() if name not in _RARE or n != _RARE[name]},
+            "dims": {
+                name: n for name, n in asdict(self.dims).items() if name not in _RARE or n != getattr(Dims(), name)
+            },
             "placement": self.placement,
             "chunks": [list(names) for names in self.chunks],
         }

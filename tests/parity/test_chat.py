@@ -221,7 +221,7 @@ def test_a_piece_is_what_its_exchanges_alone_would_be(case: Case, chat: ChatForm
 SAID = st.text(st.sampled_from("abc .,\n é猫:"), max_size=12).filter(str.strip)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(turns=st.lists(st.tuples(SAID, SAID, st.booleans()), min_size=1, max_size=4))
 def test_whatever_is_said(turns: list[tuple[str, str, bool]], folders: dict[str, Path]) -> None:
     for case in CASES.values():

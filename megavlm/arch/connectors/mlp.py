@@ -16,6 +16,14 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 
 
+# The linear layers of each kind, also where their sizes are not known yet.
+_LAYERS = {
+    "linear": ("linear_fc1",),
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "gated": ("linear_in", "linear_gate", "linear_fc1", "linear_fc2"),
+}
+
+
 class Mlp(Connector):
     """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
 
@@ -112,11 +120,11 @@ class Mlp(Connector):
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         projector = model.projector
-        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (projector.kind == "gated")
+        norms = ("norm",) * self.has_norm(model) + ("inner_norm",) * (self.name == "gated")
         convolved = projector.merge == "convolution"
         names = [
-            *(f"{layer}.weight" for layer in (*self.layers(model), *norms)),
-            *(f"{layer}.bias" for layer in self.layers(model) if projector.bias),
+            *(f"{layer}.weight" for layer in (*_LAYERS[self.name], *norms)),
+            *(f"{layer}.bias" for layer in _LAYERS[self.name] if projector.bias),
             *(f"{norm}.bias" for norm in norms if projector.normalization == "LayerNorm"),
             *("convolution.weight",) * convolved,
             *("convolution.bias",) * (convolved and projector.merge_bias),

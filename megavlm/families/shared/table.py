@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 Shape = tuple[int, ...]
@@ -56,15 +55,16 @@ class _OneTensor:
     def hf_names(self) -> tuple[str, ...]:
         return (self.hf_name,)
 
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        """Return all rows of the tensor: of one that is transposed here, in one piece; of experts, their matrices."""
+        return [HFRows(self.hf_name, 0, shape[0])]
+
 
 @dataclass(frozen=True)
 class Rename(_OneTensor):
     """The same rows under another name; `view` is their shape in the file if it differs (conv weights, [1, 1, H])."""
 
     view: Shape | None = None
-
-    def hf_rows(self, shape: Shape) -> list[HFRows]:
-        return [HFRows(self.hf_name, 0, shape[0])]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: self.view or shape}
@@ -73,10 +73,6 @@ class Rename(_OneTensor):
 @dataclass(frozen=True)
 class Transpose(_OneTensor):
     """A matrix that the file holds transposed (Gemma's projector). It is read and written in one piece."""
-
-    def hf_rows(self, shape: Shape) -> list[HFRows]:
-        """Return rows of the transposed matrix."""
-        return [HFRows(self.hf_name, 0, shape[0])]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: (shape[1], shape[0])}
@@ -87,10 +83,6 @@ class TransposeEach(_OneTensor):
     """One matrix for each expert, which the file holds transposed; `view` is the shape there (Qwen3-VL-MoE)."""
 
     view: Shape
-
-    def hf_rows(self, shape: Shape) -> list[HFRows]:
-        """Return experts: one "row" is the matrix of one of them."""
-        return [HFRows(self.hf_name, 0, shape[0])]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         return {self.hf_name: (shape[0], shape[2], shape[1])}
@@ -146,15 +138,11 @@ class QKV:
         width = self.head_width
         query, key, value = self.hf_names
         queries = shape[0] // self.groups - 2 * width  # rows of one group's query heads
-        groups = (
-            (
-                HFRows(query, group * queries, queries),
-                HFRows(key, group * width, width),
-                HFRows(value, group * width, width),
-            )
-            for group in range(self.groups)
-        )
-        return list(chain.from_iterable(groups))
+        rows = []
+        for group in range(self.groups):
+            rows.append(HFRows(query, group * queries, queries))
+            rows += [HFRows(name, group * width, width) for name in (key, value)]
+        return rows
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
         heights: dict[str, int] = {}

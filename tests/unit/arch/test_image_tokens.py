@@ -9,21 +9,6 @@ from megavlm.config.schema import ProjectorConfig
 from megavlm.errors import UserError
 
 
-def test_padding_is_cut_off_on_both_sides() -> None:
-    wide = feature_map(TileGroup(grid=(2, 2), size=(10, 20)), 4, max_tiles=9)
-    assert (wide.rows, wide.columns) == (slice(2, 6), slice(0, 8))
-    tall = feature_map(TileGroup(grid=(2, 2), size=(20, 10)), 4, max_tiles=9)
-    assert (tall.rows, tall.columns) == (slice(0, 8), slice(2, 6))
-    assert (tall.height, tall.width) == (8, 4)
-
-
-def test_a_map_is_reduced_where_it_is_more_than_a_tenth_too_long() -> None:
-    grid = TileGroup(grid=(2, 2), size=(10, 10))
-    assert feature_map(grid, 4, max_tiles=4).width == 8
-    reduced = feature_map(grid, 4, max_tiles=1)  # from 8 × 8 to one tile's worth
-    assert (reduced.rows, reduced.height, reduced.width) == (slice(0, 8), 4, 4)
-
-
 def test_tokens_of_base_tiles_grids_and_newlines() -> None:
     groups = [TileGroup((2, 1), (20, 10)), TileGroup((0, 0), (20, 10))]
     tiled = ProjectorConfig(pixel_shuffle=2, anyres_max_tiles=9)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.model import cross_entropy
-from megavlm.model.cross_entropy import LossOptions, block_rows, linear_cross_entropy
+from megavlm.model.cross_entropy import LossOptions, linear_cross_entropy
 from tests.support.live_bytes import LiveBytes
 
 TOKENS, WIDTH, COLUMNS = 256, 8, 4096
@@ -106,13 +106,6 @@ def test_products(chunk: int, trained: bool, reached: bool, products: tuple[int,
         if loss.requires_grad:
             loss.sum().backward()
     assert (counting.counts["forward"] / whole, counting.counts["backward"] / whole) == products
-
-
-@pytest.mark.parametrize(
-    ("width", "positions", "rows"), [(4096, 256, 512), (4000, 256, 512), (39, 256, 16), (4096, 32, 4096), (39, 0, 39)]
-)
-def test_blocks_are_as_many_as_chunks_and_aligned(width: int, positions: int, rows: int) -> None:
-    assert block_rows(width, positions, chunk=32) == rows
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -126,10 +126,3 @@ def test_each_expert_is_drawn_by_itself(ep, etp):
         gate_and_up = [half.chunk(etp, dim=1)[place % etp] for half in whole[0][own].chunk(2, dim=1)]
         assert fc1.equal(torch.cat(gate_and_up, dim=1))
         assert fc2.equal(whole[1][own].chunk(etp, dim=2)[place % etp])
-
-
-def test_gate_rows_come_before_up_rows():
-    entry = experts_of().sharded_state_dict("")["linear_fc1.weight"]
-    gate, up = entry.build()
-    assert (gate.global_offset, up.global_offset) == ((0, 0, 0), (0, WIDTH, 0))
-    torch.testing.assert_close(gate.data, entry.data[:, :WIDTH])

@@ -161,22 +161,6 @@ def test_one_storage_is_moved_once_and_views_stay_views(blocks) -> None:
         torch.testing.assert_close(states.grad, 2 * expected)
 
 
-def test_a_pass_fetches_nothing_of_another(blocks) -> None:
-    """And its last layer's tensors before anything else of it is computed, if they were let go."""
-    late = LateCopies()
-    offload = Offload(late)
-    first, second = (run(blocks, states, offload) for states in batches(2))
-    late.events.clear()
-    second.backward()
-    assert late.events.count("fetch") == 4, "all but the last layer of the second pass"
-    late.events.clear()
-    run(blocks, batches(1)[0], offload)  # lets the last layer of the second pass go, which is no more
-    late.events.clear()
-    first.backward()
-    assert late.events.count("fetch") == 5
-    assert late.events[:2] == ["fetch", "arrived"]
-
-
 def test_the_last_layer_is_fetched_while_what_follows_it_runs(blocks) -> None:
     late = LateCopies()
     offload = Offload(late)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megavlm.model import attention
 from megavlm.model import packing as packing_module
 from megavlm.model.attention import CoreAttention
-from megavlm.model.packing import Packing, equal_sequences, packed, rounded_count, runs_of
+from megavlm.model.packing import Packing, packed, rounded_count
 from megavlm.model.te import flattened
 from tests.support.stand_ins import TEDotProductAttention
 
@@ -108,11 +108,6 @@ def test_numbers_of_sequences_are_rounded_up(sequences: int, rounded: int) -> No
     bounds: Any = packed(range(sequences + 1), CPU).cu_seqlens_q
     assert len(bounds) == rounded + 1
     assert bounds.tolist() == [*range(sequences + 1), *[sequences] * (rounded - sequences)]
-
-
-@pytest.mark.parametrize(("count", "batch"), [(0, 0), (5, 5), (31, 31), (32, 32), (95, 64)])
-def test_a_batch_is_small_or_a_multiple(count: int, batch: int) -> None:
-    assert equal_sequences(runs_of([0, *accumulate([USUAL] * count + [1])]), USUAL) == batch
 
 
 def core_attention() -> CoreAttention:

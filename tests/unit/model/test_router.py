@@ -1,4 +1,4 @@
-"""The router and its balance losses, against plain definitions, token by token."""
+"""The router's balance losses against plain definitions, token by token; `tests/parity` has its choices."""
 
 from __future__ import annotations
 
@@ -39,29 +39,6 @@ def scores_of(router: Router, token: torch.Tensor, *, kind: str) -> torch.Tensor
     return logits.softmax(0) if kind == "softmax" else logits.sigmoid() / logits.sigmoid().sum()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, lambda logits, best: logits[best].softmax(0)),
-        ({"router_pre_softmax": True}, lambda logits, best: logits.softmax(0)[best]),
-        ({"router_topk_scaling_factor": 2.5}, lambda logits, best: 2.5 * logits[best].softmax(0)),
-        (
-            {"router_score_function": "sigmoid"},
-            lambda logits, best: logits[best].sigmoid() / logits[best].sigmoid().sum(),
-        ),
-    ],
-)
-def test_each_token_takes_its_best_experts(options, expected):
-    router, hidden = router_of(**options), hidden_states()
-    weights, chosen = router(hidden)
-    for token, own, of_token in zip(hidden.flatten(0, 1), weights, chosen, strict=True):
-        logits = router.weight @ token
-        best = logits.topk(2).indices
-        assert sorted(best.tolist()) == of_token.nonzero().flatten().tolist()
-        torch.testing.assert_close(own[best], expected(logits, best))
-        assert own[~of_token].abs().sum() == 0
-
-
 def test_scores_are_computed_in_fp32_whatever_weights_and_tokens_are_in():
     """In bf16, steps of 2⁻⁸ between logits would make a token's scores wrong in the third digit."""
     router, hidden = router_of().to(torch.bfloat16), (4 * hidden_states()).to(torch.bfloat16)
@@ -70,26 +47,6 @@ def test_scores_are_computed_in_fp32_whatever_weights_and_tokens_are_in():
     logits = hidden.detach().flatten(0, 1).double() @ router.weight.detach().double().T
     expected = logits.where(chosen, -torch.inf).softmax(-1)
     torch.testing.assert_close(weights, expected.float(), rtol=1e-5, atol=1e-6)
-
-
-def test_the_bias_chooses_and_does_not_weigh():
-    router = router_of(router_score_function="sigmoid", router_enable_expert_bias=True)
-    router.expert_bias[3] = 10.0
-    weights, chosen = router(hidden_states())
-    assert bool(chosen[:, 3].all())
-    torch.testing.assert_close(weights.sum(1), torch.ones(len(weights)))
-
-
-def test_a_token_takes_experts_of_its_best_groups():
-    """Three groups of two; the best one is that with the best expert."""
-    router = router_of(router_num_groups=3, router_group_topk=1, router_topk=1, router_pre_softmax=True)
-    router_two = router_of(router_num_groups=3, router_group_topk=1)
-    hidden = hidden_states()
-    for token, one, two in zip(hidden.flatten(0, 1), router(hidden)[1], router_two(hidden)[1], strict=True):
-        logits = router.weight @ token
-        assert one.nonzero().item() == logits.argmax()
-        group = logits.view(3, 2).sum(1).argmax()
-        assert two.view(3, 2).all(1).nonzero().item() == group
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megavlm.config.schema import ObjectiveConfig
 from megavlm.objective import gather
-from megavlm.objective.gather import Representations, Texts
+from megavlm.objective.gather import Representations
 from megavlm.objective.losses import info_nce, sigmoid_loss
 from tests.support import plain_losses
-from tests.support.plain_losses import Text, answers, pairs_of
+from tests.support.plain_losses import Text
 
 ROLES = ("query", "positive", "negative")
 
@@ -85,23 +85,6 @@ def test_the_sigmoid_loss_and_its_gradients_are_those_of_its_definition(texts, l
     torch.testing.assert_close(found.vectors, vectors.grad)
     if learned:
         torch.testing.assert_close(found.scalars, scalars.grad)
-
-
-@settings(max_examples=100, deadline=None)
-@given(texts=batches(), seed=st.randoms())
-def test_pairs_and_answers_are_found_in_any_order_and_beside_padding(texts, seed) -> None:
-    rows = [*texts, *[None] * 3]
-    seed.shuffle(rows)
-    padding = (-1, -1, -1, -1)
-    members = [padding if row is None else (row.record, ROLES.index(row.role), row.identity, 0) for row in rows]
-    found = Texts(torch.tensor(members))
-    queries, documents = found.queries.tolist(), found.documents.tolist()
-    known = [row if row is not None else Text(-1, "padding", -1) for row in rows]
-    pairs = list(zip(*(each.tolist() for each in found.pairs), strict=True))
-    assert [(queries[query], documents[document]) for query, document in pairs] == pairs_of(known)
-    for place, query in enumerate(queries):
-        expected = [answers(known, query, document) for document in documents]
-        assert found.answers()[place].tolist() == expected
 
 
 @pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])

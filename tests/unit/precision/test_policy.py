@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megavlm.arch.layers import layer_names
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import layer_precision, sequence_multiple
-from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.synthetic import SyntheticSource
 from megavlm.model.vision import VisionLayout
-from megavlm.rules.check import check
 
 FP8 = "--precision bf16 --fp8 hybrid"
 
@@ -72,19 +67,3 @@ def test_packed_images_have_whole_multiples_of_tokens(grids: tuple[tuple[int, in
     if window:
         assert layout.window_bounds[-1] == layout.bounds[-1]
     assert len(layout.coordinates(torch.device("cpu"))) == layout.bounds[-1]
-
-
-@pytest.mark.parametrize("rows", [[[0, 1], [2]], [[0], [1]]], ids=["packed", "one each"])
-def test_rows_of_samples_have_whole_multiples_of_tokens(rows: list[list[int]]) -> None:
-    """Whatever is in them, they are as long as --seq-length, which a rule has checked."""
-    config = parse(f"{FP8} --seq-length 48 --mbs 2 --images-per-sample 0".split())
-    check(config, world=1)
-    source = SyntheticSource(config)
-    samples = [source.sample(index) for index in range(3)]
-    short = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in samples]
-    batch = collate([[short[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=48))
-    multiple = sequence_multiple("language", config, tp=1)
-    assert batch.text.tokens.numel() == 96
-    assert batch.text.tokens.numel() % multiple == 0
-    if batch.text.cu_seqlens is not None:
-        assert batch.text.cu_seqlens[-1] == batch.text.tokens.numel()
