@@ -51,9 +51,6 @@ class PatchEmbed(LayerKind):
         norm = norm_bytes(scenario, patches, vision.hidden_size, vision.normalization) * vision.pre_norm
         return patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each + norm
 
-    def communication(self, scenario: Scenario) -> Communication:
-        return Communication()
-
 
 class VisionNorm(LayerKind):
     reads = Stream.PATCHES
@@ -71,9 +68,6 @@ class VisionNorm(LayerKind):
         vision, tokens = scenario.model.vision, scenario.work.patches / scenario.sequence_shards
         present = self.is_present(scenario.model)
         return norm_bytes(scenario, tokens, vision.hidden_size, vision.normalization) if present else 0.0
-
-    def communication(self, scenario: Scenario) -> Communication:
-        return Communication()
 
 
 class Projector(LayerKind):
@@ -156,9 +150,6 @@ class LanguageNorm(LayerKind):
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         tokens = scenario.work.tokens / scenario.sequence_shards
         return norm_bytes(scenario, tokens, scenario.model.language.hidden_size, "RMSNorm")
-
-    def communication(self, scenario: Scenario) -> Communication:
-        return Communication()
 
 
 class Output(LayerKind):

@@ -198,9 +198,9 @@ class LayerKind(ABC):
         """
         return 0.0
 
-    @abstractmethod
     def communication(self, scenario: Scenario) -> Communication:
         """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""
+        return Communication()
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return the exchanges of a forward pass among context-parallel ranks (CP > 1): ranks, and bytes of a tensor of

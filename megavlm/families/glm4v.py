@@ -20,6 +20,7 @@ from megavlm.families.shared.experts import glm_experts
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
+    PREFIXES,
     NativeResolution,
     build_processor,
     inputs,
@@ -283,10 +284,7 @@ FAMILY = Family(
     config=config,
     table=table,
     inputs=inputs,
-    name_prefixes=(
-        NamePrefixes(vision="model.visual.", language="model.language_model."),
-        NamePrefixes(vision="visual.", language="model."),
-    ),
+    name_prefixes=PREFIXES,
     image_processors=(
         ProcessorReader(
             ("Glm4v", "Glm46V"),

@@ -41,14 +41,14 @@ def config(settings: Settings) -> ModelConfig:
 def _vision(settings: Settings, layer: int) -> VisionConfig:
     tower = settings.section("vision_config")
     kind = tower.get("model_type", "clip_vision_model")
+    if layer >= 0:  # hidden_states[0] is the input of the first layer
+        layer -= tower.get("num_hidden_layers", 12) + 1
     if kind == "siglip_vision_model":
         settings.require("vision_feature_select_strategy", "full", why="SigLIP has no class token to drop")
         return siglip(tower, feature_layer=layer, post_norm=False)
     if kind != "clip_vision_model":
         refuse(tower, "model_type", "known towers are clip_vision_model and siglip_vision_model")
     settings.require("vision_feature_select_strategy", "default", why="the class token as a feature is not known here")
-    if layer >= 0:  # hidden_states[0] is the input of the first layer
-        layer -= tower.get("num_hidden_layers", 12) + 1
     return clip(tower, feature_layer=layer)
 
 

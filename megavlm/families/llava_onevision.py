@@ -6,22 +6,20 @@ A video's frames are whole; their features are resized to half as many a side, a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, half, tokens_per_image
-from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import llava
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import unpatchify
-from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table
 from megavlm.families.shared.videos import Frames, frame_fields
-from megavlm.families.shared.vision import siglip
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt, Tile
 from megavlm.inputs.processor import Processor, cut, pad_evenly, pad_to_square, squared
@@ -42,23 +40,18 @@ def config(settings: Settings) -> ModelConfig:
     """LlavaOnevisionConfig. Its image_grid_pinpoints are for processors: a batch says how its images are tiled."""
     text, tower = settings.section("text_config"), settings.section("vision_config")
     tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
-    settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
-    settings.require("vision_feature_select_strategy", "full", why="SigLIP has no class token to drop")
-    layer = settings.get("vision_feature_layer", -1)
-    if not isinstance(layer, int):
-        refuse(settings, "vision_feature_layer", "features of several layers are not known here")
-    if layer >= 0:  # hidden_states[0] is the input of the first layer
-        layer -= tower.get("num_hidden_layers", 12) + 1
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
-    return ModelConfig(
-        vision=siglip(tower, feature_layer=layer, post_norm=False),
-        projector=ProjectorConfig(
-            kind="mlp",
-            bias=settings.get("multimodal_projector_bias", True),
-            anyres_max_tiles=_max_tiles(settings),
-        ),
-        language=language(text, kind=text.get("model_type", "qwen2"), tied=tied),
-        image_token=settings.get("image_token_index", settings.get("image_token_id", 151646)),
+    defaults = {
+        "vision_config": {"model_type": "siglip_vision_model", **tower.values},
+        "text_config": {"model_type": "qwen2", **text.values},
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+        "image_token_index": settings.get("image_token_id", 151646),
+    }
+    given = {name: value for name, value in settings.values.items() if value is not None and "_config" not in name}
+    model = llava.config(Settings({**defaults, **given}, settings.where))
+    return replace(
+        model,
+        projector=replace(model.projector, anyres_max_tiles=_max_tiles(settings)),
         video_token=settings.get("video_token_index", settings.get("video_token_id", 151647)),
     )
 

@@ -16,6 +16,7 @@ from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
+    PREFIXES,
     PROCESSOR,
     UNGATED,
     attention_table,
@@ -28,7 +29,7 @@ from megavlm.families.shared.qwen_vl import (
 )
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Concat, Table, linear
-from megavlm.families.shared.videos import VIDEOS, with_videos
+from megavlm.families.shared.videos import VIDEOS
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 152064,
@@ -56,15 +57,14 @@ _WINDOWED_VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Qwen2VLConfig."""
     tower = _renamed(with_defaults(settings.section("vision_config"), _VISION))
-    model = model_config(settings, tower=tower, vision=_vision(tower), text=_language(settings))
-    return with_videos(model, settings, steps_per_second=None)
+    return model_config(settings, tower=tower, vision=_vision(tower), text=_language(settings))
 
 
 def windowed_config(settings: Settings) -> ModelConfig:
     """Qwen2_5_VLConfig."""
     tower = with_defaults(settings.section("vision_config"), _WINDOWED_VISION)
-    model = model_config(settings, tower=tower, vision=_windowed(tower), text=_language(settings))
-    return with_videos(model, settings, steps_per_second=tower.get("tokens_per_second", 4))
+    steps, text = tower.get("tokens_per_second", 4), _language(settings)
+    return model_config(settings, tower=tower, vision=_windowed(tower), text=text, steps_per_second=steps)
 
 
 def _renamed(tower: Settings) -> Settings:
@@ -147,10 +147,7 @@ FAMILY = Family(
     videos=VIDEOS,
     image_text=IMAGE,
     chat_template=CHATML,
-    name_prefixes=(
-        NamePrefixes(vision="visual.", language="model."),
-        NamePrefixes(vision="model.visual.", language="model.language_model."),
-    ),
+    name_prefixes=PREFIXES[::-1],
 )
 
 WINDOWED = replace(FAMILY, name="qwen2_5_vl", model_types=("qwen2_5_vl",), config=windowed_config)

@@ -23,6 +23,7 @@ from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
+    PREFIXES,
     PROCESSOR,
     UNGATED,
     attention_table,
@@ -35,7 +36,7 @@ from megavlm.families.shared.qwen_vl import (
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
-from megavlm.families.shared.videos import TimedPairs, qwen_fields, with_videos
+from megavlm.families.shared.videos import TimedPairs, qwen_fields
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
 from megavlm.inputs.video import Budget, VideoProcessor
 
@@ -99,8 +100,7 @@ def whole_model(settings: Settings, text: Settings, *, kind: str) -> ModelConfig
     tower = with_defaults(settings.section("vision_config"), _VISION)
     tied = settings.get("tie_word_embeddings", False)
     model = text_model(text, kind=kind, tied=tied, section=(24, 20, 20), interleaved=True)
-    whole = model_config(settings, tower=tower, vision=_vision(tower), text=model)
-    return with_videos(whole, settings, steps_per_second=None)
+    return model_config(settings, tower=tower, vision=_vision(tower), text=model)
 
 
 def _vision(tower: Settings) -> VisionConfig:
@@ -166,10 +166,7 @@ FAMILY = Family(
     ),
     image_text=IMAGE,
     chat_template=CHATML,
-    name_prefixes=(
-        NamePrefixes(vision="model.visual.", language="model.language_model."),
-        NamePrefixes(vision="visual.", language="model."),
-    ),
+    name_prefixes=PREFIXES,
 )
 
 MOE = replace(

@@ -55,11 +55,6 @@ class Adapter(nn.Module):
 class _Adapters(nn.ModuleDict):
     """The adapters of a linear layer by name, kept below it as `lora`."""
 
-    def at(self, name: str) -> Adapter:
-        adapter = self[name]
-        assert isinstance(adapter, Adapter)
-        return adapter
-
     def __init__(self, adapters: dict[str, Adapter], lora: LoraConfig) -> None:
         super().__init__(adapters)
         self.scale = lora.alpha / lora.rank
@@ -78,7 +73,7 @@ class _LoraLinear:
 
     reads_below = True  # A and B of adapters that are never called
 
-    lora: _Adapters
+    lora: Any  # `_Adapters`
     config: Any
     tp_group: Any
 
@@ -96,7 +91,7 @@ class LoraColumnParallelLinear(_LoraLinear):
     def _delta(self, x: Tensor) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
         dropped = self.lora.drop(x, differs=sequence_parallel)
-        low = F.linear(dropped, torch.cat([self.lora.at(name).A for name in self.lora]))
+        low = F.linear(dropped, torch.cat([self.lora[name].A for name in self.lora]))
         if sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
         else:
@@ -105,7 +100,7 @@ class LoraColumnParallelLinear(_LoraLinear):
         blocks = []
         for name, rows in self.blocks.items():
             if name in parts:
-                block = F.linear(parts[name], self.lora.at(name).B).unflatten(-1, (self.repeats, rows))
+                block = F.linear(parts[name], self.lora[name].B).unflatten(-1, (self.repeats, rows))
             else:
                 block = low.new_zeros(*low.shape[:-1], self.repeats, rows)
             blocks.append(block)
@@ -122,7 +117,7 @@ class LoraRowParallelLinear(_LoraLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)  # type: ignore[misc]
         (name,) = self.lora
-        adapter = self.lora.at(name)
+        adapter = self.lora[name]
         low = F.linear(self.lora.drop(input_, differs=True), adapter.A)
         if self.config.sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)

@@ -133,13 +133,6 @@ def same(wanted: Tensor, identities: Tensor) -> Tensor:
     return found
 
 
-def renumbered(members: Tensor, rank: int) -> Tensor:
-    """Return a data-parallel rank's members with records that no other rank has, given its own numbers."""
-    members = members.clone()
-    members[:, RECORD] += rank << 32
-    return members
-
-
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
     """Return the largest count of all ranks."""
     if group.size() == 1:
@@ -162,7 +155,9 @@ def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int
 
 def gathered_members(members: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Return the members [N·L, 4] of all ranks' texts, with records that no two ranks share."""
-    return gathered(renumbered(members, group.rank()), length, group, padding=PADDING)
+    members = members.clone()
+    members[:, RECORD] += group.rank() << 32
+    return gathered(members, length, group, padding=PADDING)
 
 
 def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from megavlm.programs import convert
 from tests.support import hf
-from tests.support.forked import ROOT
 from tests.support.tiny_models import tiny
 
 
@@ -161,22 +157,3 @@ def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: 
     assert f"HF_DIR comes first: write {folder} {tmp_path}" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert f"RUN_OR_CHECKPOINT {tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_programs_work_as_they_are_started(folder: Path, tmp_path: Path) -> None:
-    """In processes of their own, where nothing has activated a backend before: import, train from both, export."""
-
-    run = ["--train-iters", "1", "--global-batch-size", "1", "--seq-length", "48", "--no-tensorboard", "--run-dir"]
-    ours, theirs, a, b = (str(tmp_path / name) for name in ("ours", "theirs", "a", "b"))
-    commands = [
-        ["tools/convert.py", "import", str(folder), ours],
-        ["pretrain_vlm.py", "--config", f"{ours}/config.yaml", *run, a],
-        ["pretrain_vlm.py", "--init-from", str(folder), *run, b],
-        ["tools/convert.py", "export", b, theirs],
-        ["tools/convert.py", "verify", theirs, a],
-    ]
-    for command in commands:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()

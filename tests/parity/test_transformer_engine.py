@@ -19,7 +19,6 @@ from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, ExpertsConfig, LoraConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.model import te
-from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.weights import initialize, named_shards
 from tests.support import te_kernels
 from tests.support.harness import Single
@@ -220,18 +219,3 @@ def test_fp8_regions(config: Config, expected: str, monkeypatch: pytest.MonkeyPa
                 events.append(name[0] + name[-1])
     assert " ".join(events) == expected
     assert isinstance(execution.chunk([]), nullcontext)
-
-
-def test_megatron_core_hears_of_fp8_where_its_kernels_run(engine: Any) -> None:
-    config = in_fp8("delayed", fp8_margin=2)
-    assert fp8_fields(config, "language") == {}
-    engine()
-    assert fp8_fields(config, "vision") == {}
-    assert fp8_fields(config, "language") == {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_margin": 2,
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-        "fp8_param": False,
-    }

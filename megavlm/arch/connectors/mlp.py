@@ -15,7 +15,6 @@ from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 
-
 # The linear layers of each kind, also where their sizes are not known yet.
 _LAYERS = {
     "linear": ("linear_fc1",),

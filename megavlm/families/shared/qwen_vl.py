@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "<|image_pad|>"
+PREFIXES = (
+    NamePrefixes(vision="model.visual.", language="model.language_model."),
+    NamePrefixes(vision="visual.", language="model."),
+)
 UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
 
 
@@ -34,13 +39,25 @@ def with_defaults(settings: Settings, defaults: Mapping[str, Any]) -> Settings:
     return Settings({**defaults, **given}, settings.where)
 
 
-def model_config(settings: Settings, *, tower: Settings, vision: VisionConfig, text: LanguageConfig) -> ModelConfig:
-    """Return a model of this vision tower and language model; `tower` is the section of the tower."""
+def model_config(
+    settings: Settings,
+    *,
+    tower: Settings,
+    vision: VisionConfig,
+    text: LanguageConfig,
+    steps_per_second: float | None = None,
+) -> ModelConfig:
+    """Return a model of this vision tower and language model; `tower` is the section of the tower.
+
+    `steps_per_second` are those of videos' positions; None: a step for each group of frames.
+    """
     return ModelConfig(
         vision=vision,
         projector=merger(tower, text),
         language=text,
         image_token=settings.get("image_token_id", 151655),
+        video_token=settings.get("video_token_id", 151656),
+        video_steps_per_second=steps_per_second,
     )
 
 

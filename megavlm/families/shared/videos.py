@@ -6,14 +6,13 @@ differ in some of this (`megavlm/families/qwen3_vl.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.settings import Settings
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value, sides
 from megavlm.inputs.resize import Pixels, Size, at_least, resize_as_torchvision, smart_resize
@@ -21,11 +20,6 @@ from megavlm.inputs.video import Budget, Clip, VideoProcessor, from_first_to_las
 
 TEXT = "<|video_pad|>"
 _ABOVE_LEAST = 1.05  # a budget shrinks frames to this multiple of their least area, and no further
-
-
-def with_videos(model: ModelConfig, settings: Settings, *, steps_per_second: float | None) -> ModelConfig:
-    """Return the model with its video token and the time of its positions; None: a step for each group of frames."""
-    return replace(model, video_token=settings.get("video_token_id", 151656), video_steps_per_second=steps_per_second)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from megavlm.model.context_attention import (
     heads_of_ranks,
     in_order_of_rows,
     rows_of_ranks,
-    with_own_heads,
 )
 from megavlm.model.packing import Packing, packed
 from megavlm.model.te import flattened
@@ -93,30 +92,6 @@ def test_split_rows_attend_like_whole_rows(split: RowSplit, groups: int, bounds:
         strict=True,
     ):
         assert (ours - exact).abs().max() <= 1e-12 * exact.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "tp", "ranks", "expected"),
-    [
-        (28, 4, 1, 2, (14, 2)),
-        (28, 4, 1, 7, (4, 4)),  # each of the four repeated seven times: 28 over seven ranks
-        (32, 8, 2, 8, (4, 2)),  # four on a tensor-parallel rank, repeated to eight
-        (8, 4, 4, 2, (4, 4)),  # one on a tensor-parallel rank, its own or one that it shares, repeated to two
-    ],
-)
-def test_attention_is_told_its_own_heads(heads: int, groups: int, tp: int, ranks: int, expected: tuple[int, int]):
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=heads * 4,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        tensor_model_parallel_size=tp,
-    )
-    own = with_own_heads(config, ranks)
-    assert (own.num_attention_heads, own.num_query_groups) == expected
-    local = torch.zeros(3, 1, groups // tp, 4)
-    _, (queries, keys) = heads_for_ranks((torch.zeros(3, 1, heads // tp, 4), local), ranks)
-    assert (queries * tp, keys * tp) == expected
 
 
 def test_rows_of_answers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megavlm.model.experts import GroupedExperts, Products, Rows, emulated
 from megavlm.model.layer_modules import ACTIVATIONS, ActivationModule
 from megavlm.model.weights import initialize
-from megavlm.parallel.shards import shard_layout
 from megavlm.precision.emulated import current_operands, rounded
 from tests.support.flags import resolved
 
@@ -82,28 +80,6 @@ def test_each_expert_is_rounded_by_its_own_scales():
         torch.testing.assert_close(weight.grad[expert], high.T @ low)
     first = rounded(grad[:16], operands.gradient) @ rounded(weight[0].detach(), operands.weight)
     torch.testing.assert_close(x.grad[:16], first)
-
-
-@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 2), (1, 4)])
-def test_ranks_hold_parts_of_the_tensors_of_all_experts(ep, etp):
-    """Put together as their places say, the parts of all ranks are [E, 2F, H] and [E, H, F]."""
-    whole = {"linear_fc1": torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN), "linear_fc2": torch.zeros(EXPERTS, HIDDEN, WIDTH)}
-    seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    for place in range(ep * etp):
-        experts = experts_of(local=EXPERTS // ep, ep=group(ep, place // etp), expt_tp=group(etp, place % etp))
-        for name, tensor in whole.items():
-            entry = experts.sharded_state_dict("mlp.experts.")[f"mlp.experts.{name}.weight"]
-            assert entry.key == f"mlp.experts.experts.{name}.weight"
-            for part in shard_layout(entry, 0, entry.data.numel(), replica=0).parts(entry.data):
-                assert part.global_shape == tuple(tensor.shape)
-                box = tuple(slice(a, a + n) for a, n in zip(part.global_offset, part.local_shape, strict=True))
-                first = place // etp * (EXPERTS // ep)
-                assert first <= box[0].start < box[0].stop <= first + EXPERTS // ep
-                seen[name][box] += 1
-                tensor[box] = part.data
-            if isinstance(entry, ShardedTensorFactory):
-                assert entry.merge_fn([part.data for part in entry.build()]).equal(entry.data)
-    assert all(bool((times == 1).all()) for times in seen.values())
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])

@@ -78,14 +78,6 @@ def test_the_balance_losses_are_those_of_the_definition(kind):
     torch.testing.assert_close(router.tally.float(), torch.tensor([*load, balances, zs]), rtol=1e-5, atol=1e-5)
 
 
-def test_an_even_load_has_a_balance_loss_of_one():
-    router = router_of(aux_loss_coeff=1.0, router_force_load_balancing=True)
-    torch.nn.init.zeros_(router.weight)
-    router.rows = RoutedRows(torch.ones(9, ROWS), torch.full((ROWS,), 9.0), torch.ones(ROWS))
-    router(torch.zeros(9, ROWS, HIDDEN))
-    assert router.tally[:-1].tolist() == pytest.approx([*[6.0] * EXPERTS, ROWS])
-
-
 def test_evaluations_and_first_passes_of_recomputed_layers_are_not_counted():
     router = router_of(aux_loss_coeff=1.0)
     with torch.no_grad():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from megavlm.arch.layers import layer_names
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import layer_precision, sequence_multiple
-from megavlm.model.vision import VisionLayout
 
 FP8 = "--precision bf16 --fp8 hybrid"
 
@@ -55,15 +53,3 @@ def test_vision_is_padded_to_what_fp8_and_sharding_need(argv: str, tp: int, mult
 )
 def test_so_are_sequences_of_tokens(argv: str, tp: int, multiple: int) -> None:
     assert sequence_multiple("language", parse(argv.split()), tp=tp) == multiple
-
-
-@pytest.mark.parametrize("window", [0, 4])
-@pytest.mark.parametrize("grids", [(), ((4, 4),), ((8, 4), (6, 10)), ((4, 6), (2, 2), (12, 4))])
-def test_packed_images_have_whole_multiples_of_tokens(grids: tuple[tuple[int, int], ...], window: int) -> None:
-    multiple = sequence_multiple("vision", parse(f"{FP8} --fp8-parts vision --tp 2".split()), tp=2)
-    layout = VisionLayout.of(grids, class_token=not window, multiple=multiple, blank=(2, 2), window=window)
-    assert layout.bounds[-1] == sum(layout.lengths) + layout.padding
-    assert layout.bounds[-1] % 32 == 0
-    if window:
-        assert layout.window_bounds[-1] == layout.bounds[-1]
-    assert len(layout.coordinates(torch.device("cpu"))) == layout.bounds[-1]
