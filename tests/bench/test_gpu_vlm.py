@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,50 +76,6 @@ def test_a_model_for_which_there_is_no_room_is_a_line_of_the_table(benchmark: An
 NONE = {"precision": "bf16", "ablate": False, "their_compile": False}
 
 
-class Scripted:
-    """Answers as told, side by side; notes what was asked."""
-
-    def __init__(self, folder: Path, answers: Mapping[tuple[str, int], Any]) -> None:
-        self.folder = folder
-        self.answers = answers
-        self.asked: list[tuple[str, int]] = []
-
-    def machine(self, program: str) -> dict[str, Any]:
-        return {"device": "NVIDIA H100", "memory": int(79.2 * GIB)}
-
-    def ask(self, program: str, task: Mapping[str, Any]) -> dict[str, Any]:
-        asked = f"{program} {task['precision']} {task['flags']}".strip(), task["layers"]
-        self.asked.append(asked)
-        found: dict[str, Any] = self.answers.get(asked, answer(1.0, 40))
-        return found
-
-
-def test_who_runs_out_of_memory_makes_all_begin_again_with_fewer_layers(benchmark: Any, tmp_path: Path) -> None:
-    shapes = benchmark.gpu_model.models(small=False)[0]
-    options = argparse.Namespace(
-        small=False,
-        layers=None,
-        memory_share=0.75,
-        rounds=1,
-        ablate=False,
-        minutes=1.0,
-        steps=1,
-        warm_up=0,
-        device="cuda",
-        micro_batches=1,
-        sides=None,
-        trace=None,
-    )
-    most = benchmark.gpu_model.fitting(shapes, memory=0.75 * 79.2 * GIB).num_layers
-    fewer = most * 4 // 5
-    workers = Scripted(tmp_path, {("megavlm bf16", most): {"error": "out of memory"}})
-    sides = benchmark.chosen(**NONE)
-    results = list(benchmark.measure(shapes, sides, workers, options=options, deadline=float("inf")))
-    assert [layers for _, layers in workers.asked] == [most, most] + [fewer] * len(sides)
-    assert results[-1]["layers"] == fewer
-    assert all(len(each) == 1 and "error" not in each[0] for each in results[-1]["answers"].values())
-
-
 def sides_of(benchmark: Any) -> Any:
     return benchmark.chosen(precision="bf16", ablate=True, their_compile=False)
 
@@ -130,22 +85,6 @@ def test_every_set_of_flags_is_one_that_a_run_takes(benchmark: Any) -> None:
     configs = [benchmark.gpu_model.run_config(shape, precision=s.precision, flags=s.flags) for s in sides_of(benchmark)]
     assert all(one != configs[0] for one in configs[1:])
     assert configs[0].model == shape.model
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
-        ("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", True),
-        ("CUDA error: out of memory", True),
-        ("CUDA error: an illegal memory access was encountered", False),
-        ("CUBLAS_STATUS_EXECUTION_FAILED", False),
-    ],
-)
-def test_lack_of_memory_is_told_by_whoever_was_refused_it(message: str, expected: bool, benchmark: Any) -> None:
-    import gpu_side  # type: ignore[import-not-found]
-
-    assert gpu_side.is_out_of_memory(RuntimeError(message)) == expected
 
 
 def test_language_flops_are_six_per_parameter_and_token_and_attention(benchmark: Any) -> None:
