@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 304,
     "options": 292,
     "flags": 147,  # 150
-    "code lines of tests": 34_774,  # 33,000
+    "code lines of tests": 34_717,  # 33,000
     "words of documentation": 44_649,  # 45,000
 }
 _NO_CODE = {
