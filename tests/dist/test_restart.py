@@ -83,7 +83,7 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path):
     assert status_of(finished) == 0, output.read_text()
     assert read_status(run_dir)["state"] == "finished"
     kinds = [event["kind"] for event in events(run_dir)]
-    assert kinds == ["start", "save", "stop", "start", "save", "finish"]
+    assert kinds == ["start", "started", "save", "stop", "start", "started", "save", "finish"]
 
 
 def fail_in_a_replica(argv: list[str], run_dir: str, late: bool) -> str:
