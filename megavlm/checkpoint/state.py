@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
@@ -37,6 +38,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import HoldsWeights
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.master_weights import average
@@ -140,17 +142,16 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     return position
 
 
-def load_weights(chunks: Sequence[VLMChunk], *, folder: Path, config: Config) -> None:
+@torch.no_grad()
+def load_weights(chunks: Sequence[HoldsWeights], *, folder: Path, config: Config) -> None:
     """Load only the parameters of a checkpoint into chunks of this layout; every rank calls it."""
     check_model(read_summary(folder), config, folder)
-    wanted = {
-        f"chunk{index}": {key: entry for key, entry in chunk.sharded_state_dict().items() if not is_adapter(key)}
-        for index, chunk in enumerate(chunks)
-    }
+    shards = [shard for chunk in chunks for shard in chunk.shards()]
+    wanted = {str(index): shard for index, shard in enumerate(shards) if not is_adapter(shard.key)}
     with _quiet():
         loaded = reading.load(wanted, folder, Sharing.of(chunks))
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)  # without adapters, which the seed draws
+    for index in wanted:
+        shards[int(index)].data.copy_(loaded[index])  # a shard of another type or size is not filled in place
 
 
 def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:

@@ -7,13 +7,14 @@ layer that DeepStack taps and the language layer that takes its features, they t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,8 +62,17 @@ class VLMChunk(MegatronModule):
     """Chunk `index` of the plan. `forward(batch)` gives the tensor for the next chunk, the last one the losses."""
 
     def __init__(
-        self, config: Config, plan: Plan, index: int, *, vocab_size: int, groups: Groups, pipeline: TransformerConfig
+        self,
+        config: Config,
+        plan: Plan,
+        index: int,
+        *,
+        vocab_size: int,
+        groups: Groups,
+        pipeline: TransformerConfig,
+        place: Callable[[nn.Module], object] = lambda part: None,
     ) -> None:
+        """`place` puts each part where its parameters belong as soon as it is built, so before the next one is."""
         super().__init__(config=pipeline)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = index // plan.dims.pp if plan.dims.vpp > 1 else None
@@ -85,6 +95,7 @@ class VLMChunk(MegatronModule):
         for name in self.names:
             part = IMPLEMENTATIONS[kind_of(name)].build(builder, name)
             self._choose_trained(name, part)
+            place(part)
             self.parts[name] = part
             _attach(self, name, part)
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
@@ -133,8 +144,7 @@ class VLMChunk(MegatronModule):
         return output
 
     def _forward(self, batch: MicroBatch, *, logits: bool) -> Tensor:
-        device = next(iter(self.parameters())).device
-        context = self._context(batch, device=device, wants_logits=logits)
+        context = self._context(batch, device=self.device, wants_logits=logits)
         hidden, carried = self._received(context)
         with self.execution.chunk(self.transformer_layers):
             for name in self.names:
@@ -219,6 +229,19 @@ class VLMChunk(MegatronModule):
             if type(module).set_extra_state is not nn.Module.set_extra_state
         }
         return super().load_state_dict({**extra, **state_dict}, strict=strict, assign=assign)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that computes."""
+        return next(self.parameters()).device
+
+    def shards(self) -> Iterator[ShardedTensor]:
+        """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
+        for entry in self.sharded_state_dict().values():
+            if isinstance(entry, ShardedTensorFactory):
+                yield from entry.build()
+            else:
+                yield entry
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -10,36 +10,42 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.model.vlm import VLMChunk, is_padded_for_tp
+from megavlm.model.vlm import is_padded_for_tp
+from megavlm.parallel.groups import Groups
 
 
-def named_shards(chunk: VLMChunk) -> Iterator[ShardedTensor]:
-    """Yield every slice of a parameter that this rank holds: key, global shape and offset, and a view of the data."""
-    for entry in chunk.sharded_state_dict().values():
-        if isinstance(entry, ShardedTensorFactory):
-            yield from entry.build()
-        else:
-            yield entry
+class HoldsWeights(Protocol):
+    """A chunk whose weights can be set: whole on this rank, or already sharded over data-parallel ranks."""
+
+    groups: Groups
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes and communicates."""
+
+    def shards(self) -> Iterator[ShardedTensor]:
+        """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
 
 
 @torch.no_grad()
 def initialize(
-    chunk: VLMChunk, config: Config, *, vocab_size: int, drawn: Callable[[str], bool] = lambda key: True
+    chunk: HoldsWeights, config: Config, *, vocab_size: int, drawn: Callable[[str], bool] = lambda key: True
 ) -> None:
     """Fill a chunk's parameters: N(0, σ²), σ/√(2L) for the layers that end a residual branch (GPT-2), zero biases.
 
     `drawn` says by name which parameters; the others stay as they are.
     """
     last_key, last = "", torch.empty(0)
-    for shard in named_shards(chunk):
+    for shard in chunk.shards():
         if not drawn(shard.key):
             continue
         shape, index = tuple(shard.global_shape), index_of(shard)

@@ -99,18 +99,22 @@ class _Watch:
         )
 
 
+def shard_chunks(
+    chunks: Sequence[VLMChunk], config: Config, groups: Groups, device: torch.device
+) -> list[FullyShardedChunk]:
+    """Shard chunks, which are on `meta`, over the data-parallel ranks: gradients, and weights too (ZeRO-2 and 3)."""
+    size, compressing_size = config.parallel.secondary_shard_size, config.parallel.compress_group_size
+    secondary = None if size == groups.shard.size() else _levels(size, config, groups)
+    compressing = secondary
+    if secondary is None or size != compressing_size:
+        compressing = _levels(compressing_size, config, groups)
+    levels = {"secondary": secondary, "compressing": compressing}
+    return [FullyShardedChunk(chunk, config, groups, device=device, **levels) for chunk in chunks]
+
+
 def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
-    """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks, or shards."""
+    """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks."""
     parallel = config.parallel
-    if shards_gradients(config):
-        size, compressing_size = parallel.secondary_shard_size, parallel.compress_group_size
-        secondary = None if size == groups.shard.size() else _levels(size, config, groups)
-        compressing = secondary
-        if secondary is None or size != compressing_size:
-            compressing = _levels(compressing_size, config, groups)
-        return [
-            FullyShardedChunk(chunk, config, groups, secondary=secondary, compressing=compressing) for chunk in chunks
-        ]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),

@@ -7,6 +7,9 @@ and summed in fp32. ZeRO-3 frees gathered parameters after each pass, ZeRO-2 aft
 inside a node. Offloaded rows, with their gradients, are in pinned host memory, and cross the bus to be gathered. HSDP
 shards within a group and sums the rows of all groups once a step.
 
+Only the rows of a part are ever set: a chunk's parameters are on torch's `meta` device, without memory, until they are
+sharded, and one part at a time has memory while it is built (`on_meta`).
+
 megatron-core's own wrapper of `fully_shard` knows GPT's layers only, averages gradients, and saves by name and rank:
 rows that the number of ranks does not divide cannot be saved.
 """
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import FP32Optimizer, _get_param_groups
@@ -50,6 +54,17 @@ from megavlm.parallel.shards import ShardLayout, local_part, rows_of, shard_layo
 _REDUCED_AT_ONCE = 2**25  # elements that one all-reduce of HSDP sums
 
 
+@torch.no_grad()
+def on_meta(part: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a part to the device, and its parameters, with their attributes, to torch's `meta` device."""
+    part.to(device)
+    for module in part.modules():
+        for name, param in module.named_parameters(recurse=False):
+            empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            vars(empty).update(vars(param))
+            setattr(module, name, empty)
+
+
 class FullyShardedChunk(_BaseDataParallel):
     """A sharded chunk in place of megatron-core's `DistributedDataParallel`, whose methods it offers.
 
@@ -63,25 +78,31 @@ class FullyShardedChunk(_BaseDataParallel):
         config: Config,
         groups: Groups,
         *,
+        device: torch.device,
         secondary: Levels | None = None,
         compressing: Levels | None = None,
     ) -> None:
-        """`secondary`: the shard group in two levels, where ranks of the inner one keep a second shard of weights.
-        `compressing`: the same, where ranks of the inner one sum exact gradients before codes are sent.
+        """The parameters of `chunk` are on `meta`; its rows are zeros afterwards, to be set through `shards`.
+
+        `device` computes and communicates; rows may be on the host. `secondary`: the shard group in two levels, where
+        ranks of the inner one keep a second shard of weights. `compressing`: the same, where ranks of the inner one sum
+        exact gradients before codes are sent.
         """
         super().__init__(config=chunk.config, module=chunk)
         self.ddp_config = DistributedDataParallelConfig()  # megatron-core reads from it whether this is its own FSDP
         self.dtype = DTYPES[config.precision.dtype]
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
-        self.device = next(chunk.parameters()).device  # that computes and communicates; rows may be on the host
+        self.device = device
         self.rows_on_host = "parameters" in offloaded(config)
+        self._drawn_in = {name: param.dtype for name, param in chunk.named_parameters()}
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
         keeps_whole = config.parallel.data_parallel_sharding == "optimizer_gradients"
         self._shard(chunk, keeps_whole=keeps_whole, secondary=secondary)
         self.coded_reductions, self._between = compress_units(self._sharded_modules(), config, groups, compressing)
         for name, param in chunk.named_parameters():  # fully_shard's new parameters lack the attributes for TP and ties
             vars(param).update(attributes[name])
+            assert not param.is_meta, name
         self.trained = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
 
     def _shard(self, chunk: VLMChunk, *, keeps_whole: bool, secondary: Levels | None) -> None:
@@ -104,6 +125,8 @@ class FullyShardedChunk(_BaseDataParallel):
                 fully_shard(
                     unit, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=not keeps_whole
                 )
+        rows_at = torch.device("cpu") if self.rows_on_host else self.device
+        chunk._apply(lambda tensor: torch.zeros_like(tensor, device=rows_at) if tensor.is_meta else tensor)
         if isinstance(chunk.parts.get(OUTPUT), FSDPModule) and hasattr(chunk.parts[OUTPUT], "logits"):
             register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
         for module in self._sharded_modules():
@@ -114,6 +137,18 @@ class FullyShardedChunk(_BaseDataParallel):
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    def shards(self) -> Iterator[ShardedTensor]:
+        """Yield the rows that this rank holds as parts of global tensors, with views of the data: how they are set."""
+        for name, param in self.module.named_parameters():
+            yield from self.layouts[name].parts(local_part(param))
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Round the rows that were set to the model's type, in which every layout begins; master weights are fp32."""
+        for name, param in self.trained.items():
+            rows = local_part(param)
+            rows.copy_(rows.to(self._drawn_in[name]))
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the model's parameters are only the rows that this rank holds."""

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import host_copies_of
-from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel
+from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel, shards_gradients
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import initialize
+from megavlm.model.weights import HoldsWeights, initialize
 from megavlm.optim.build_optimizer import build_optimizer, chain_optimizers
 from megavlm.optim.chained import LearningRate, MeanGradientOptimizer
-from megavlm.optim.data_parallel import count_waits, with_whole_gradients, wrap_chunks
+from megavlm.optim.data_parallel import count_waits, shard_chunks, with_whole_gradients, wrap_chunks
+from megavlm.optim.fully_sharded import on_meta
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.parallel.groups import Groups, encoder_groups
 from megavlm.pipeline.callbacks import finalize_gradients
@@ -35,7 +37,7 @@ from megavlm.precision.fp8_state import plain_weights
 from megavlm.resilience.phases import Phases
 from megavlm.train.engine import Engine
 
-WeightInit = Callable[[Sequence[VLMChunk]], None]  # sets the weights of this rank's chunks; every rank calls it
+WeightInit = Callable[[Sequence[HoldsWeights]], None]  # sets the weights of this rank's chunks; every rank calls it
 
 
 def build_engine(
@@ -54,8 +56,10 @@ def build_engine(
     `phases` are told what a step does.
     """
     pipeline = pipeline_config(config, plan.dims)
+    shards = shards_gradients(config)
+    place = partial(on_meta if shards else nn.Module.to, device=backend.device)
     bare = [
-        VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline).to(backend.device)
+        VLMChunk(config, plan, index, vocab_size=vocab_size, groups=groups, pipeline=pipeline, place=place)
         for index in plan.dims.chunks_of(groups.coords.pp)
     ]
     encoder = _EncoderModel.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
@@ -64,13 +68,17 @@ def build_engine(
         offload = Offload(host_copies_of(backend.device))
         for chunk in every:
             chunk.offload = offload
+    sharded = shard_chunks(bare, config, groups, backend.device) if shards else []
     with plain_weights(every):
+        begin = [*(sharded or bare), *([encoder.chunk] if encoder else [])]
         if weights is not None:
-            weights(every)
+            weights(begin)
         else:
-            for chunk in every:
-                initialize(chunk, config, vocab_size=vocab_size)
-    chunks = wrap_chunks(bare, config, groups)
+            for each in begin:
+                initialize(each, config, vocab_size=vocab_size)
+    for each in sharded:
+        each.round_weights()
+    chunks = sharded or wrap_chunks(bare, config, groups)
     optimizer = build_optimizer(config, chunks, groups)
     colocated = None
     if encoder is not None:

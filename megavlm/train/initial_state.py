@@ -18,7 +18,7 @@ from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_new
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
-from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import HoldsWeights
 from megavlm.parallel.groups import from_rank_0
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
@@ -100,7 +100,7 @@ def restore(
     return position
 
 
-def _load_weights_of_checkpoint(chunks: Sequence[VLMChunk], *, config: Config, choices: Choices) -> None:
+def _load_weights_of_checkpoint(chunks: Sequence[HoldsWeights], *, config: Config, choices: Choices) -> None:
     load_newest(
         choices,
         check=lambda folder: check_model(read_summary(folder), config, folder),

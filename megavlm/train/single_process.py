@@ -11,7 +11,7 @@ from megavlm.arch.plan import make_plan
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import named_shards, real_shape
+from megavlm.model.weights import real_shape
 from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.pipeline.schedule import pipeline_config
@@ -48,5 +48,5 @@ def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...
     vocabulary = config.model.language.vocab_size
     return {
         shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
-        for shard in named_shards(chunk)
+        for shard in chunk.shards()
     }

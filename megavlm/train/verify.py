@@ -22,7 +22,7 @@ from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of, named_shards
+from megavlm.model.weights import index_of
 from megavlm.train.single_process import full_model, single_process_groups
 
 
@@ -102,7 +102,7 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
     check_model(read_summary(checkpoint), same, checkpoint)
     source.records.verify(source.table)
     with torch.no_grad():
-        for shard in named_shards(chunk):
+        for shard in chunk.shards():
             values = source.whole(shard.key)
             padded = values.new_zeros(shard.global_shape)
             padded[tuple(map(slice, values.shape))] = values

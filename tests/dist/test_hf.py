@@ -98,7 +98,12 @@ def bytes_read(reference: Any, layout: str) -> int:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3-vl", "--tp 2"), ("qwen3-vl", "--tp 4 --placement colocated"), ("glm4v-moe", "--tp 2 --ep 2")],
+    [
+        ("qwen3-vl", "--tp 2"),
+        ("qwen3-vl", "--tp 4 --placement colocated"),
+        ("qwen3-vl", "--data-parallel-sharding full"),
+        ("glm4v-moe", "--tp 2 --ep 2"),
+    ],
 )
 def test_ranks_read_each_byte_of_the_files_once(pools: Pools, references: References, family: str, layout: str) -> None:
     """Rows that copies need, or all tensor-parallel ranks, are read by one of them."""

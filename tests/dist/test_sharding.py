@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,36 @@ def test_ranks_that_share_hold_less(pools: Pools, tmp_path: Path):
     assert size["optimizer"] == pytest.approx(12 * parameters, rel=0.03)
     assert size["optimizer_gradients"] == pytest.approx(8 * parameters, rel=0.03)
     assert size["full"] == pytest.approx(8 * parameters, rel=0.03)
+
+
+def build_bytes(argv: list[str], run_dir: str) -> tuple[int, int, int]:
+    """Return the peak of bytes while a rank builds an engine, those of its rows, and those of the largest part."""
+    from megavlm.arch.dims import dims_of
+    from megavlm.arch.plan import make_plan
+    from megavlm.train.build_engine import build_engine
+    from megavlm.train.loop import close
+    from tests.support.live_bytes import LiveBytes, standing_tensors
+
+    run = started(argv, run_dir)
+    plan = make_plan(run.config, dims_of(run.config, world=2))
+    [chunk] = run.engine.chunks
+    rows = LiveBytes(standing_tensors(run.engine)).live
+    names = [[name for name in chunk.layouts if name.startswith(f"{part}.")] for part in chunk.module.parts]
+    largest = max(sum(4 * prod(chunk.layouts[name].shape) for name in part) for part in names)
+    building = {"vocab_size": run.source.vocab_size, "backend": run.backend}
+    with LiveBytes([]) as counter:
+        again = build_engine(run.config, plan, run.engine.groups, **building)
+    again.close()
+    close(run)
+    return counter.peak, rows, largest
+
+
+def test_a_model_is_never_whole_while_it_is_built(pools: Pools, tmp_path: Path):
+    """With 12 layers the rows of two ranks are 7 times the largest part, and a whole model 14 times."""
+    argv = [*SMALL, "--no-save", "--set", "model.language.num_layers=12", *FULL.split()]
+    for peak, rows, largest in pools(2).run(build_bytes, argv, str(tmp_path)):
+        assert rows > 7 * largest
+        assert peak <= rows + largest
 
 
 @pytest.mark.parametrize(

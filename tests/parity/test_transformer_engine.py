@@ -19,7 +19,7 @@ from megavlm.arch.layers import layer_names
 from megavlm.config.schema import Config, ExpertsConfig, LoraConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.model import te
-from megavlm.model.weights import initialize, named_shards
+from megavlm.model.weights import initialize
 from tests.support import te_kernels
 from tests.support.harness import Single
 from tests.support.stand_ins import (
@@ -106,7 +106,7 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
     ours = build(config, single)
     engine()
     theirs = build(config, single)
-    shards = [{(s.key, s.global_offset): s for s in named_shards(chunk)} for chunk in (ours, theirs)]
+    shards = [{(s.key, s.global_offset): s for s in chunk.shards()} for chunk in (ours, theirs)]
     assert shards[0].keys() == shards[1].keys()
     for key, shard in shards[0].items():
         assert shard.data.equal(shards[1][key].data), key
@@ -143,7 +143,7 @@ def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, mo
     engine()
     theirs = build(replace(config, precision=PrecisionConfig("fp32", fp8="hybrid", fp8_recipe="tensorwise")), single)
     assert [name for name, _ in theirs.named_parameters() if "weight0" in name] == []
-    shards = [{(s.key, s.global_offset): s.data for s in named_shards(chunk)} for chunk in (ours, theirs)]
+    shards = [{(s.key, s.global_offset): s.data for s in chunk.shards()} for chunk in (ours, theirs)]
     assert shards[0].keys() == shards[1].keys()
     assert all(data.equal(shards[1][key]) for key, data in shards[0].items())
     theirs.load_state_dict({name: param for name, param in theirs.named_parameters()})

@@ -30,7 +30,7 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.layout import Film
 from megavlm.inputs.patches import Image, LoadedImage, cells_of, normalised
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of, named_shards
+from megavlm.model.weights import index_of
 from megavlm.programs import convert
 from megavlm.rules.defaults import resolve
 from megavlm.train.build_engine import build_engine
@@ -231,7 +231,7 @@ def gradients_of(chunk: VLMChunk, tokens: float | None = None) -> dict[str, Tens
     for param, _ in weights:
         gradient = param.main_grad / tokens if tokens is not None else param.grad
         param.data = torch.zeros_like(param) if gradient is None else gradient  # so that each shard is a slice of it
-    for shard in named_shards(chunk):
+    for shard in chunk.shards():
         found.setdefault(shard.key, torch.zeros(shard.global_shape))[index_of(shard)] = shard.data
     for param, data in weights:
         param.data = data

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
-from megavlm.model.weights import index_of, named_shards, real_shape
+from megavlm.model.weights import index_of, real_shape
 from megavlm.train.loop import close
 from tests.support import hf
 from tests.support.gates import ALL_LAYOUTS, hold
@@ -105,7 +105,7 @@ def compare(reference: Reference, layout: str, packed: bool = False) -> dict[str
     for chunk in engine.model_chunks:
         for param in chunk.module.parameters():
             param.data = param.main_grad / tokens  # so that each shard is a slice of the gradient
-        for shard in named_shards(chunk.module):
+        for shard in chunk.module.shards():
             real = real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
             scale = gradients.read_slice(shard.key, real, tuple(slice(0, size) for size in real)).abs().max().item()
             wanted = gradients.read_slice(shard.key, real, index_of(shard))

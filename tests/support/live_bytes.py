@@ -60,9 +60,9 @@ class LiveBytes(TorchDispatchMode):
             self._meet(tensor)
 
     def _meet(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()  # a DTensor's own says the size of the whole, and is no memory
         key = storage._cdata
-        if key in self._known or not storage.nbytes():
+        if key in self._known or not storage.nbytes() or tensor.is_meta:
             return
         self._known[key] = (weakref.ref(storage), storage.nbytes(), self._on_host)
         self._add(storage.nbytes(), on_host=self._on_host)

@@ -37,8 +37,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 from megavlm.files import replace_file
-from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of, initialize, named_shards, real_shape
+from megavlm.model.weights import HoldsWeights, index_of, initialize, real_shape
 from megavlm.parallel.groups import from_rank_0
 
 
@@ -96,7 +95,7 @@ def _pieces(key: str, shape: Shape, dtype: torch.dtype) -> Iterator[tuple[Metada
 
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+    chunks: Sequence[HoldsWeights], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
 ) -> None:
     """Set the weights of `chunks` from pretrained folders, and draw the others (such as a new projector's) at random.
 
@@ -108,7 +107,7 @@ def load_weights(
         initialize(chunk, config, vocab_size=vocab_size, drawn=lambda key: _provider(pretrained_list, key) is None)
         slices = [
             (shard, number, real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size))
-            for shard in named_shards(chunk)
+            for shard in chunk.shards()
             if (number := _provider(pretrained_list, shard.key)) is not None
         ]
         folders = [pretrained.folder for pretrained in pretrained_list]
@@ -118,8 +117,7 @@ def load_weights(
             for name, rows in reads_of(folders[number], pretrained_list[number].table[shard.key], real, index_of(shard))
         ]
         groups = (chunk.groups.collection.tp_dp_cp, chunk.groups.dp_cp, chunk.groups.collection.expt_dp)
-        device = slices[0][0].data.device if slices else torch.device("cpu")
-        with shared_reads(reads, folders, groups, device) as shared:
+        with shared_reads(reads, folders, groups, chunk.device) as shared:
             for shard, number, real in slices:
                 folder = SharedFolder(folders[number].tensors, number, shared)
                 shard.data.copy_(pretrained_list[number].read_slice(shard.key, real, index_of(shard), folder))
@@ -130,12 +128,12 @@ def _provider(pretrained_list: Sequence[Pretrained], key: str) -> int | None:
 
 
 def _check(
-    chunks: Sequence[VLMChunk], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
+    chunks: Sequence[HoldsWeights], pretrained_list: Sequence[Pretrained], config: Config, *, vocab_size: int
 ) -> None:
     shapes = {
         shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocab_size)
         for chunk in chunks
-        for shard in named_shards(chunk)
+        for shard in chunk.shards()
     }
     for pretrained in pretrained_list:
         # A rank sees the shapes of its own chunks only, and all ranks must stop together. Rank 0 compares tied weights.
