@@ -37,8 +37,7 @@ from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
-from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import HoldsWeights
+from megavlm.model.vlm import HoldsWeights, VLMChunk
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.master_weights import average

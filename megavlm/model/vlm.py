@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
@@ -56,6 +56,19 @@ from megavlm.model.specs import LayerBuilder
 from megavlm.parallel.groups import Groups
 
 TIED_KEY = f"{EMBEDDING}.word_embeddings.weight"
+
+
+class HoldsWeights(Protocol):
+    """A chunk whose weights can be set: whole on this rank, or already sharded over data-parallel ranks."""
+
+    groups: Groups
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes and communicates."""
+
+    def shards(self) -> Iterator[ShardedTensor]:
+        """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
 
 
 class VLMChunk(MegatronModule):
@@ -236,7 +249,7 @@ class VLMChunk(MegatronModule):
         return next(self.parameters()).device
 
     def shards(self) -> Iterator[ShardedTensor]:
-        """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
+        """Yield what `HoldsWeights` says."""
         for entry in self.sharded_state_dict().values():
             if isinstance(entry, ShardedTensorFactory):
                 yield from entry.build()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -19,21 +18,7 @@ from torch import Tensor
 from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
-from megavlm.model.vlm import is_padded_for_tp
-from megavlm.parallel.groups import Groups
-
-
-class HoldsWeights(Protocol):
-    """A chunk whose weights can be set: whole on this rank, or already sharded over data-parallel ranks."""
-
-    groups: Groups
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes and communicates."""
-
-    def shards(self) -> Iterator[ShardedTensor]:
-        """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
+from megavlm.model.vlm import HoldsWeights, is_padded_for_tp
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from megavlm.config.derived import offloaded, sequence_multiple, sequence_parall
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.offload import Offload
-from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import HoldsWeights, initialize
+from megavlm.model.vlm import HoldsWeights, VLMChunk
+from megavlm.model.weights import initialize
 from megavlm.optim.build_optimizer import build_optimizer, chain_optimizers
 from megavlm.optim.chained import LearningRate, MeanGradientOptimizer
 from megavlm.optim.data_parallel import count_waits, shard_chunks, with_whole_gradients, wrap_chunks

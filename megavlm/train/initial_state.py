@@ -18,7 +18,7 @@ from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_new
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
-from megavlm.model.weights import HoldsWeights
+from megavlm.model.vlm import HoldsWeights
 from megavlm.parallel.groups import from_rank_0
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit

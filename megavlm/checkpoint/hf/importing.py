@@ -37,7 +37,8 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 from megavlm.files import replace_file
-from megavlm.model.weights import HoldsWeights, index_of, initialize, real_shape
+from megavlm.model.vlm import HoldsWeights
+from megavlm.model.weights import index_of, initialize, real_shape
 from megavlm.parallel.groups import from_rank_0
 
 
