@@ -249,7 +249,7 @@ class VLMChunk(MegatronModule):
         return next(self.parameters()).device
 
     def shards(self) -> Iterator[ShardedTensor]:
-        """Yield what `HoldsWeights` says."""
+        """Yield each slice of a parameter that this rank holds, with a view of the data (`HoldsWeights`)."""
         for entry in self.sharded_state_dict().values():
             if isinstance(entry, ShardedTensorFactory):
                 yield from entry.build()

@@ -32,8 +32,9 @@ class BatchShapedP2P(P2PCommunicator):
     """megatron-core's communicator, without the messages in which it sends the shape before each transfer of variable
     size, and for which the host waits.
 
-    The schedule frees an output as soon as its transfer has started. On a GPU the memory is reused in stream order, so
-    after the transfer. On a CPU gloo may still read it, so a copy is sent unless the caller waits for the transfer.
+    The schedule frees an output as soon as its transfer has started, by giving its tensor other memory. So another
+    tensor of the same memory is sent, which a transfer under way may keep. On a GPU torch holds back the memory until
+    then. On a CPU gloo may still read it, so a copy is sent unless the caller waits for the transfer.
     """
 
     def __init__(self, groups: Groups, config: TransformerConfig, *, sends_copies: bool) -> None:
@@ -61,8 +62,10 @@ class BatchShapedP2P(P2PCommunicator):
         self._from_previous, self._from_next = ends[FORWARD], ends[BACKWARD]
 
     def _communicate(self, *, tensor_send_next: Any, wait_on_reqs: bool = True, **others: Any) -> Any:
-        if self._sends_copies and not wait_on_reqs and tensor_send_next is not None:
-            tensor_send_next = tensor_send_next.detach().clone()
+        if tensor_send_next is not None:
+            tensor_send_next = tensor_send_next.detach()
+            if self._sends_copies and not wait_on_reqs:
+                tensor_send_next = tensor_send_next.clone()
         return super()._communicate(tensor_send_next=tensor_send_next, wait_on_reqs=wait_on_reqs, **others)
 
     def _communicate_shapes(
