@@ -26,7 +26,7 @@ from megavlm.config.schema import Config
 from megavlm.data.source import Source
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
-from megavlm.model.vlm import VLMChunk
+from megavlm.model.vlm import HoldsWeights
 from megavlm.parallel.groups import Groups, barrier, build_groups, from_rank_0, meet, on_rank_0, start
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
@@ -216,7 +216,7 @@ def _timed(weights: WeightInit | None, watch: Watch) -> WeightInit | None:
     if weights is None:
         return None
 
-    def read(chunks: Sequence[VLMChunk]) -> None:
+    def read(chunks: Sequence[HoldsWeights]) -> None:
         watch.starting("weights")
         weights(chunks)
         watch.starting("model")
