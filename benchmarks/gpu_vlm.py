@@ -161,8 +161,9 @@ def described(shape: gpu_model.Shape, sides: Sequence[Side], *, options: argpars
 
 
 def predicted(side: Side, shape: gpu_model.Shape, *, on_gpu: bool) -> float:
-    """Bytes at a step's peak, by the planner's count."""
-    return gpu_model.predicted_memory(shape, precision=side.precision, flags=side.flags, on_gpu=on_gpu).total
+    """Bytes of tensors at a step's peak, by the planner's count."""
+    memory = gpu_model.predicted_memory(shape, precision=side.precision, flags=side.flags, on_gpu=on_gpu)
+    return memory.total - memory.communicators
 
 
 def turn(

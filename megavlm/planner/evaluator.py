@@ -20,7 +20,7 @@ from megavlm.planner.cost import gradient_seconds, held_parameters, optimizer_se
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
-from megavlm.planner.memory import batch_bytes, batches_at_once
+from megavlm.planner.memory import batch_bytes, batches_at_once, communicator_bytes
 from megavlm.planner.partition import NoPartition, Partition, best_partition
 from megavlm.planner.step_time import (
     EncoderEstimate,
@@ -113,7 +113,8 @@ class LayoutEvaluator:
         """Return the bytes of a device that its part of the pipeline may take."""
         scenario, encoder = self.profiles(candidate).scenario, self.encoder(candidate)
         data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
-        return self.hardware.memory - data - (encoder.memory.total if encoder else 0.0)
+        other = data + communicator_bytes(scenario) + (encoder.memory.total if encoder else 0.0)
+        return self.hardware.memory - other
 
     def free_memories(self, candidate: Candidate) -> list[float]:
         """Return the same of each pipeline rank's device."""

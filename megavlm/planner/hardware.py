@@ -88,7 +88,7 @@ class Hardware:
 
 
 _GB, _TFLOP = 1e9, 1e12
-_USABLE = 0.92  # of a GPU's memory: the rest is CUDA's context, NCCL's buffers and fragmentation
+_USABLE = 0.92  # of a GPU's memory: the rest is fragmentation and workspaces of libraries
 _LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
 _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
 _SHAPE_SHARE = 0.82  # of the best square product's rate that products of layers' shapes reach: 650 of 794, estimate

@@ -9,7 +9,7 @@ when the one before is taken until every chunk has taken it. With `--offload` so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
@@ -47,6 +47,7 @@ class Memory:
     activations: float = 0.0  # saved for the backward passes in flight
     transient: float = 0.0  # beyond that, at the worst moment of a backward pass, or while gradients are reduced
     data: float = 0.0  # the step's batches, and image features where the encoder runs ahead of the pipeline
+    communicators: float = 0.0  # NCCL's, and CUDA's context
 
     @property
     def total(self) -> float:
@@ -258,6 +259,21 @@ def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     return text + pixels * with_patches
 
 
+# Measured on an H200 with NCCL (`benchmarks/gpu_memory.py`): GiB of a process, of the world's communicator, of another.
+_CONTEXT, _WORLD, _GROUP = 0.54, 0.49, 0.04
+
+
+def communicator_bytes(scenario: Scenario) -> float:
+    """Return what CUDA's context takes on a GPU, and NCCL's communicators of the groups in which a rank sends."""
+    dims, size = scenario.dims, {"tp": scenario.dims.tp, "cp": scenario.dims.cp, "pp": scenario.dims.pp}
+    size["dp"] = dims.dp
+    axes = [("tp",), ("cp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "pp")]
+    groups = {frozenset(axis for axis in each if size[axis] > 1) for each in axes} - {frozenset()}
+    further = 2 * (dims.ep > 1) + 2 * (1 < scenario.shards < dims.dp_cp)
+    gib = _CONTEXT + (_WORLD + _GROUP * (len(groups) + further)) * (dims.world > 1)
+    return gib * 2**30 * scenario.on_gpu
+
+
 def batches_at_once(scenario: Scenario) -> int:
     """Micro-batches of which the device holds copies: those that some chunk has taken and another has not (interleaved
     chunks take turns of as many as there are pipeline ranks), and the next one. On a CPU also those on the host, all.
@@ -299,7 +315,7 @@ def rank_memory(
     transient = max(transient, max(total.gradients * copies, update) - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)
-    return total + Memory(transient=transient, data=data)
+    return total + Memory(transient=transient, data=data, communicators=communicator_bytes(scenario))
 
 
 def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole: int) -> float:
@@ -316,9 +332,9 @@ def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole:
 def table(memories: Sequence[Memory]) -> str:
     """Return a text table of the memory of each pipeline rank, in GiB, or in MiB if all are small."""
     unit, size = ("GiB", 2**30) if max(memory.total for memory in memories) > 2**30 else ("MiB", 2**20)
-    header = ("rank", "weights", "gradients", "optimizer", "activations", "transient", "data", "total")
-    rows = [header] + [
-        (str(rank), *(f"{value / size:.2f}" for value in (*astuple(memory), memory.total)))
+    names = [name for name in vars(memories[0]) if name != "communicators" or memories[0].communicators]
+    rows = [("rank", *names, "total")] + [
+        (str(rank), *(f"{getattr(memory, name) / size:.2f}" for name in (*names, "total")))
         for rank, memory in enumerate(memories)
     ]
     return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *aligned(rows)])

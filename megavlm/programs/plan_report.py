@@ -10,7 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from megavlm.config.messages import aligned, did_you_mean, plain
 from megavlm.config.schema import Config
@@ -103,15 +103,15 @@ def ties(estimates: Sequence[Estimate]) -> list[str]:
 def _row(estimate: Estimate) -> tuple[str, ...]:
     step = estimate.step
     fullest = max(step.memory, key=lambda memory: memory.total)
-    weights, gradients, optimizer, activations, transient, data = (value / GIB for value in astuple(fullest))
+    named = (fullest.weights, fullest.gradients, fullest.optimizer, fullest.activations)
+    parts = (*named, fullest.total - sum(named), fullest.total)
     return (
         estimate.candidate.label,
         f"{step.seconds:.3f}",
         f"{estimate.tokens_per_second:,.0f}",
         "–" if estimate.mfu is None else f"{estimate.mfu:.1%}",
         f"{step.bubble:.1%}",
-        *(f"{value:.2f}" for value in (weights, gradients, optimizer, activations, transient + data)),
-        f"{fullest.total / GIB:.2f}",
+        *(f"{value / GIB:.2f}" for value in parts),
     )
 
 
