@@ -23,7 +23,7 @@ from tests.support.training import SMALL
 def test_a_gpu_holds_its_context_and_a_communicator_of_each_group(flags: str, dims: Dims, gib: float) -> None:
     config = resolve(parse([*SMALL, "--global-batch-size", "8", *flags.split()]), vocab_size=97)
     on_gpu, on_cpu = (memory_of(config, dims, on_gpu=each) for each in (True, False))
-    assert {each.communicators / 2**30 for each in on_gpu} == {pytest.approx(gib)}
+    assert all(each.communicators == pytest.approx(gib * 2**30) for each in on_gpu)
     assert {each.communicators for each in on_cpu} == {0.0}
     assert "communicators" in table(on_gpu)
     assert "communicators" not in table(on_cpu)
