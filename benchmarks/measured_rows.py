@@ -17,6 +17,7 @@ from measured_values import (
     errors,
     experts,
     gpu,
+    grown,
     images,
     kept_throughput,
     language_rate,
@@ -211,6 +212,17 @@ ROWS = (
         of_1024,
         "{:.1f} s",
         since="2026-11-22",  # a GPU's passes and launches are counted
+    ),
+    *(
+        Row(f"{what}, {ranks:,} ranks{how}", "scale", "python benchmarks/scale.py", grown(name, ranks), "{:,.0f}")
+        for what, name, ranks, how in (
+            ("groups that a rank makes at TP8·PP8", "groups that a rank makes", 16384, ""),
+            ("requests to the store in a second", "requests to the store in a second", 16384, ""),
+            ("files of a checkpoint that all ranks open to load it", "load: opens", 1024, ", by the law of 1, 2 and 4"),
+            ("the same: `stat`", "load: stats", 1024, ", by the law of 1, 2 and 4"),
+            ("flushes of a save", "save: flushes", 1024, ", by the law of 1, 2 and 4"),
+            ("files opened to start from Hugging Face files", "start: opens", 1024, ", by the law of 1, 2 and 4"),
+        )
     ),
     Row(
         "import of 4 GiB: speed over reading alone",

@@ -53,6 +53,11 @@ def clips(scope: str) -> Value:
     return lambda record: statistics.median(each[scope]["ratio"] for each in record["results"])
 
 
+def grown(name: str, ranks: int) -> Value:
+    """Return a function that reads a quantity of `benchmarks/scale.py` at a number of ranks."""
+    return lambda record: record["rows"][name]["at"][str(ranks)]
+
+
 def of_1024(record: dict[str, Any]) -> float | None:
     return record["processor_seconds"] if record["gpus"] == 1024 else None
 
