@@ -34,7 +34,7 @@ COUNTED = (1, 2, 4)
 IN_PIECES = (".distcp", ".safetensors")  # files that are read by pieces; others are read whole
 LAWS = {
     "groups that a rank makes": "constant",
-    "groups in the world": "N / 8 · 2 + N / 64 and fewer",
+    "groups in the world": "17 N / 64 + 73, with several data-parallel copies",
     "requests to the store in a second": "2 N / 5, at most 910",
     "a minute of waiting for writers: listings": "constant",
     "a minute of waiting for writers: stats": "4 N",
@@ -128,8 +128,9 @@ def noted(folder: Path, log: Path) -> Iterator[None]:
 
     kinds = {"open": "opens", "stat": "stats", "lstat": "stats", "listdir": "listings", "scandir": "listings"}
     kinds |= {"fsync": "flushes", "preadv": "bytes read"}
+    noting: dict[str, Any] = {name: counted(kind, getattr(os, name)) for name, kind in kinds.items()}
     with (
-        patch.multiple(os, **{name: counted(kind, getattr(os, name)) for name, kind in kinds.items()}),
+        patch.multiple(os, **noting),
         patch.object(io, "open", counted("opens", io.open)),
         patch.object(builtins, "open", counted("opens", open)),
     ):
