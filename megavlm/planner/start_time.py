@@ -20,7 +20,7 @@ from megavlm.planner.hardware import Hardware, profile
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.defaults import starts_from_weights
 
-# Seconds, on CPUs (measured) and on GPUs (estimates).
+# Seconds, on CPUs (estimates that fit whole starts) and on GPUs (estimates).
 _IMPORTS = {False: 1.9, True: 10.0}  # on GPUs CUDA's context and Transformer Engine come on top
 _MEETING = {False: 0.1, True: 0.5}
 _PER_RANK = 1e-3  # of the meeting: one store answers all ranks, one after the other. Estimate
