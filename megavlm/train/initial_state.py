@@ -16,9 +16,11 @@ from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_newest
 from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
+from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
 from megavlm.model.vlm import HoldsWeights
+from megavlm.model.weights import initialize
 from megavlm.parallel.groups import from_rank_0
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
@@ -49,7 +51,7 @@ def initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> Wei
     if choices.folders:
         if not is_weights_only(choices.folders[0]):
             return None
-        return partial(_load_weights_of_checkpoint, config=config, choices=choices)
+        return partial(_load_weights_of_checkpoint, config=config, choices=choices, vocab_size=vocab_size)
     pretrained_list = pretrained_of(config)
     if not pretrained_list:
         return None
@@ -100,13 +102,17 @@ def restore(
     return position
 
 
-def _load_weights_of_checkpoint(chunks: Sequence[HoldsWeights], *, config: Config, choices: Choices) -> None:
+def _load_weights_of_checkpoint(
+    chunks: Sequence[HoldsWeights], *, config: Config, choices: Choices, vocab_size: int
+) -> None:
     load_newest(
         choices,
         check=lambda folder: check_model(read_summary(folder), config, folder),
         load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
         say=partial(_warn, Path(config.run.run_dir)),
     )
+    for chunk in chunks:  # which a checkpoint of weights never has
+        initialize(chunk, config, vocab_size=vocab_size, drawn=is_adapter)
 
 
 def _warn(run_dir: Path, text: str) -> None:
