@@ -26,6 +26,10 @@ from megavlm.optim.slow_links import compress_links
 from megavlm.parallel.groups import Groups, Levels, levels_of
 from megavlm.resilience.phases import COMMUNICATION, Phases
 
+# Ranks from which buckets end at a multiple of 2^16 elements: each then sends a multiple of a power of two to the next
+# in the ring, for which NCCL reaches most of a bus (megatron-core says so). With fewer ranks messages are long enough.
+PADDED_FROM = 64
+
 
 def wait_before_reading(wrapped: DistributedDataParallel) -> None:
     """Let modules with `reads_below` wait for the parameters of their submodules, and check it once (`_Watch`)."""
@@ -126,6 +130,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
         average_in_collective=False,
         fp8_param_gather=config.precision.fp8_param_gather,
+        pad_buckets_for_high_nccl_busbw=groups.shard.size() >= PADDED_FROM,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.
     wrapped = [

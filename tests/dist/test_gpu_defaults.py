@@ -1,5 +1,6 @@
 """What a GPU runs by default, on gloo: the default of `rules/defaults.py` that differs at its GPU value, both overlaps
-of communication with buckets of a few layers, and layers of Transformer Engine's parts (stand-ins).
+of communication with buckets of a few layers, padded as from 64 ranks on, and layers of Transformer Engine's parts
+(stand-ins).
 
 Six steps at a learning rate of 1e-2 without warm-up: a replica that trains on numbers of the step before is off by 1e-3
 at step 2.
@@ -69,7 +70,9 @@ def as_on_gpu(config: Any) -> Any:
 
 
 def train_as_on_gpu(argv: list[str], run_dir: str, te: bool = False) -> None:
-    with layers(te):
+    from megavlm.optim import data_parallel
+
+    with layers(te), patch.object(data_parallel, "PADDED_FROM", 2):
         train(argv, run_dir, as_on_gpu)
 
 
