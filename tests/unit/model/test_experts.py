@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megavlm.model.experts import GroupedExperts, Products, Rows, emulated
 from megavlm.model.layer_modules import ACTIVATIONS, ActivationModule
+from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import initialize
 from megavlm.precision.emulated import current_operands, rounded
 from tests.support.flags import resolved
@@ -90,6 +91,7 @@ def test_each_expert_is_drawn_by_itself(ep, etp):
         chunk: Any = SimpleNamespace(
             sharded_state_dict=lambda: experts.sharded_state_dict("language.layers.0.mlp.experts.")
         )
+        chunk.shards = lambda: VLMChunk.shards(chunk)
         initialize(chunk, resolved(["--num-experts", str(EXPERTS)]), vocab_size=1)
         return [experts.linear_fc1.weight.detach(), experts.linear_fc2.weight.detach()]
 
