@@ -80,7 +80,7 @@ def norm(chunk_size: int, flag: Any, tensors: list[list[Tensor]], per_tensor: bo
 
 
 def read_checkpoints_with(reader: Callable[[str | Path], Any]) -> None:
-    """Let megatron-core load checkpoints by the readers that this makes: its own unpickles whatever a file holds."""
+    """Make megatron-core load checkpoints with readers from this function: its own unpickles whatever a file holds."""
     strategy: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
 

@@ -63,13 +63,13 @@ _Found = tuple[dict[str, Any], Description] | UserError  # what all ranks share,
 
 @dataclass(frozen=True)
 class Sharing:
-    """The groups whose ranks may read for one another, in an order that is the same on all ranks."""
+    """The process groups in which one rank reads a record for all, in the same order on all ranks."""
 
     groups: Sequence[dist.ProcessGroup] = ()
 
     @classmethod
     def of(cls, chunks: Sequence[Any]) -> Sharing:
-        """Return the groups that hold copies of what a rank holds of chunks, the largest first."""
+        """Return the groups whose ranks hold copies of parts of these chunks, the largest first."""
         groups: dict[int, dist.ProcessGroup] = {}
         for each in (chunk.groups for chunk in chunks):
             for group in (each.collection.tp_dp_cp, each.dp_cp, each.collection.expt_dp, each.replicas):
@@ -206,7 +206,7 @@ def _fill(item: ReadItem, stored: Tensor, planner: LoadPlanner, name: str) -> No
 
 
 class _Common(TorchCommonLoadStrategy):
-    """megatron-core's loader of what is common to all ranks, which has read `state.json` in place of `common.pt`."""
+    """Gives megatron-core what all ranks have in common: `state.json`, already read, in place of `common.pt`."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()

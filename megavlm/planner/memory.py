@@ -264,7 +264,7 @@ _CONTEXT, _WORLD, _GROUP = 0.54, 0.49, 0.04
 
 
 def communicator_bytes(scenario: Scenario) -> float:
-    """Return what CUDA's context takes on a GPU, and NCCL's communicators of the groups in which a rank sends."""
+    """Return the bytes on a GPU of CUDA's context and of NCCL's communicators, one for each group of a rank."""
     dims, size = scenario.dims, {"tp": scenario.dims.tp, "cp": scenario.dims.cp, "pp": scenario.dims.pp}
     size["dp"] = dims.dp
     axes = [("tp",), ("cp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "pp")]

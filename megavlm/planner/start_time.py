@@ -20,13 +20,13 @@ from megavlm.planner.hardware import Hardware, profile
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.defaults import starts_from_weights
 
-# Seconds, on CPUs (estimates that fit whole starts) and on GPUs (estimates).
+# Seconds, on CPUs and on GPUs. All are estimates; those of CPUs add up to the starts that were measured.
 _IMPORTS = {False: 1.9, True: 10.0}  # on GPUs CUDA's context and Transformer Engine come on top
 _MEETING = {False: 0.1, True: 0.5}
 _PER_RANK = 1e-3  # of the meeting: one store answers all ranks, one after the other. Estimate
 _PER_GROUP = {False: 0.01, True: 0.3}  # NCCL makes a communicator
-_DATA = 0.1  # tokenizer and loaders: measured, with the samples of the demo
-_OUTPUTS = 0.5  # TensorBoard and the first samples: measured
+_DATA = 0.1  # tokenizer and loaders of the demo; estimate
+_OUTPUTS = 0.5  # TensorBoard and the first samples; estimate
 _WARM_UP = {False: 0.3, True: 10.0}  # of the first step: kernels are loaded and chosen
 _DRAWN = 1e8  # parameters per second that a process draws from the seed: estimate; torch.randn made 1.4e8 in a thread
 _LEAST = 0.05  # smaller shares are not printed

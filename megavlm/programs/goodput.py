@@ -79,7 +79,7 @@ def summary(name: str, history: History) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The end of an attempt, and how the run came back."""
+    """How an attempt ended, and how long the run took to come back."""
 
     kind: str  # the event of its end, or KILLED
     lost_steps: int

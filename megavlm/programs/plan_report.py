@@ -77,7 +77,7 @@ def _experts(outcome: SearchResult) -> list[str]:
 
 
 def _offloads(outcome: SearchResult) -> list[str]:
-    """Return a line on what the best layout has on its host, if anything."""
+    """Return a line on the host memory that the best layout needs; none where it offloads nothing."""
     best = outcome.best[0]
     hosts, world = best.step.host, best.candidate.dims.world
     return [host_line(hosts, world, outcome.evaluator.hardware)] if hosts else []

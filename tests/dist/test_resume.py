@@ -156,7 +156,7 @@ def operations(argv: list[str], run_dir: str) -> dict[str, int]:
     ("world", "flags"), [(4, "--precision bf16"), slow(4, "--precision bf16 --tp 2"), slow(4, f"{COLOCATED} {NONE}")]
 )
 def test_ranks_read_a_checkpoint_once(pools: Pools, half: Any, tmp_path: Path, world: int, flags: str):
-    """Together they read what is in the files, and rank 0 alone looks at what describes them."""
+    """All ranks together read each byte of the tensors once; rank 0 alone reads metadata and manifest."""
     argv = [*SMALL, *PADDED.split(), *flags.split()]
     shutil.copytree(half(world, flags), tmp_path / "run")
     there = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.distcp"))

@@ -138,7 +138,7 @@ def test_a_split_is_the_same_on_another_layout_and_after_a_resume(
 def test_training_is_bit_identical_with_and_without(
     pools: Pools, folder: Path, tmp_path: Path, world: int, flags: list[str]
 ) -> None:
-    """Nor does it notice answers to held-out prompts."""
+    """Answers to held-out prompts do not change a number of the training."""
     asked = "--eval-interval 1 --sample-interval 1 --set evaluation.sample_count=3 evaluation.sample_max_new_tokens=4"
     pools(world).run(train, [*RUN, *sources(folder), *flags, *asked.split()], str(tmp_path / "often"))
     never = [*sources_of(folder), *flags, "--eval-interval", "none"]

@@ -25,7 +25,7 @@ _AHEAD = 2 * THREADS  # reads that wait for their turn to be sent
 
 
 class Read(NamedTuple):
-    """A range of rows of a tensor in one of the folders."""
+    """Some rows of a tensor in one of the pretrained folders."""
 
     folder: int
     name: str
