@@ -225,14 +225,6 @@ ROWS = (
         )
     ),
     Row(
-        "import of 4 GiB: speed over reading alone",
-        "convert",
-        CONVERT,
-        at("import", "ratio_to_reading"),
-        by_the_clock=True,
-        since=CONVERT_SINCE,
-    ),
-    Row(
         "export of 4 GiB: speed over reading alone",
         "convert",
         CONVERT,

@@ -92,11 +92,6 @@ def model_of(summary: Mapping[str, Any], folder: Path) -> Config:
         raise UserError(f"{folder / SUMMARY} describes no model: {error}") from error
 
 
-def is_weights_only(folder: Path) -> bool:
-    """Return whether a checkpoint holds weights alone, without optimizer state and position."""
-    return read_summary(folder).get("contents") == "weights"
-
-
 def check_model(summary: dict[str, Any], config: Config, folder: Path) -> None:
     """Raise UserError for a checkpoint of another model, naming the first option that differs."""
     made_with = model_of(summary, folder).model

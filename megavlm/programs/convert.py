@@ -1,52 +1,37 @@
-"""Convert between Hugging Face folders and checkpoints: `megavlm convert import HF_DIR OUT_DIR`, `export`, …"""
+"""Convert runs to Hugging Face folders: `megavlm convert export RUN HF_OUT_DIR`, `merge-lora`, …"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.dims import dims_of
-from megavlm.arch.plan import make_plan
-from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, refuse, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.command_line.commands import Parser, reported
-from megavlm.command_line.parsing import parse
-from megavlm.config.derived import replica_size
 from megavlm.config.lora_config import frozen_parts, trained_whole
 from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
-from megavlm.files import check_folder, replace_file
-from megavlm.program import program, started_as
-from megavlm.rules.check import check
+from megavlm.files import check_folder
+from megavlm.program import started_as
 from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
-from megavlm.rules.load import to_yaml
 from megavlm.storage.cache import local_path
 
 
 @reported("convert")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
-    options, rest = _parser().parse_known_args(without_extensions(argv))
-    if rest and options.run is not import_:
-        raise UserError(f"unknown option {rest[0]}: --help lists them")
+    options = _parser().parse_args(without_extensions(argv))
     if "out" in options:
         check_folder("OUT_DIR", options.out)
-    status: int = options.run(options, rest) if options.run is import_ else options.run(options)
+    status: int = options.run(options)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description="Convert between Hugging Face folders and megavlm checkpoints.")
+    parser = Parser(description="Convert runs and checkpoints to Hugging Face folders.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    into = commands.add_parser("import", help="Convert a Hugging Face folder to a checkpoint for --load (any layout).")
-    into.add_argument("source", metavar="HF_DIR", type=Path)
-    into.add_argument("out", metavar="OUT_DIR", type=Path)
-    into.set_defaults(run=import_)
     out = commands.add_parser("export", help="Convert a run or checkpoint to a Hugging Face folder.")
     out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
@@ -70,41 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--seq-length", type=int, default=None, help="Tokens per sample; default: fits one image.")
     compare.set_defaults(run=verify)
     return parser
-
-
-def import_(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Import a Hugging Face folder; flags of a run (--tp 2 …) are checked and stored in config.yaml."""
-    for name, what in (("config.json", "has a config.json, as models do"), ("metrics.jsonl", "is a run")):
-        if (options.out / name).exists():
-            raise UserError(f"OUT_DIR {options.out} {what}: name another folder")
-    options.source = local_path(str(options.source), "HF_DIR")
-    config = with_pretrained_model(parse([*rest, "--init-from", str(options.source)]))
-    world = replica_size(config)
-    check(config, world=world)
-    given, config = config, resolve(config)
-    make_plan(config, dims_of(config, world=world))
-    pretrained = Pretrained.of(options.source, *ALL_PARTS)
-
-    from megavlm import backend
-
-    chosen = backend.activate()
-
-    from megavlm.checkpoint.hf.importing import import_checkpoint
-    from megavlm.train.single_process import ONE, full_model, single_process_groups, unpadded_shapes
-
-    single = replace(config, parallel=type(config.parallel)(), train=replace(config.train, micro_batch_size=1))
-    shapes = unpadded_shapes(full_model(single, single_process_groups(chosen), chosen), single)
-    found = [*pretrained.problems(), *sorted(pretrained.wrong_shapes(shapes))]
-    refuse(found, f"{options.source} does not contain the model that its config.json describes")
-    start = time.perf_counter()
-    plan = make_plan(single, ONE)
-    folder = import_checkpoint(pretrained, shapes, config, plan, root=options.out / "checkpoints")
-    loading = replace(given, checkpoint=replace(given.checkpoint, init_from=None, load=str(options.out)))
-    replace_file(options.out / "config.yaml", to_yaml(loading))
-    parameters = sum(map(math.prod, shapes.values()))
-    print(f"{folder}: {parameters / 1e6:.1f} million parameters in {time.perf_counter() - start:.1f} s")
-    print(f"start from it: {program('train')} --config {options.out / 'config.yaml'} --run-dir RUN")
-    return 0
 
 
 def export(options: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import pretrained_of
 from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_newest
-from megavlm.checkpoint.summary import check_data, check_fits, check_model, is_weights_only, read_summary
-from megavlm.config.lora_config import is_adapter
+from megavlm.checkpoint.summary import check_data, check_fits, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
-from megavlm.model.vlm import HoldsWeights
-from megavlm.model.weights import initialize
 from megavlm.parallel.groups import from_rank_0
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
@@ -48,12 +44,7 @@ def choose_checkpoints(config: Config, run_dir: Path, holds: Holds) -> Choices:
 
 def initial_weights(config: Config, choices: Choices, *, vocab_size: int) -> WeightInit | None:
     """Return the function that sets the initial weights; None if the seed or `restore` sets them."""
-    if choices.folders:
-        if not is_weights_only(choices.folders[0]):
-            return None
-        return partial(_load_weights_of_checkpoint, config=config, choices=choices, vocab_size=vocab_size)
-    pretrained_list = pretrained_of(config)
-    if not pretrained_list:
+    if choices.folders or not (pretrained_list := pretrained_of(config)):
         return None
     return partial(load_weights, pretrained_list=pretrained_list, config=config, vocab_size=vocab_size)
 
@@ -70,7 +61,7 @@ def restore(
 
     Newer ones of this run, which are damaged, are renamed: they must not outlive the ones that this run will save.
     """
-    if not choices.folders or is_weights_only(choices.folders[0]):
+    if not choices.folders:
         return state.Position(iteration=0, loader={})
     run_dir = Path(config.run.run_dir)
 
@@ -100,19 +91,6 @@ def restore(
                     print(f"{folder} is {why}now {folders.set_aside(folder).name}", flush=True)
         print(f"resumed from {checkpoint} at iteration {position.iteration}", flush=True)
     return position
-
-
-def _load_weights_of_checkpoint(
-    chunks: Sequence[HoldsWeights], *, config: Config, choices: Choices, vocab_size: int
-) -> None:
-    load_newest(
-        choices,
-        check=lambda folder: check_model(read_summary(folder), config, folder),
-        load=lambda folder: state.load_weights(chunks, folder=folder, config=config),
-        say=partial(_warn, Path(config.run.run_dir)),
-    )
-    for chunk in chunks:  # which a checkpoint of weights never has
-        initialize(chunk, config, vocab_size=vocab_size, drawn=is_adapter)
 
 
 def _warn(run_dir: Path, text: str) -> None:

@@ -11,7 +11,6 @@ from megavlm.arch.plan import make_plan
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import real_shape
 from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.pipeline.schedule import pipeline_config
@@ -41,12 +40,3 @@ def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
         groups=groups,
         pipeline=pipeline_config(config, ONE),
     )
-
-
-def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by name, without the padding that tensor parallelism adds."""
-    vocabulary = config.model.language.vocab_size
-    return {
-        shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
-        for shard in chunk.shards()
-    }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megavlm.backend import activate
 from tests.support.pool import Pools
-from tests.support.training import train, train_composed
+from tests.support.training import train_composed
 
 activate()  # before the modules below import megatron-core
 
@@ -88,13 +88,3 @@ def assert_alike(exported: dict[str, Tensor], begun: dict[str, Tensor], *, froze
     assert {name: each.dtype for name, each in exported.items()} == {name: each.dtype for name, each in begun.items()}
     same = {name for name in begun if torch.equal(exported[name], begun[name])}
     assert same == {name for name in begun if any(word in name for word in frozen)}
-
-
-def test_a_run_of_an_imported_checkpoint_gives_back_what_it_did_not_train(pools: Pools, tmp_path: Path) -> None:
-    folder = mixed(tmp_path / "hf")
-    assert convert.main(["import", str(folder), str(tmp_path / "imported")]) == 0
-    argv = [*RUN, *TRAINED, "--image-sizes", square("llava"), "--config", str(tmp_path / "imported/config.yaml")]
-    pools(1).run(train, argv, str(tmp_path / "run"))
-    assert convert.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    begun, exported = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
-    assert_alike(exported, begun, frozen=("vision",))

@@ -239,22 +239,6 @@ def test_what_adapters_do_not_hold_is_not_lost(
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_begin_on_an_imported_checkpoint_as_on_its_files(pools: Pools, tmp_path: Path) -> None:
-    """A has the seed's numbers there, too: where both A and B are zero, neither is ever trained."""
-    folder = hf.save(tiny("llava"), tmp_path / "hf")
-    assert convert.main(["import", str(folder), str(tmp_path / "imported")]) == 0
-    argv = (
-        f"--lora-rank 2 --lora-targets language --seq-length {hf.LENGTH} --train-iters 3 --no-tensorboard --no-save "
-        "--freeze vision projector --lr 1e-2 --lr-warmup-iters 0"
-    ).split()
-    begun = ["--config", str(tmp_path / "imported" / "config.yaml")]
-    pools(1).run(train, [*begun, *argv], str(tmp_path / "from-checkpoint"))
-    pools(1).run(train_composed, ["--init-from", str(folder), *argv], str(tmp_path / "from-files"))
-    losses = [[each["loss"] for each in metrics(tmp_path / f"from-{name}")] for name in ("checkpoint", "files")]
-    assert losses[0] == losses[1]
-    assert losses[0][0] != losses[0][2]
-
-
 def test_a_run_with_adapters_answers_as_its_merged_weights(
     pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,11 +14,12 @@ from PIL import Image
 
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
-from megavlm.programs import convert
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
 from megavlm.programs.inference.assistant import Assistant, Sampling
 from megavlm.programs.inference.exports import _data_options
+from tests.support import hf
+from tests.support.harness import Single
 from tests.support.processors import picture
 from tests.support.whole_models import whole_folder
 
@@ -36,10 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(model: Path) -> Path:
-    out = model.parent / "run"
-    assert convert.main(["import", str(model), str(out)]) == 0
-    return out
+def run(model: Path, single: Single) -> Path:
+    return hf.run_of(model, model.parent / "run", single)
 
 
 @pytest.fixture(scope="module")

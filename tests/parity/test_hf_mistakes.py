@@ -11,8 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from megavlm.command_line.parsing import parse
+from megavlm.errors import UserError
 from megavlm.programs import convert
+from megavlm.rules.check import check
 from tests.support import hf
+from tests.support.harness import Single
 from tests.support.tiny_models import tiny
 
 
@@ -33,11 +38,13 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What `import` says; it must not have written anything."""
-    out = folder.with_name("out")
-    assert convert.main(["import", str(folder), str(out), *flags]) == 2
-    assert not out.exists()
-    return capsys.readouterr().err
+    """What a run that begins with the folder, or without flags `verify`, says."""
+    if not flags:
+        assert convert.main(["verify", str(folder)]) == 2
+        return capsys.readouterr().err
+    with pytest.raises(UserError) as refused:
+        check(with_pretrained_model(parse(["--init-from", str(folder), *flags])), world=1)
+    return str(refused.value)
 
 
 def test_missing_surplus_and_misshapen_tensors_are_listed_together(
@@ -82,10 +89,9 @@ def led_out(folder: Path) -> None:
         (cut, "", "is no complete safetensors file"),
         (led_out, "", "'../other.safetensors', which is not in the folder"),
         (bool, "--set model.vision.num_layers=7", "model.vision.num_layers 7 contradicts"),
-        (bool, "--pp 16", "--pp 16 × --vpp 1 needs 16 chunks"),
     ],
 )
-def test_what_cannot_be_imported_is_refused(
+def test_what_is_no_model_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: str, expected: str
 ) -> None:
     damage(folder)
@@ -126,11 +132,13 @@ def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_wor
     assert f"raise max_position_embeddings (and sliding_window, if it is less) in {folder}/config.json" in message
     text = json.loads((folder / "config.json").read_text())["text_config"]
     change_config(folder, text_config={**text, "max_position_embeddings": 1024})
-    assert convert.main(["import", str(folder), str(folder.with_name("out")), *longer]) == 0
+    check(with_pretrained_model(parse(["--init-from", str(folder), *longer])), world=1)
 
 
-def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert.main(["import", str(folder), str(tmp_path / "ours")]) == 0
+def test_verify_finds_a_difference(
+    folder: Path, single: Single, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf.run_of(folder, tmp_path / "ours", single)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 0
     assert "largest logit difference" in capsys.readouterr().out
 
@@ -140,16 +148,6 @@ def test_verify_finds_a_difference(folder: Path, tmp_path: Path, capsys: pytest.
     change_weights(folder, nudge)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
     assert "more than --tolerance 0.0001" in capsys.readouterr().err
-
-
-def test_import_writes_into_no_model_and_no_run(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").touch()
-    for out, what in ((folder, "has a config.json, as models do"), (tmp_path / "run", "is a run")):
-        assert convert.main(["import", str(folder), str(out)]) == 2
-        assert f"OUT_DIR {out} {what}: name another folder" in capsys.readouterr().err
 
 
 def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from megavlm.command_line.parsing import parse
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch
 from megavlm.inputs.patches import patchify
 from megavlm.rules.defaults import resolve
-from megavlm.train.single_process import unpadded_shapes
 from tests.support import hf
 from tests.support.gates import hold
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
@@ -68,7 +67,7 @@ def assert_alike(ours: Tensor, theirs: Tensor, chunk: Any, config: Any, pretrain
     (ours * direction).sum().backward()
     (theirs * direction).sum().backward()
     gradients = Pretrained.of(hf.save_gradients(model, pretrained.folder.path / "gradients"), *pretrained.parts)
-    shapes, found = unpadded_shapes(chunk, config), hf.gradients_of(chunk)
+    shapes, found = hf.unpadded_shapes(chunk, config), hf.gradients_of(chunk)
     hf.assert_same_gradients(found, gradients, shapes, family, "gradients", tolerance=GRADIENT_TOLERANCE)
 
 

@@ -18,9 +18,12 @@ from transformers.image_processing_utils import select_best_resolution
 
 from megavlm.arch.image_tokens import TileGroup, grid_of, tokens_per_image
 from megavlm.arch.plan import make_plan
+from megavlm.checkpoint import state
+from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.hf.hf_files import HfFolder
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.checkpoint.saving import Saver
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
@@ -30,12 +33,12 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.inputs.layout import Film
 from megavlm.inputs.patches import Image, LoadedImage, cells_of, normalised
 from megavlm.model.vlm import VLMChunk
-from megavlm.model.weights import index_of
+from megavlm.model.weights import index_of, real_shape
 from megavlm.programs import convert
 from megavlm.rules.defaults import resolve
 from megavlm.train.build_engine import build_engine
 from megavlm.train.engine import Engine
-from megavlm.train.single_process import unpadded_shapes
+from megavlm.train.run_dir import configuration, write_sidecars
 from tests.support.gates import TOLERANCES, hold
 from tests.support.harness import Single, difference, random_image, randomize
 
@@ -295,9 +298,33 @@ def family_in(folder: Path) -> str:
     return family_of(HfFolder(folder).settings).name
 
 
-def assert_round_trip(folder: Path, out: Path) -> None:
-    """import → export gives every file back: the same tensors bit for bit, and all others byte for byte."""
-    assert convert.main(["import", str(folder), str(out / "ours")]) == 0
+def run_of(folder: Path, out: Path, single: Single) -> Path:
+    """Write the run `out` that began with the folder and has saved before its first step."""
+    given = parse(f"--init-from {folder} --run-dir {out} --seq-length {LENGTH} {ADAMW}".split())
+    config = resolve(with_pretrained_model(given))
+    saver = Saver(out / "checkpoints", Keep(0))
+    trained, plan = engine_for(config, folder, single).trained(), make_plan(config, single.groups.dims)
+    state.save(trained, state.Position(0, {}), config=config, plan=plan, saver=saver)
+    saver.wait()
+    assert saver.poll()[0].error is None
+    saver.close()
+    (out / "config.yaml").write_text(configuration(given))
+    write_sidecars(out, config, None, image_token=config.model.image_token or 0)
+    return out
+
+
+def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by name, without the padding that tensor parallelism adds."""
+    vocabulary = config.model.language.vocab_size
+    return {
+        shard.key: real_shape(shard.key, tuple(shard.global_shape), config.model, vocab_size=vocabulary)
+        for shard in chunk.shards()
+    }
+
+
+def assert_round_trip(folder: Path, out: Path, single: Single) -> None:
+    """A run gives every file back: the same tensors bit for bit, and all others byte for byte."""
+    run_of(folder, out / "ours", single)
     assert convert.main(["export", str(out / "ours"), str(out / "theirs")]) == 0
     before, after = ({file.name for file in path.iterdir() if file.is_file()} for path in (folder, out / "theirs"))
     # safetensors files are written in the library's own layout, too

@@ -97,7 +97,6 @@ _WORDS: dict[tuple[str, str], tuple[str, ...] | None] = {
     ("doctor", "--json"): None,
     ("calibrate", "--out"): None,
     # Folders: said before anything is read.
-    ("convert import", ""): ("none",),
     ("convert export", ""): ("none",),
     ("convert merge-lora", ""): ("none",),
     ("convert export-lora", ""): ("none",),

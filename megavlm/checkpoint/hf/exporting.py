@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,10 +34,8 @@ from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYT
 from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, slice_of, without_output
 from megavlm.checkpoint.hf.sidecar import (
     TENSORS,
-    UNUSED,
     Sidecar,
     copy_kept,
-    is_rounded,
     sidecars,
 )
 from megavlm.checkpoint.summary import model_of, read_summary
@@ -236,32 +233,6 @@ def export(
     rename_flushed(temporary, out)
 
 
-def keep_untrained(checkpoint: Path, run_dir: Path, config: Config) -> None:
-    """Add to `hf/` of a run that starts from a checkpoint the tensors that it does not train and would round."""
-    saved = model_of(read_summary(checkpoint), checkpoint).model
-    for part, sidecar in sidecars(run_dir / "checkpoints" / "none").items():
-        source = Exported.of(checkpoint, sidecar, saved, part=part or None)
-        rounded = [
-            key
-            for key, rule in source.table.items()
-            if not source.is_kept(key) and is_rounded(key, [source.declared[name][0] for name in rule.hf_names], config)
-        ]
-        if not rounded:
-            continue
-        source.records.verify(rounded)
-        names = [name for key in rounded for name in source.table[key].hf_names]
-        kept = {name: (info.dtype, info.shape) for name, info in source.kept.tensors.items()}
-        temporary = sidecar.path / f"{UNUSED}.tmp"
-        with StreamedFile(temporary, {**kept, **{name: source.declared[name] for name in names}}) as out:
-            for name in kept:
-                source.kept.copy(name, partial(out.write, name))
-            for key in rounded:
-                for run in source.runs(key):
-                    for name, first_row, values in source.pieces(*run):
-                        out.write(name, values, first_row=first_row)
-        os.replace(temporary, sidecar.path / UNUSED)
-
-
 def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     """Write the folder `out` from a run or checkpoint: of a model that consists of parts, a folder for each of them,
     which --vision-from, --projector-from and --language-from read. With `merge`, fold its adapters into weights.
@@ -321,7 +292,7 @@ def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
     if not found:
         raise UserError(
             f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
-            "runs that started with --init-from or an imported checkpoint can be exported"
+            "runs that started with --init-from can be exported"
         )
     return checkpoint, found[""], model_of(read_summary(checkpoint), checkpoint)
 

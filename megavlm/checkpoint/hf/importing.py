@@ -1,97 +1,18 @@
-"""Load Hugging Face weights: into the chunks of a rank, which reads only its slices, or into a checkpoint, streamed.
-
-A checkpoint's pieces are declared from the files' headers, and each is read when it is written. The result is what a
-run would have saved, without optimizer state.
-"""
+"""Load Hugging Face weights into the chunks of a rank, which reads only its slices."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.hf_files import PIECE_BYTES
 from megavlm.checkpoint.hf.pretrained import Pretrained, reads_of, refuse
 from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_reads
-from megavlm.checkpoint.hf.sidecar import NAME, write_sidecar
-from megavlm.checkpoint.items import STATE
-from megavlm.checkpoint.manifest import SUMMARY
-from megavlm.checkpoint.staging import THREADS, Item, SaveError, write_metadata, write_share
-from megavlm.checkpoint.summary import FORMAT
 from megavlm.config.schema import Config
-from megavlm.errors import UserError
-from megavlm.families.shared.table import Shape
-from megavlm.files import replace_file
 from megavlm.model.vlm import HoldsWeights
 from megavlm.model.weights import index_of, initialize, real_shape
 from megavlm.parallel.groups import from_rank_0
-
-
-def import_checkpoint(
-    pretrained: Pretrained, shapes: Mapping[str, Shape], config: Config, plan: Any, *, root: Path
-) -> Path:
-    """Write the checkpoint `root`/iter_0000000 with weights in the type of the files; return its folder.
-
-    `shapes` has the shape of each parameter by global name, without the padding that tensor parallelism adds.
-    """
-    temporary = folders.prepare(root, 0)
-    described, pieces = Metadata({}), list[tuple[MetadataIndex, ChunkStorageMetadata]]()
-    for key, shape in shapes.items():
-        found = list(_pieces(key, shape, dtype := pretrained.dtype_of(key)))
-        chunks = [chunk for _, chunk in found]
-        described.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
-        pieces += found
-
-    def values(number: int) -> Iterator[Item]:
-        for index, chunk in pieces[number::THREADS]:
-            part = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            read = pretrained.read_slice(index.fqn, shapes[index.fqn], part)
-            yield index, read.to(pretrained.dtype_of(index.fqn))
-
-    try:
-        files = {f"__0_{number}.distcp": values(number) for number in range(THREADS)}
-        written = write_share(temporary, files, {})
-        write_metadata(temporary, described, [written])
-    except SaveError as error:
-        raise UserError(f"{temporary}: {error}") from error
-    save_config(CheckpointingConfig("torch_dist"), str(temporary))
-    torch.save({}, temporary / "common.pt")
-    replace_file(temporary / STATE, "{}\n")
-    write_sidecar(pretrained, temporary / NAME)
-    summary = {
-        "format": FORMAT,
-        "contents": "weights",
-        "iteration": 0,
-        "consumed_samples": 0,
-        "plan": plan.to_json(),
-        "model": json.loads(json.dumps(asdict(config.model))),
-    }
-    replace_file(temporary / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    return folders.commit(root, 0, written.sums)
-
-
-def _pieces(key: str, shape: Shape, dtype: torch.dtype) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
-    """Yield the pieces that make up a tensor: consecutive rows, at most PIECE_BYTES (at least one row) each."""
-    rows = max(1, PIECE_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
-    for start in range(0, shape[0], rows):
-        offsets = torch.Size([start, *(0 for _ in shape[1:])])
-        sizes = torch.Size([min(rows, shape[0] - start), *shape[1:]])
-        yield MetadataIndex(key, offsets), ChunkStorageMetadata(offsets, sizes)
 
 
 @torch.no_grad()

@@ -45,8 +45,8 @@ class Sidecar:
     types: dict[str, str]  # tensor → type, in safetensors' spelling
 
 
-def write_sidecar(pretrained: Pretrained, target: Path, config: Config | None = None) -> None:
-    """Copy what an export will need to the folder `target`, for a run of this configuration, or for an import."""
+def write_sidecar(pretrained: Pretrained, target: Path, config: Config) -> None:
+    """Copy what an export will need to the folder `target`, for a run of this configuration."""
     copy_kept(pretrained.folder.path, target / FILES)
     unused: Kept = {name: (pretrained.folder, name) for name in pretrained.unused}
     files = {name: info.file for name, info in pretrained.folder.tensors.items()}
@@ -63,7 +63,7 @@ def write_tensors(
     unused: Kept,
     spelling: int,
     files: Mapping[str, str],
-    config: Config | None,
+    config: Config,
 ) -> None:
     """Write what an export whose names are those of `table` needs to know of tensors: the types that they have in the
     folders, `files`, and the values of `unused` and of those that the run does not train and would round.
@@ -82,7 +82,7 @@ def write_tensors(
             types |= dict.fromkeys(rule.hf_names, DTYPE_NAMES[source.dtype_of(key)])
             continue
         types |= dict(zip(rule.hf_names, found, strict=True))
-        if config is not None and is_rounded(key, found, config) and not source.widens(key, config):
+        if _is_rounded(key, found, config) and not source.widens(key, config):
             kept |= {ours: (source.folder, name) for ours, name in zip(rule.hf_names, names, strict=True)}
     words = next((each for each in sources if "language" in each.parts), None)
     if words is not None and f"{EMBEDDING}.word_embeddings.weight" in words.table:
@@ -95,7 +95,7 @@ def write_tensors(
     replace_file(target / TENSORS, json.dumps(listing, indent=1) + "\n")
 
 
-def is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
+def _is_rounded(key: str, types: Iterable[str], config: Config) -> bool:
     """Return whether a run does not train a weight whose tensors have these types, and holds it in one that lacks some
     of their values.
     """
@@ -111,15 +111,15 @@ def copy_kept(source: Path, target: Path) -> None:
         raise UserError(f"{error}: put the file there itself, or remove the link") from error
 
 
-def carry_sidecar(checkpoint: Path, run_dir: Path) -> bool:
-    """Copy the folder `hf/` of a checkpoint to the run that starts from it; return whether there is one to copy."""
-    found = {part: sidecar for part, sidecar in sidecars(checkpoint).items() if sidecar.path != run_dir / NAME / part}
-    for part, sidecar in found.items():
+def carry_sidecar(checkpoint: Path, run_dir: Path) -> None:
+    """Copy the folder `hf/` of a checkpoint's run to the run that starts from the checkpoint, if there is one."""
+    for part, sidecar in sidecars(checkpoint).items():
         target = run_dir / NAME / part
+        if sidecar.path == target:
+            continue
         copy_kept(sidecar.files, target / FILES)
         for name in (TENSORS, UNUSED):
             copy_file(sidecar.path / name, target / name)
-    return bool(found)
 
 
 def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
