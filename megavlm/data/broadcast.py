@@ -32,10 +32,12 @@ class ReplicaBroadcast:
     """Broadcasts steps within a model replica.
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
-    that encodes none. They all encode all images, or with `assignment` each its own.
+    that encodes none. They all encode all images, or with `assignment` each its own. `hosts` is the replica as a group
+    that exchanges host memory, so that no message waits for what the device computes.
     """
 
     replica: dist.ProcessGroup
+    hosts: dist.ProcessGroup
     vision_group: dist.ProcessGroup | None
     device: torch.device
     assignment: ImageAssignment | None = None
@@ -44,8 +46,8 @@ class ReplicaBroadcast:
     def reads(self) -> bool:
         return self.replica.rank() == 0
 
-    def share(self, read: Callable[[], StepData]) -> StepData:
-        """Return the step that the replica's first rank reads, on every rank, in host memory.
+    def share(self, read: Callable[[], StepData | None]) -> StepData | None:
+        """Return the step that the replica's first rank reads, on every rank, in host memory; None if it returns none.
 
         With `assignment` each rank has the patches of its images, on the device; else `vision_group` receives patches
         when a micro-batch is copied to the device. A UserError of the reader is raised on every rank, so that no rank
@@ -63,35 +65,33 @@ class ReplicaBroadcast:
         received = self._broadcast(step, message)
         if isinstance(received, UserError):
             raise received
-        return self._with_pixels(received if step is None else step)
+        found = received if step is None else step
+        return None if found is None else self._with_pixels(found)
 
     def share_state(self, state: LoaderState | None) -> LoaderState:
         """Return the reader's state on every rank. It pickles, and is called for checkpoints only."""
         shared = [state]
         if self.replica.size() > 1:
-            dist.broadcast_object_list(shared, group=self.replica, group_src=0, device=self.device)
+            dist.broadcast_object_list(shared, group=self.hosts, group_src=0)
         assert shared[0] is not None
         return shared[0]
 
-    def _broadcast(self, step: StepData | None, error: str) -> StepData | UserError:
+    def _broadcast(self, step: StepData | None, error: str) -> StepData | UserError | None:
         """Return the reader's step or error, sent as a header of fixed size and a message. The host waits for both."""
         description, tensors = serialize(step) if step is not None else (error.encode(), [])
         header = torch.tensor([step is not None, len(description), size_of(tensors)])
-        is_step, text_bytes, tensor_bytes = self._from_reader(header).tolist()
+        dist.broadcast(header, group=self.hosts, group_src=0)
+        is_step, text_bytes, tensor_bytes = header.tolist()
+        if not text_bytes:
+            return None
         start = aligned(text_bytes)
         message = torch.empty(start + tensor_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         if self.reads:
             message[:text_bytes] = torch.frombuffer(bytearray(description), dtype=torch.uint8)
             copy_to(message[start:], tensors)
-        message = self._from_reader(message)
+        dist.broadcast(message, group=self.hosts, group_src=0)
         text = message[:text_bytes].numpy().tobytes()
         return deserialize(text, message[start:]) if is_step else UserError(text.decode())
-
-    def _from_reader(self, values: Tensor) -> Tensor:
-        """Return the reader's values in the host memory of every rank."""
-        on_device = values.to(self.device, non_blocking=True)
-        dist.broadcast(on_device, group=self.replica, group_src=0)
-        return values if self.reads else values.copy_(on_device)
 
     def _with_pixels(self, step: StepData) -> StepData:
         if self.vision_group is None:

@@ -194,6 +194,17 @@ class DataLoader:
             self._peeked = state, self._read()
         return self._peeked[1]
 
+    def share_ahead(self, *, ready: bool) -> None:
+        """Send the next step's data now if they are there, so that `next_step` waits for no rank.
+
+        Every rank of a replica calls it while its device computes. `ready` is the answer of the rank that reads: its
+        data are prefetched, without an error.
+        """
+        if self._peeked is None and self._broadcast is not None and self._broadcast.replica.size() > 1:
+            state = self._own_state()
+            step = self._broadcast.share(lambda: self._own.next_step() if ready else None)
+            self._peeked = None if step is None else (state, step)
+
     def next_step(self) -> StepData:
         """Return the data of the next optimizer step. Raises UserError on every rank of a replica alike."""
         if self._peeked is None:
@@ -220,7 +231,9 @@ class DataLoader:
     def _read(self) -> StepData:
         if self._broadcast is None:
             return self._own.next_step()
-        return self._broadcast.share(lambda: self._own.next_step())
+        step = self._broadcast.share(lambda: self._own.next_step())
+        assert step is not None, "the reader returns one"
+        return step
 
     def state_dict(self) -> LoaderState:
         """Return the state at which the next step begins. Every rank must call it, since ranks communicate in it."""

@@ -53,8 +53,10 @@ def build_loaders(
     encodes all images, or those that `assignment` gives it. Patches have the type `dtype`.
     """
     at, dims = groups.coords, groups.dims
-    replica = ReplicaBroadcast(groups.replica, vision_group, device, assignment)
-    broadcast = replica if source.is_read else None
+    broadcast: ReplicaBroadcast | None = None
+    if source.is_read:
+        hosts = groups.maker.on_host(groups.replica)
+        broadcast = ReplicaBroadcast(groups.replica, hosts, vision_group, device, assignment)
     training = measured = None
     if broadcast is None or broadcast.reads:
         if at.dp == 0:

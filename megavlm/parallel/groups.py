@@ -48,6 +48,13 @@ class GroupMaker:
             self._made[key] = dist.new_group(list(key), timeout=self._timeout, use_local_synchronization=True)
         return self._made[key]
 
+    def on_host(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return a group of the same ranks that exchanges host memory: itself, or one of gloo."""
+        if group.size() == 1 or dist.get_backend(group) == "gloo":
+            return group
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+
     def skip(self) -> None:
         """Make a group of this rank in place of one that others make now, so that all have made as many."""
         dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)

@@ -107,6 +107,7 @@ def _train(run: Run, hooks: Hooks) -> tuple[int, BaseException | None]:
         for hook in hooks:
             hook.on_step_end(step)
         end = next(filter(None, (hook.ends(step) for hook in hooks)), None)
+        del step  # and its data, while the next step's and those after it are in memory
     for hook in reversed(hooks.ordered):
         end = hook.finish(iteration, end)
     return iteration, end

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.data.types import StepData
 from megavlm.programs import prepare as prepare_data
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
@@ -88,7 +89,7 @@ def complaint() -> str:
         assert dist.get_rank() == 0, "only one rank reads"
         raise UserError("ein Bär fraß train.jsonl")
 
-    exchange = ReplicaBroadcast(dist.group.WORLD, vision_group=None, device=torch.device("cpu"))
+    exchange = ReplicaBroadcast(dist.group.WORLD, dist.group.WORLD, vision_group=None, device=torch.device("cpu"))
     try:
         exchange.share(read)
     except UserError as error:
@@ -172,3 +173,43 @@ def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(
     mended = ["--max-bad-sample-rate", "0.9", "--seq-length", "128", "--packing-window", "32"]
     pools(1).run(train, [*argv, *mended], str(tmp_path / "run"))
     assert metrics(tmp_path / "run")[-1]["iteration"] == 8
+
+
+def collectives_of_next_steps(argv: list[str], run_dir: str, ready: bool) -> list[int]:
+    """Train, and return how often each step had to be received when it began. `ready`: its data were, or were not."""
+    import torch.distributed as dist
+
+    from megavlm.data.loader import DataLoader, RankLoader
+
+    counts, calls = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        broadcast, next_step = dist.broadcast, DataLoader.next_step
+
+        def counted(self: DataLoader) -> StepData:
+            calls.clear()
+            step = next_step(self)
+            counts.append(len(calls))
+            return step
+
+        patch.setattr(dist, "broadcast", lambda *args, **kwargs: (calls.append(1), broadcast(*args, **kwargs))[1])
+        patch.setattr(DataLoader, "next_step", counted)
+        if ready:
+            patch.setattr(RankLoader, "is_ahead", lambda self: self.failure_ahead(unless=lambda: False) is None)
+        else:
+            patch.setattr(RankLoader, "is_ahead", lambda self: False)
+        train(argv, run_dir)
+    return counts
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_data_of_a_step_are_shared_during_the_one_before_and_are_no_part_of_the_position(
+    pools: Pools, folder: Path, whole: Path, tmp_path: Path, ready: bool
+) -> None:
+    argv = [*FILES, *sources_of(folder), "--tp", "2", "--save-interval", "2"]
+    short = [*argv, "--train-iters", "3"]
+    at_once, later = [2, 0, 0], [2, 2, 2]  # a header and a message
+    for counts in pools(2).run(collectives_of_next_steps, short, str(tmp_path), ready):
+        assert counts == (at_once if ready else later)
+    shutil.rmtree(tmp_path / "checkpoints/iter_0000003")  # the one before was saved with the next step's data at hand
+    pools(2).run(train, argv, str(tmp_path))
+    assert_same_curve(metrics(tmp_path), metrics(whole))

@@ -120,6 +120,7 @@ class DataAhead(RankHook):
         """`bad_save` returns, on a rank that knows, that a save has found state that is not finite."""
         self._run, self._stop, self._bad_save = run, stop, bad_save
         self._needed = False  # whether there is a next step
+        self._late = False  # whether its data were not there in time
         self._failure: BaseException | None = None
         self.waited = 0.0  # seconds for the next step's data
 
@@ -129,10 +130,15 @@ class DataAhead(RankHook):
         self._failure, self.waited = None, 0.0
 
     def counters(self, counts: Counts) -> Sequence[float]:
-        """Return the counters of a step with these counts, without a wait."""
-        late = self._needed and not self._run.data_loader.is_ahead()
-        if self._needed and not late:
-            self._failure = self._data_failure()
+        """Return the counters of a step with these counts, and share the next step's data if they are there.
+
+        The device still computes: ranks of a replica wait for one another, as they next do for the sums of the step.
+        """
+        loader = self._run.data_loader
+        late = self._late = self._needed and not loader.is_ahead()
+        if self._needed:
+            self._failure = None if late else self._data_failure()
+            loader.share_ahead(ready=not late and self._failure is None)
         self._failure = self._bad_save() or self._run.callbacks.failure or self._failure
         stop = self._stop.requested or self._run.callbacks.stop is not None
         return replace(counts, stop=stop, failed=self._failure is not None, late=late).values()
@@ -146,7 +152,8 @@ class DataAhead(RankHook):
             return counts
         phases, before = self._run.engine.schedule.phases, time.perf_counter()
         phases.enter(DATA, "next step")
-        self._failure = self._data_failure()
+        if self._late:  # else the loader may be at data after the next, which it has shared
+            self._failure = self._data_failure()
         self.waited = time.perf_counter() - before
         phases.enter(COMMUNICATION, "failures of the next data")
         sums = torch.tensor([self._failure is not None, self._stop.requested], dtype=torch.int32)
