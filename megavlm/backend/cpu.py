@@ -103,53 +103,28 @@ class _CpuCuda(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        self.current_device = lambda: "cpu"
-        self.device_count = lambda: 1
-        self.set_device = _nothing
-        self.synchronize = _nothing
-        self.empty_cache = _nothing
-        self.current_stream = self.default_stream = _Stream
-        self.Stream = _Stream
-        self.Event = _Event
-        self.stream = lambda stream: contextlib.nullcontext()
+        for name in ("current_device", "device_count", "set_device", "synchronize", "stream"):
+            setattr(self, name, getattr(torch.cpu, name))
+        self.empty_cache = torch.cpu.synchronize
+        self.current_stream = self.default_stream = self.Stream = self.Event = _InOrder
+        self.nvtx = _InOrder()
         self.get_rng_state = lambda device=None: torch.get_rng_state()
         self.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
         self.manual_seed = _seed_default_generator
-        self.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
-class _Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream = 0
+class _InOrder:
+    """A stream or an event: CPU work is in order, so that its methods do nothing, and every event has passed."""
 
-    def wait_stream(self, other: Any) -> None: ...
+    cuda_stream = 0
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
-
-
-class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for CUDA calls that order asynchronous work; CPU work is already in order."""
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
 
 
 def _seed_default_generator(seed: int) -> None:
