@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -11,7 +13,11 @@ from megavlm.backend.installed import loading_error
 from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.precision.capability import Device, check_fp8, choose_implementation, parsed
+from megavlm.precision.capability import Device, choose_implementation, parsed
+
+EMULATED = ("tensorwise", "delayed")
+# What Transformer Engine is asked of each recipe; all need the first.
+_ASKED = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
 
 
 @cache
@@ -20,9 +26,9 @@ def device_at_hand() -> Device:
     te, mcore = _version_of("transformer_engine"), _version_of("megatron-core")
     assert mcore is not None, "megavlm requires it"
     if not torch.cuda.is_available():
-        return Device("a CPU", None, te, None, mcore=mcore)
+        return Device("a CPU", None, te, mcore=mcore)
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    return Device(name, capability, te, parsed(torch.version.cuda), te_error=loading_error(), mcore=mcore)
+    return Device(name, capability, te, te_error=loading_error(), mcore=mcore)
 
 
 def implementation(config: Config) -> str:
@@ -34,9 +40,13 @@ def check_device(config: Config) -> None:
     """Raise UserError if this device cannot run the configuration."""
     chosen = implementation(config)
     if config.precision.fp8 != "none":
-        check_fp8(config.precision.fp8_recipe, device_at_hand(), implementation=chosen)
         if chosen == "te":
             check_te_fp8(config)
+        elif config.precision.fp8_recipe not in EMULATED:
+            raise UserError(
+                f"--fp8-recipe {config.precision.fp8_recipe} needs Transformer Engine: torch's layers emulate "
+                f"{' and '.join(EMULATED)} alone, so use --fp8-recipe {EMULATED[0]}"
+            )
         elif config.precision.fp8_param_gather:
             raise UserError(
                 "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
@@ -50,10 +60,15 @@ def check_device(config: Config) -> None:
 
 
 def check_te_fp8(config: Config) -> None:
-    """Raise UserError if Transformer Engine's FP8 layers are not known to work with other options."""
-    sharding = config.parallel.data_parallel_sharding
+    """Raise UserError if Transformer Engine has no such FP8 on this device, or is not known to have it sharded."""
+    recipe, sharding = config.precision.fp8_recipe, config.parallel.data_parallel_sharding
+    fp8: Any = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    can, why_not = getattr(fp8, _ASKED.get(recipe, "is_fp8_available"))()
+    if not can:
+        instead = "--fp8-recipe tensorwise, or --fp8 none" if recipe in _ASKED else "--fp8 none"
+        raise UserError(f"--fp8-recipe {recipe} cannot run on {device_at_hand().name} ({why_not}): use {instead}")
     # Its own tests of `fully_shard` have the other recipes.
-    if shards_gradients(config) and config.precision.fp8_recipe == "blockwise":
+    if shards_gradients(config) and recipe == "blockwise":
         raise UserError(
             f"--fp8-recipe blockwise is not known to work with --data-parallel-sharding {sharding}: use --fp8-recipe "
             "tensorwise, or --data-parallel-sharding optimizer"
