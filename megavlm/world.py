@@ -15,12 +15,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megavlm.errors import UserError
 
 _HERE = "127.0.0.1"
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # which events of the run name
 _PORT = 29500  # torchrun's default
 _SLURM_PORTS = range(15_000, 30_000)  # below those that Linux gives to outgoing connections
 
@@ -48,8 +47,7 @@ class World:
         }
 
 
-@dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The names under which a launcher tells a process its place."""
 
     rank: str
@@ -57,16 +55,12 @@ class _Launcher:
     local_rank: str
     local_world_size: str
 
-    def is_complete(self, environment: Mapping[str, str]) -> bool:
-        return all(name in environment for name in (self.rank, self.world_size, self.local_rank))
 
-
-_TORCHRUN = _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SRUN = _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 # In this order: torchrun runs under all others, and mpirun and mpiexec start one process of their own per node by srun.
 # A batch script and an interactive shell of SLURM have SLURM_PROCID, but are no tasks of a step: they start others.
 _LAUNCHERS = (
-    _TORCHRUN,
+    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
     _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     _SRUN,
@@ -76,26 +70,15 @@ _LAUNCHERS = (
 def world_of(environment: Mapping[str, str]) -> World:
     """Return this process's place in the world that its environment describes; a world of one where it says nothing.
 
-    Raises UserError, in one line, if a variable is missing, is no number, or contradicts another.
+    Raises UserError, in one line, if a variable is missing or is no number.
     """
-    if _ATTEMPT in environment:
-        whole_number(environment, _ATTEMPT)
-    launcher = next((each for each in _LAUNCHERS if each.is_complete(environment)), None)
+    launcher = next((each for each in _LAUNCHERS if environment.keys() >= {*each[:3]}), None)
     if launcher is None:
         return _alone(environment)
-    rank, size, local_rank = (
-        whole_number(environment, name) for name in (launcher.rank, launcher.world_size, launcher.local_rank)
-    )
+    rank, size, local_rank = (whole_number(environment, name) for name in launcher[:3])
     local_size = _local_size(environment, launcher)
     if size < 1 or rank >= size:
         raise UserError(f"{launcher.rank}={rank} must be below {launcher.world_size}={size}: {_REMEDY}")
-    if local_rank > rank or local_rank >= (local_size or size):
-        bound = launcher.rank if local_rank > rank else launcher.local_world_size
-        raise UserError(
-            f"{launcher.local_rank}={local_rank} does not fit {bound}={environment[bound]}: it numbers the processes "
-            "of one machine from 0"
-        )
-    _refuse_contradictions(environment, launcher)
     address = _address(environment, launcher, one_machine=size in (1, local_size))
     return World(rank, size, local_rank, local_size, address, _port(environment, launcher))
 
@@ -108,35 +91,14 @@ def _alone(environment: Mapping[str, str]) -> World:
     for each in _LAUNCHERS:
         if each is _SRUN or environment.get(each.world_size) == "1":
             continue
-        names = (each.rank, each.world_size, each.local_rank)
-        if given := ", ".join(name for name in names if name in environment):
-            missing = ", ".join(name for name in names if name not in environment)
+        if given := ", ".join(name for name in each[:3] if name in environment):
+            missing = ", ".join(name for name in each[:3] if name not in environment)
             raise UserError(f"the environment has {given} and no {missing}: {_REMEDY}")
     if ("CLUSTER_SPEC" in environment or NODES in environment) and (nodes := node_of(environment).nodes) > 1:
         raise UserError(
             f"this is one of {nodes} machines of a job: start each by python -m megavlm.programs.launch.node"
         )
     return World()
-
-
-def _refuse_contradictions(environment: Mapping[str, str], launcher: _Launcher) -> None:
-    """Raise UserError if RANK, WORLD_SIZE or LOCAL_RANK deny what another launcher says."""
-    if launcher is not _TORCHRUN:
-        its_names = (launcher.rank, launcher.world_size, launcher.local_rank)
-        for ours, its in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), its_names, strict=True):
-            if ours in environment and whole_number(environment, ours) != whole_number(environment, its):
-                raise UserError(f"{ours}={environment[ours]} contradicts {its}={environment[its]}: unset {ours}")
-        return
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return  # an elastic job may have lost nodes
-    size = whole_number(environment, "WORLD_SIZE")
-    for other in _LAUNCHERS[1:]:
-        # More processes than tasks are usual: a task may start several. Fewer leave tasks that train on their own.
-        if other.is_complete(environment) and size < whole_number(environment, other.world_size):
-            raise UserError(
-                f"WORLD_SIZE={size} contradicts {other.world_size}={environment[other.world_size]}: unset RANK, "
-                "WORLD_SIZE and LOCAL_RANK"
-            )
 
 
 def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | None:
@@ -152,7 +114,7 @@ def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | No
 def _tasks_of(node: int, text: str) -> int | None:
     """Return the count of a node in SLURM's notation: 4 of the node 2 in "8(x2),4"; None if it is not there."""
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,18})(?:\(x(\d{1,18})\))?", part)
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             return None
         if node < (nodes := int(match[2] or 1)):
@@ -192,7 +154,6 @@ def _port(environment: Mapping[str, str], launcher: _Launcher) -> int:
 
 NODES = "MEGAVLM_NODES"  # Kubernetes tells a pod its number, and not how many pods there are
 _TRAINING = ("workerpool0", "workerpool1")  # pool 2 has Vertex AI's reducers, pool 3 evaluators
-_DIGITS, _SHOWN = 18, 200  # of a number, and characters of a value that a message has
 
 
 @dataclass(frozen=True)
@@ -225,8 +186,8 @@ def _vertex(environment: Mapping[str, str]) -> Node:
         spec: dict[str, Any] = json.loads(text)
         cluster = {str(pool): [str(each) for each in hosts] for pool, hosts in spec["cluster"].items()}
         pool, index = str(spec["task"]["type"]), int(spec["task"]["index"])
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        raise UserError(f"CLUSTER_SPEC={text[:_SHOWN]!r} has no cluster and task as Vertex AI describes them") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"CLUSTER_SPEC={text!r} has no cluster and task as Vertex AI describes them") from None
     if pool not in cluster or not 0 <= index < len(cluster[pool]):
         raise UserError(f"CLUSTER_SPEC has no replica {index} in {pool}, which its task says this is")
     if sum(map(len, cluster.values())) == 1:
@@ -266,8 +227,8 @@ def _given_port(environment: Mapping[str, str]) -> int | None:
 
 
 def whole_number(environment: Mapping[str, str], name: str) -> int:
-    """Return the whole number in a variable. Raises UserError where there is none, or a larger one than any count."""
+    """Return the whole number in a variable. Raises UserError where there is none."""
     text = environment.get(name, "")
-    if not text.isdecimal() or len(text) > _DIGITS:
-        raise UserError(f"{name}={text[:_SHOWN]!r} must be a whole number")
+    if not text.isdecimal():
+        raise UserError(f"{name}={text!r} must be a whole number")
     return int(text)

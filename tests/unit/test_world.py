@@ -7,7 +7,6 @@ import json
 import pytest
 
 from megavlm.errors import UserError
-from megavlm.programs.train import _world_or_alone
 from megavlm.world import Node, World, node_of, world_of
 
 TORCHRUN = {
@@ -50,7 +49,6 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
         (without(SRUN, "SLURM_STEP_NODELIST"), World(9, 16, 1, 8, "gpu001", SRUN_PORT)),
         (without(SRUN, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), World(9, 16, 1, 8, "10.9.9.9", SRUN_PORT)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_NODEID": "0"}, World(9, 16, 1, 16, "127.0.0.1", SRUN_PORT)),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": f"8(x{10**15})"}, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),
         (SRUN | {"PMI_RANK": "9", "PMI_SIZE": "16"}, World(9, 16, 1, 8, "gpu007", SRUN_PORT)),  # srun --mpi=pmi2
         (BATCH_SCRIPT, World()),  # it is no task of a step
         # A launcher within another: one process of torchrun or of MPI's daemons per node is a task of srun.
@@ -66,7 +64,6 @@ def test_every_launcher_describes_one_world(environment: dict[str, str], world: 
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' must be a whole number"),
         ({"RANK": "0"}, "has RANK and no WORLD_SIZE, LOCAL_RANK"),
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "has WORLD_SIZE and no RANK, LOCAL_RANK"),
         (without(SET_BY_HAND, "LOCAL_RANK"), "has RANK, WORLD_SIZE and no LOCAL_RANK"),
@@ -74,16 +71,11 @@ def test_every_launcher_describes_one_world(environment: dict[str, str], world: 
         (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "no OMPI_COMM_WORLD_LOCAL_RANK"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "MASTER_ADDR is not set"),
         (SET_BY_HAND | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-        (SET_BY_HAND | {"RANK": "0"}, "LOCAL_RANK=1 does not fit RANK=0"),
-        (SET_BY_HAND | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2"),
         (SET_BY_HAND | {"MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
         (SET_BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be from 1 to 65535"),
-        (SET_BY_HAND | {"RANK": "1" * 5000}, "RANK='1+' must be a whole number"),
-        (SRUN | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=16: unset WORLD_SIZE"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8,1"}, "SLURM_LOCALID=1 does not fit"),
     ],
 )
-def test_an_environment_that_contradicts_itself_is_one_line(environment: dict[str, str], line: str):
+def test_an_environment_that_lacks_something_is_one_line(environment: dict[str, str], line: str):
     with pytest.raises(UserError, match=line) as raised:
         world_of(environment)
     assert "\n" not in str(raised.value)
@@ -93,12 +85,6 @@ def test_what_a_launcher_said_reads_as_if_torchrun_had_said_it():
     for environment in (SET_BY_HAND, OPEN_MPI, MPICH, SRUN, TORCHRUN):
         world = world_of(environment)
         assert world_of(world.environment()) == world
-
-
-def test_a_rank_of_thousands_of_digits_is_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (SET_BY_HAND | {"RANK": "1" * 5000}).items():
-        monkeypatch.setenv(name, value)
-    assert _world_or_alone() == World(), "which prints what is wrong"
 
 
 def spec(pool: str, index: int, *sizes: int) -> str:
@@ -141,8 +127,6 @@ def test_a_machine_finds_its_place(environment: dict[str, str], node: Node):
     ("environment", "line"),
     [
         ({"CLUSTER_SPEC": "{"}, "has no cluster and task"),
-        ({"CLUSTER_SPEC": "[" * 10**5}, "has no cluster and task"),
-        ({"CLUSTER_SPEC": '{"cluster": {}, "task": {"type": "a", "index": Infinity}}'}, "has no cluster and task"),
         ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'}, "has no cluster and task"),
         ({"CLUSTER_SPEC": spec("workerpool1", 3, 1, 3)}, "no replica 3 in workerpool1"),
         ({"CLUSTER_SPEC": spec("workerpool2", 0, 1, 1, 2)}, "is in workerpool2; only those of"),
