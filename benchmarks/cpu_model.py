@@ -119,7 +119,8 @@ def our_engine(options: Config, backend: Backend) -> Any:
 
     from megavlm.arch.dims import dims_of
     from megavlm.arch.plan import make_plan
-    from megavlm.parallel.groups import build_groups, start
+    from megavlm.parallel.groups import build_groups
+    from megavlm.parallel.rendezvous import start
     from megavlm.rules.defaults import resolve
     from megavlm.train.build_engine import build_engine
 

@@ -35,7 +35,8 @@ class Ours(Side):
     def build(self, shape: gpu_model.Shape, task: dict[str, Any], watch: Watch) -> Callable[[], float]:
         from megavlm.arch.dims import dims_of
         from megavlm.arch.plan import make_plan
-        from megavlm.parallel.groups import build_groups, destroy_groups, start
+        from megavlm.parallel.groups import build_groups, destroy_groups
+        from megavlm.parallel.rendezvous import start
         from megavlm.precision.device import check_device, implementation
         from megavlm.train.build_engine import build_engine
 

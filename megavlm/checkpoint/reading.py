@@ -37,7 +37,7 @@ from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.items import Record, read_items, read_state
 from megavlm.checkpoint.manifest import Damaged, VerifiedItems, first_look
 from megavlm.errors import UserError
-from megavlm.parallel.groups import exchanged_on, from_rank_0
+from megavlm.parallel.rendezvous import exchanged_on, from_rank_0
 from megavlm.paths import open_regular
 
 Loaded = TypeVar("Loaded")

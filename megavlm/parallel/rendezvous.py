@@ -1,4 +1,4 @@
-"""Let the processes of a run find one another, and again after each restart by torchrun.
+"""Let the processes of a run find one another, again after each restart by torchrun, and wait for one another.
 
 torchrun keeps one store for all attempts, and what dead ranks wrote stays in it. It numbers restarts after a failure
 (TORCHELASTIC_RESTART_COUNT), each agent its own, but not those after an agent joined or left, so that no number in
@@ -16,14 +16,20 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from megavlm.errors import RankError, UserError
+from megavlm.backend import Backend
+from megavlm.errors import RankError, RanksMissing, UserError
+
+Found = TypeVar("Found")
 
 _PLACE = "megavlm/rendezvous"
 _PAUSE = 0.02  # seconds between two looks at the store
 _GRACE = 10.0  # seconds for which the others outlast rank 0, which knows who is missing
+_LOOK, _SAY = timedelta(seconds=60), 300.0  # of ranks that wait for rank 0
 _LAST_CHANCE = 1.0  # seconds for ranks that are there to arrive, once others have not come
 _APART = "the ranks of this start did not find one another in --distributed-timeout-minutes"
 
@@ -188,3 +194,118 @@ def in_step(action: Callable[[], None], *, tick: Callable[[], None]) -> list[Exc
         ended = not thread.is_alive()
         dist.all_gather_object(found, (ended, raised[0] if ended and raised else None))
     return [error for _, error in found]
+
+
+def meet(*, timeout_minutes: float) -> Meeting:
+    """Find the other ranks that the environment names (`world_of`); the only process of a world meets itself."""
+    if dist.is_initialized():
+        return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    if dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        try:
+            return join(timedelta(minutes=timeout_minutes))
+        except TimeoutError as error:
+            raise RanksMissing(str(error)) from error
+    return Meeting(dist.HashStore(), 0, 1)
+
+
+def start(
+    backend: Backend, *, timeout_minutes: float, meeting: Meeting | None = None, shared_devices: bool = False
+) -> None:
+    """Initialize torch.distributed with the ranks of `meet`, unless it is initialized.
+
+    NCCL is not given the device (`device_id`): it would connect each group at once, by a split of the world's
+    communicator in which all ranks take part, and send what pipeline stages exchange through one queue.
+
+    Args:
+        shared_devices: whether ranks may share a GPU, as those of tests do.
+    """
+    if dist.is_initialized():
+        return
+    met = meeting or meet(timeout_minutes=timeout_minutes)
+    if backend.communication == "nccl" and met.world > 1 and not shared_devices:
+        refuse_shared_devices(met, device=str(torch.cuda.get_device_properties(backend.device).uuid))
+    TorchWorld(backend.communication, met, timedelta(minutes=timeout_minutes)).begin()
+
+
+@dataclass
+class TorchWorld:
+    """The ranks of this start, which begin anew for each layout that the same processes build."""
+
+    backend: str
+    met: Meeting
+    timeout: timedelta
+    layouts: int = 0
+    turns: int = 0  # of rank 0, for which others waited
+    current: ClassVar[TorchWorld | None] = None  # torch has one world in a process, too
+
+    def begin(self) -> None:
+        """Initialize torch.distributed with keys in the store that no group has had: ranks name a group alike again."""
+        TorchWorld.current = self
+        store = dist.PrefixStore(f"layout-{self.layouts}", self.met.store)
+        dist.init_process_group(
+            self.backend, store=store, rank=self.met.rank, world_size=self.met.world, timeout=self.timeout
+        )
+        self.layouts += 1
+
+    def await_rank_0(self) -> None:
+        """Wait, however long, until rank 0 calls this: in the store, as a collective that waits too long ends the run.
+
+        A process that is gone ends its world by torchrun, or by the end of the store.
+        """
+        self.turns += 1
+        key, began = f"turn-{self.turns}", time.monotonic()
+        if self.met.rank == 0:
+            self.met.store.set(key, "")
+            return
+        while not self._came(key):
+            if self.met.rank == self.met.world - 1 and time.monotonic() - began > _SAY:
+                print(f"rank 0 has worked alone for {(time.monotonic() - began) / 60:.0f} min; others wait", flush=True)
+
+    def _came(self, key: str) -> bool:
+        try:
+            self.met.store.wait([key], _LOOK)
+        except dist.DistStoreError:  # in time, it has not
+            return False
+        return True
+
+
+def barrier() -> None:
+    """Wait until all ranks are here. NCCL would guess the device from the rank, which may be wrong."""
+    device = exchanged_on()
+    dist.barrier(device_ids=None if device.index is None else [device.index])
+
+
+def exchanged_on() -> torch.device:
+    """Return the device of the tensors that this rank can exchange with others."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def on_rank_0(action: Callable[[], None]) -> None:
+    """Run an action on rank 0 while the others wait. A UserError there is raised on every rank, so that none hangs."""
+    message: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except UserError as error:
+            message = [str(error)]
+    if TorchWorld.current is not None:
+        TorchWorld.current.await_rank_0()
+    dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise UserError(message[0])
+
+
+def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
+    """Return on all ranks what an action returns on rank 0; other ranks receive it in place of `received`.
+
+    A UserError there is raised on all.
+    """
+    found = [received]
+
+    def act() -> None:
+        found[0] = action()
+
+    on_rank_0(act)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]

@@ -27,7 +27,8 @@ from megavlm.data.source import Source
 from megavlm.metrics.callback import Callback, Start
 from megavlm.metrics.sinks import SkippedLog
 from megavlm.model.vlm import HoldsWeights
-from megavlm.parallel.groups import Groups, barrier, build_groups, from_rank_0, meet, on_rank_0, start
+from megavlm.parallel.groups import Groups, build_groups
+from megavlm.parallel.rendezvous import barrier, from_rank_0, meet, on_rank_0, start
 from megavlm.precision.device import check_device
 from megavlm.resilience.lock import RunLock
 from megavlm.resilience.phases import START, Phases, StartTimes

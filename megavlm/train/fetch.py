@@ -15,8 +15,7 @@ from megavlm.checkpoint import folders, manifest, remote
 from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
 from megavlm.config.schema import Config
 from megavlm.errors import StoreLost, UserError
-from megavlm.parallel.groups import from_rank_0, on_rank_0
-from megavlm.parallel.rendezvous import in_step
+from megavlm.parallel.rendezvous import from_rank_0, in_step, on_rank_0
 from megavlm.resilience import events
 from megavlm.resilience.phases import START, Phases
 from megavlm.storage import is_url

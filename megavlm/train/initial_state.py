@@ -17,7 +17,7 @@ from megavlm.checkpoint.reading import Choices, choices_in, choices_of, load_new
 from megavlm.checkpoint.summary import check_data, check_fits, read_summary
 from megavlm.config.schema import Config
 from megavlm.data.loader import DataLoader
-from megavlm.parallel.groups import from_rank_0
+from megavlm.parallel.rendezvous import from_rank_0
 from megavlm.resilience import events
 from megavlm.train.build_engine import WeightInit
 from megavlm.train.engine import Engine

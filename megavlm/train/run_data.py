@@ -20,7 +20,8 @@ from megavlm.data.source import HeldOutPrompt, Source
 from megavlm.data.survey import RunLength, data_table, prepare_data, run_length, samples_line, validation_line
 from megavlm.data.types import HeldOut
 from megavlm.model.specs import DTYPES
-from megavlm.parallel.groups import Groups, from_rank_0, on_rank_0
+from megavlm.parallel.groups import Groups
+from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
 from megavlm.rules.training_rules import with_train_iters
 
 

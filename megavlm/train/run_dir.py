@@ -26,7 +26,7 @@ from megavlm.config.derived import starts_from
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
-from megavlm.parallel.groups import from_rank_0, on_rank_0
+from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
 from megavlm.rules.defaults import with_start_defaults
 from megavlm.rules.extensions import FLAG, fingerprint
 from megavlm.rules.load import to_yaml

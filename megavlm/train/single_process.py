@@ -11,8 +11,8 @@ from megavlm.arch.plan import make_plan
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
-from megavlm.parallel.groups import Groups, build_groups, destroy_groups, start
-from megavlm.parallel.rendezvous import Meeting
+from megavlm.parallel.groups import Groups, build_groups, destroy_groups
+from megavlm.parallel.rendezvous import Meeting, start
 from megavlm.pipeline.schedule import pipeline_config
 
 ONE = Dims()

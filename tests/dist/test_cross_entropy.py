@@ -136,7 +136,8 @@ def compared(case: Case) -> dict[str, float]:
     from megavlm.arch.dims import Dims
     from megavlm.backend import activate
     from megavlm.model import cross_entropy
-    from megavlm.parallel.groups import build_groups, destroy_groups, start
+    from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.parallel.rendezvous import start
 
     start(activate(), timeout_minutes=30)
     destroy_groups()

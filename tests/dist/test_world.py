@@ -22,17 +22,17 @@ LIMIT = 2.0  # seconds of a collective, below
 def slow_rank_0() -> str:
     import torch.distributed as dist
 
-    from megavlm.parallel import groups
+    from megavlm.parallel import rendezvous
 
-    as_before = groups.TorchWorld.current
+    as_before = rendezvous.TorchWorld.current
     assert as_before is not None
     dist.destroy_process_group()
     replace(as_before, timeout=timedelta(seconds=LIMIT)).begin()
     try:
-        return groups.from_rank_0(lambda: time.sleep(2 * LIMIT) or "prepared", "")
+        return rendezvous.from_rank_0(lambda: time.sleep(2 * LIMIT) or "prepared", "")
     finally:
         dist.destroy_process_group()
-        replace(groups.TorchWorld.current, timeout=as_before.timeout).begin()
+        replace(rendezvous.TorchWorld.current, timeout=as_before.timeout).begin()
 
 
 def test_what_rank_0_does_alone_may_take_longer_than_a_collective(pools):

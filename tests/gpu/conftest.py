@@ -32,7 +32,8 @@ def world() -> Iterator[Any]:
     from megavlm.backend import activate
 
     backend = activate()  # before anything imports megatron-core
-    from megavlm.parallel.groups import destroy_groups, start
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.parallel.rendezvous import start
 
     start(backend, timeout_minutes=2)
     yield backend

@@ -131,7 +131,7 @@ def main() -> None:
     from megavlm.backend import activate
 
     backend = activate()  # before anything imports megatron-core
-    from megavlm.parallel.groups import start
+    from megavlm.parallel.rendezvous import start
 
     start(backend, timeout_minutes=2)
     torch.save(results(sys.argv[2:], backend), sys.argv[1])

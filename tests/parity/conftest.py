@@ -17,7 +17,8 @@ BACKEND = activate()  # before any test module imports megatron-core
 def single() -> Iterator[Any]:
     """The backend and the groups of a world of one."""
     from megavlm.arch.dims import Dims
-    from megavlm.parallel.groups import build_groups, destroy_groups, start
+    from megavlm.parallel.groups import build_groups, destroy_groups
+    from megavlm.parallel.rendezvous import start
     from tests.support.harness import Single
 
     start(BACKEND, timeout_minutes=1)

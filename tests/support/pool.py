@@ -136,15 +136,15 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
     from megavlm import backend
 
     chosen = backend.activate()
-    from megavlm.parallel import groups
-    from megavlm.parallel.rendezvous import Meeting
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.parallel.rendezvous import Meeting, start
 
     if rank == 0:  # takes any free port, and holds it before another rank hears of it
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         end.send(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", end.recv(), world, is_master=False)
-    groups.start(chosen, timeout_minutes=MINUTES, meeting=Meeting(store, rank, world), shared_devices=True)
+    start(chosen, timeout_minutes=MINUTES, meeting=Meeting(store, rank, world), shared_devices=True)
     while True:
         try:
             function, args = end.recv()
@@ -159,4 +159,4 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
         except Exception:
             end.send((False, traceback.format_exc()))
         else:
-            groups.destroy_groups()  # while the test looks at results: each of their threads wakes up all the time
+            destroy_groups()  # while the test looks at results: each of their threads wakes up all the time

@@ -12,7 +12,7 @@ from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_rea
 from megavlm.config.schema import Config
 from megavlm.model.vlm import HoldsWeights
 from megavlm.model.weights import index_of, initialize, real_shape
-from megavlm.parallel.groups import from_rank_0
+from megavlm.parallel.rendezvous import from_rank_0
 
 
 @torch.no_grad()
