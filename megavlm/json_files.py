@@ -1,9 +1,10 @@
-"""JSON from folders that others made: read within bounds, and checked for types and ranges before it is used."""
+"""JSON from folders that others may have changed: read within bounds, and checked for types and ranges before use."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ def read_json(file: Path, *, at_most: int = LARGEST) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{file} is no JSON object: the folder is damaged")
     return values
+
+
+def read_own(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file of a run; an empty one where there is none, or something else."""
+    with suppress(UserError):
+        return read_json(file, at_most=2**20)
+    return {}
 
 
 @dataclass(frozen=True)

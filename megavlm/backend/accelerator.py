@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megavlm.errors import UserError
-from megavlm.resilience.phases import Clock, HostClock
+from megavlm.resilience.phases import Clock
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """CUDA events on the computing stream."""
 
     def moment(self) -> Any:
@@ -31,13 +31,12 @@ class DeviceClock:
         return bool(moment.query())
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two events; both must have passed."""
         return float(earlier.elapsed_time(later)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock of a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock() if device.type == "cuda" else Clock()
 
 
 _UNIT = 1024  # of `ru_maxrss` on Linux, in bytes

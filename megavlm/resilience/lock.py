@@ -1,8 +1,8 @@
 """Let only one run write to a run folder: RUN_DIR/lock names the host and process that write there.
 
 On one machine, and where a shared file system supports it, the kernel holds the lock and frees it when the process
-ends. Between machines whose file system does not pass locks on, the owner touches the file every few seconds: a lock
-that is not touched for a while belongs to a dead run.
+ends. Where a file system does not pass locks on, the owner touches the file every few seconds: a lock that is not
+touched for a while belongs to a dead run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 from megavlm.errors import UserError
 from megavlm.files import unwritable
-from megavlm.paths import open_regular
+from megavlm.json_files import read_own
 from megavlm.program import started_as
 from megavlm.resilience.events import record
 
 FILE = "lock"
 _BEAT = 5.0  # seconds between two touches
-_SILENCE = 20.0  # seconds without a touch after which the owner, on another machine, is dead
+_SILENCE = 20.0  # seconds without a touch after which the owner is dead
 
 
 class RunLock:
@@ -67,7 +67,7 @@ class RunLock:
                 f"{owner.get('host')}, since {owner.get('since')}): stop it, or give another --run-dir"
             ) from error
         try:
-            me = {"host": platform.node(), "machine": _boot(), "pid": os.getpid(), "started": _started(os.getpid())}
+            me = {"host": platform.node(), "machine": _boot(), "pid": os.getpid()}
             me["since"] = datetime.now(UTC).isoformat(timespec="seconds")
             _write(file, me)
         except OSError as error:
@@ -92,7 +92,7 @@ class RunLock:
             if (file := self._file) is None:
                 return
             is_there = _is_at(file, path)
-            owner = _owner(file) if is_there else _owner_at(path)
+            owner = _owner(file) if is_there else read_own(path)
             if owner and owner != me:
                 # This process was suspended for so long that a run on another machine took the folder over, or the
                 # folder was renamed and another run has begun in its place.
@@ -147,8 +147,8 @@ def _say(line: str) -> None:
 
 def _is_alive(path: Path, owner: dict[str, Any], *, kernel_holds: bool) -> bool:
     """Return whether the process that the lock file names is alive, where the kernel's lock does not tell."""
-    if owner.get("machine") == _boot():
-        return not kernel_holds and _started(owner.get("pid")) == owner.get("started")
+    if kernel_holds and owner.get("machine") == _boot():
+        return False
     before = _touched(path)
     end = time.monotonic() + _SILENCE
     while time.monotonic() < end:
@@ -175,16 +175,6 @@ def _boot() -> str:
         return platform.node()
 
 
-def _started(pid: Any) -> str | None:
-    """Return when a process of this machine started, which tells it from a later one with its number."""
-    if type(pid) is not int:
-        return None
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
 def _owner(file: int) -> dict[str, Any]:
     """Return the owner that a lock names; empty for a lock that was given free."""
     try:
@@ -192,15 +182,6 @@ def _owner(file: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _owner_at(path: Path) -> dict[str, Any]:
-    """Return the owner that another file in the lock's place names; empty if there is none."""
-    try:
-        with open_regular(path) as file:
-            return _owner(file.fileno())
-    except OSError:
-        return {}
 
 
 def _write(file: int, owner: dict[str, Any]) -> None:

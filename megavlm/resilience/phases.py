@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megavlm.files import replace_file
-from megavlm.paths import read_bytes
+from megavlm.json_files import read_own
 from megavlm.resilience.events import attempt, record
 
 START = "start"
@@ -50,30 +50,23 @@ class Totals(NamedTuple):
     seconds: Mapping[str, float]  # by phase, of whole steps and of what lies between them
 
 
-class Clock(Protocol):
-    """Takes the time of a moment in a step. A device's clock tells when the device gets there."""
+class Clock:
+    """Takes the time of a moment in a step: the clock of the host, right for a CPU, whose work is done at once.
+
+    The clock of another device tells when the device gets there.
+    """
 
     def moment(self) -> Any:
         """Return a mark of this moment."""
+        return time.perf_counter()
 
     def has_passed(self, moment: Any) -> bool:
         """Return whether the device has got to a moment; it does not wait for it."""
+        return True
 
     def seconds(self, earlier: Any, later: Any) -> float:
         """Return the seconds between two moments that have passed."""
-
-
-class HostClock:
-    """The clock of the host; right for a CPU, whose work is done when the call returns."""
-
-    def moment(self) -> float:
-        return time.perf_counter()
-
-    def has_passed(self, moment: float) -> bool:
-        return True
-
-    def seconds(self, earlier: float, later: float) -> float:
-        return later - earlier
+        return float(later - earlier)
 
 
 class Phases:
@@ -86,7 +79,7 @@ class Phases:
     def __init__(self, clock: Clock | None = None) -> None:
         self.now = Now(0, START, "", 0)
         self.totals = Totals(0, {})
-        self._clock: Clock = clock if clock is not None else HostClock()
+        self._clock = clock or Clock()
         self._moments: list[tuple[str, Any]] = []  # of the step; empty between steps
         self._unread: deque[list[tuple[str, Any]]] = deque()  # of steps that the device had not ended when last asked
         self._since = time.perf_counter()  # beginning of a phase between steps
@@ -136,7 +129,6 @@ class Phases:
 
 
 STARTING = "starting.json"
-_LARGEST = 2**16  # bytes
 
 # The parts of a start, in their order, with what rank 0 does.
 PARTS = {
@@ -204,8 +196,5 @@ class StartTimes:
 
 def unfinished(run_dir: Path) -> dict[str, Any]:
     """Return what RUN_DIR/starting.json says of a start whose first step is not done; empty where there is none."""
-    try:
-        told = json.loads(read_bytes(run_dir / STARTING, at_most=_LARGEST))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return told if isinstance(told, dict) and told.get("part") in [*PARTS] else {}
+    told = read_own(run_dir / STARTING)
+    return told if told.get("part") in [*PARTS] else {}

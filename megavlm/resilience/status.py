@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 from megavlm.errors import Stopped, UserError
 from megavlm.files import replace_file
-from megavlm.paths import read_bytes
+from megavlm.json_files import read_own
 from megavlm.resilience.events import attempt, record
 
 FILE = "status.json"
 _PAUSE = 1.0  # seconds between two looks of a rank that waits
-_LARGEST = 2**20  # bytes
 _KEPT = ("iteration", "train_iters", "checkpoint", "world")  # from one state to the next, unless they are given
 State = Literal["running", "finished", "stopped", "failed"]
 STOPPED = 75  # exit status "stopped by request; the same command continues": EX_TEMPFAIL of sysexits.h
@@ -69,11 +68,7 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the content of status.json; empty where there is none."""
-    try:
-        status = json.loads(read_bytes(run_dir / FILE, at_most=_LARGEST))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    return read_own(run_dir / FILE)
 
 
 def wait_as_spare(run_dir: Path, before: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megavlm.files import open_new, replace_file
 from megavlm.resilience import events
@@ -38,20 +38,6 @@ _ROUNDS = 6  # intervals without progress that are no hang: fewer tell no slow r
 _WRITE = 20.0  # seconds in which ranks write their stacks
 _LONGEST_WAIT = timedelta(days=20)  # in the store: torch counts milliseconds in 32 bits
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
-
-
-class WatchdogStore(Protocol):
-    """What is asked of torch's store, over a connection of the watchdog's own."""
-
-    def clone(self) -> WatchdogStore: ...
-    def set(self, key: str, value: str, /) -> Any: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[str], /) -> Any: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -85,13 +71,13 @@ class Watchdog:
         self,
         phases: Phases,
         member: RunMember,
-        store: WatchdogStore,
+        store: Any,
         *,
         limits: Limits,
         memory: Callable[[], int] = lambda: 0,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Prepare to watch. `store` must be the watchdog's own connection; `memory` returns the most bytes used yet."""
+        """Prepare to watch. `store` is torch's, by a connection of our own; `memory` returns the most bytes used."""
         self.owns_folder = False  # whether this run has locked its folder: status.json may be another run's before
         self.table: Mapping[int, Report] = {}  # the latest reports, on ranks that read; replaced whole
         self._phases = phases
@@ -272,7 +258,9 @@ class Watchdog:
         self._store.add("written", 1)
         if rank == verdict["by"]:
             expected = self._member.world - len(verdict["silent"])
-            _until(lambda: self._store.add("written", 0) >= expected, _WRITE)
+            last = time.monotonic() + _WRITE
+            while time.monotonic() < last and self._store.add("written", 0) < expected:
+                time.sleep(0.1)
             self._say(verdict, folder)
             self._store.set("said", "")
         else:
@@ -302,13 +290,6 @@ class Watchdog:
             stacks=folder.name,
         )
         write_status(self._member.run_dir, "failed", reason=f"the run hangs: {line}", exit_status=HUNG)
-
-
-def _until(done: Callable[[], bool], seconds: float) -> None:
-    """Wait until `done()`, at most this long."""
-    last = time.monotonic() + seconds
-    while time.monotonic() < last and not done():
-        time.sleep(0.1)
 
 
 def _key(rank: int) -> str:

@@ -18,7 +18,7 @@ from megavlm.resilience import events
 from megavlm.resilience.hang_reports import Limits, SlowEvents, Spread, spread
 from megavlm.resilience.phases import END, START, Phases, StartTimes
 from megavlm.resilience.signals import under_torchrun
-from megavlm.resilience.watchdog import RunMember, Watchdog, WatchdogStore
+from megavlm.resilience.watchdog import RunMember, Watchdog
 from megavlm.train.hooks.hook import RankHook, Step
 
 
@@ -129,9 +129,8 @@ def _fields(found: Spread) -> dict[str, Value]:
     return fields
 
 
-def _own_store(meeting: Meeting) -> WatchdogStore:
+def _own_store(meeting: Meeting) -> Any:
     """Return a connection to the run's store for one thread, with keys that no earlier run of these processes has."""
     given: Any = meeting.store  # torch's types lack some methods
     number = meeting.store.add(f"watch/runs-of-rank-{meeting.rank}", 1)
-    own: Any = dist.PrefixStore(f"watch/{number}", given.clone())
-    return cast("WatchdogStore", own)
+    return dist.PrefixStore(f"watch/{number}", given.clone())
