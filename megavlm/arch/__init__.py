@@ -1,3 +1,3 @@
-"""What a model consists of, and what each part holds and costs. Importing it registers the connectors."""
+"""Layers of a model without torch: what each computes and holds. Importing the package registers the connectors."""
 
 import megavlm.arch.connectors  # noqa: F401

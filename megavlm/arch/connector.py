@@ -1,8 +1,8 @@
-"""`Connector`: everything that a kind of projector declares, in one place. `connectors/` has the package's own.
+"""`Connector`: all that the program must know of a kind of projector. The package's own are in `connectors/`.
 
-A connector turns the patches of each image into features for the language model. What else there is in the program asks
-it here: the planner for FLOPs, bytes and exchanges, the data for tokens per image, checkpoints for how ranks divide its
-weights. Only `build` needs torch, which it imports when it is called.
+A connector turns the patches of each image into features for the language model. The rest of the program asks this
+class: the planner for FLOPs, bytes and communication, the data for tokens per image, checkpoints for how its weights
+are sharded. Only `build` needs torch, which it imports when it is called.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ HfNames = Mapping[str, str]  # names in Hugging Face folders, by those in the mo
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor-parallel ranks divide a weight: along `axis`, in `blocks` equal parts of the axis, each of which they
-    divide in units of `unit` rows (an attention head's). Padding is zeros.
+    """How tensor-parallel ranks shard a weight.
+
+    The weight has `blocks` equal parts along `axis`. Each part is sharded in units of `unit` rows (an attention
+    head's), and padded with zeros.
     """
 
     axis: int
@@ -36,7 +38,7 @@ class Split:
     blocks: int = 1
 
     def part(self, tp: int, rank: int) -> Part | None:
-        """Return what a rank holds; None if ranks divide the axis into neighbouring equal parts."""
+        """Return the shard of a rank; None if shards are equal and follow each other in the order of ranks."""
         block = self.size // self.blocks
         if (self.blocks == 1 or tp == 1) and block // self.unit % tp == 0:
             return None
@@ -47,7 +49,9 @@ class Split:
 
 
 class Block(Protocol):
-    """A part of a connector of which ranks hold shares: the blocks of `resampler.py`, for example."""
+    """A part of a connector whose weights are sharded over tensor-parallel ranks: the blocks of `resampler.py`, for
+    example.
+    """
 
     def splits(self, name: str) -> Mapping[str, Split]: ...
 
@@ -57,124 +61,129 @@ class Block(Protocol):
 
 
 class Connector(ABC):
-    """A kind of projector. One that lacks an answer cannot be made."""
+    """A kind of projector. A class that does not override all abstract methods cannot be instantiated."""
 
-    name: ClassVar[str]  # in --projector-kind
+    name: ClassVar[str]  # value of --projector-kind
     options: ClassVar[type | None] = None  # a frozen dataclass of `option()`s: section NAME
     module: ClassVar[str]  # "package.module:name" of what `build` calls
-    reads: ClassVar[tuple[str, ...]] = ()  # options of the projector that it heeds, beside `kind`
-    # Features lie row by row as in the image, merged by model.projector.pixel_shuffle: what tiles, M-RoPE's positions
-    # and DeepStack need.
+    reads: ClassVar[tuple[str, ...]] = ()  # options of `model.projector` that it reads, besides `kind`
+    # Features are a grid like the patches, merged by model.projector.pixel_shuffle, as tiles, M-RoPE's positions and
+    # DeepStack need.
     keeps_grid: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False  # --recompute-granularity full computes it again in the backward pass
     launches: ClassVar[tuple[float, float]] = (15, 14)  # kernels, forward and backward: an estimate
-    cpu_calls: ClassVar[float] = 6  # overhead of a pass on a CPU, in units of a lone norm's
+    cpu_calls: ClassVar[float] = 6  # overhead of a pass on a CPU, in multiples of a single norm's
 
     def own(self, model: ModelConfig) -> Any:
         """Return the connector's options."""
         return getattr(model.projector.connectors, self.name)
 
     def resolved(self, model: ModelConfig) -> Any:
-        """Return its options with the defaults that follow from the rest of the model."""
+        """Return the connector's options, completed by the defaults that follow from the rest of the model."""
         return self.own(model)
 
     def problems(self, config: Config) -> Iterator[str]:
-        """Yield what is wrong with the options, each in one line with the remedy. Ranges are checked before."""
+        """Yield one line for each mistake in the options, with its remedy. Ranges have been checked before."""
         yield from ()
 
     @abstractmethod
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
-        """Return the number of features of an image of so many patches. Raises UserError if it has none."""
+        """Return the number of features of an image with this grid of patches. Raises UserError if it has none."""
 
     def smallest_grid(self, projector: ProjectorConfig) -> Grid:
-        """Return the fewest patches that have a feature."""
+        """Return the smallest grid of patches that has a feature."""
         return 1, 1
 
     def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
-        """Return the parts that ranks divide, by their names in the module; `splits` and `hidden_weights` ask them."""
+        """Return the blocks with sharded weights, by their names in the module, for `splits` and `hidden_weights`."""
         return {}
 
     @abstractmethod
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        """Return the parameters that one of `tp` ranks holds, biases, norms and padding included."""
+        """Return the number of parameters on one of `tp` ranks, with biases, norms and padding."""
 
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
-        """Return the parameters of its matrices and the FLOPs of a forward pass, of all ranks together."""
+        """Return the parameters of the matrices and the FLOPs of a forward pass, summed over tensor-parallel ranks."""
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        """Return the weights that are matrices between hidden states, by their names in the module. To an update rule
-        of whole matrices all others are no matrices.
+        """Return the weights that are matrices between hidden states, by their names in the module.
+
+        Update rules of whole matrices leave all other weights to an elementwise rule.
         """
-        found = (block.hidden_weights(name) for name, block in self.blocks(model).items())
-        return {key: weight for weights in found for key, weight in weights.items()}
+        mappings = (block.hidden_weights(name) for name, block in self.blocks(model).items())
+        return {key: weight for weights in mappings for key, weight in weights.items()}
 
     def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """Return how often each pass takes the forward FLOPs (`LayerKind.products`)."""
+        """Return how many times the forward FLOPs a forward pass and a backward pass take (`LayerKind.products`)."""
         return 1, trained + reached
 
     @abstractmethod
     def saved_bytes(self, scenario: Scenario, *, trained: bool) -> float:
-        """Return what autograd saves for the backward pass of a micro-batch on one rank, in bytes."""
+        """Return the bytes that autograd saves for the backward pass of a micro-batch, on one rank."""
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return what a forward pass exchanges under tensor parallelism. By default whole patches come in, which
-        sequence parallelism has scattered, and ranks do nothing together.
+        """Return what a forward pass communicates under tensor parallelism.
+
+        By default that is the all-gather of the patches, which sequence parallelism has sharded.
         """
         return Communication((stream_bytes(Stream.PATCHES, scenario),) * scenario.sequence_parallel)
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
-        """Return how ranks divide weights, by their names in the module. All others are whole on each rank, which
-        computes with them what all ranks do: their gradients are equal and need no sum.
+        """Return how weights are sharded, by their names in the module.
+
+        All other weights are replicated. Each rank computes the same with them, so their gradients are equal and need
+        no all-reduce.
         """
-        found = (block.splits(name) for name, block in self.blocks(model).items())
-        return {key: split for splits in found for key, split in splits.items()}
+        mappings = (block.splits(name) for name, block in self.blocks(model).items())
+        return {key: split for splits in mappings for key, split in splits.items()}
 
     def is_padded(self, model: ModelConfig, tp: int) -> bool:
-        """Return whether some rank holds rows that the model does not have."""
+        """Return whether the shard of some rank has padding rows."""
         return any(split.size // split.blocks // split.unit % tp for split in self.splits(model).values())
 
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
-        """Return the kernels of a pass, forward and backward."""
+        """Return the number of kernels of a forward pass and of a backward pass."""
         return self.launches
 
     def calls(self, model: ModelConfig) -> float:
-        """Return the overhead of a pass on a CPU, in units of a lone norm's."""
+        """Return the overhead of a pass on a CPU, in multiples of a single norm's."""
         return self.cpu_calls
 
     def build(self, builder: Any) -> Any:
-        """Return the module (`megavlm.model.connector`) for a `LayerBuilder`."""
+        """Build the torch module (`megavlm.model.connector`) with a `LayerBuilder`."""
         return from_code(self.module)(builder)
 
     hf_types: ClassVar[tuple[str, ...]] = ()  # values of `model_type` in config.json of folders with its weights
 
     def from_hf(self, settings: Any) -> Mapping[str, Any]:
-        """Return the options that a config.json of `hf_types` decides (`families.shared.settings.Settings`).
+        """Return the options that follow from a config.json whose model type is in `hf_types`; `settings` is a
+        `families.shared.settings.Settings`.
 
         Raises UserError for a setting that is not supported.
         """
         return {}
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
-        """Return the sets of names under which folders have the weights. Weights that a set lacks are drawn."""
+        """Return the sets of names that weights have in Hugging Face folders. Weights not in a set are initialised."""
         return ()
 
     def exported(self, model: ModelConfig) -> int | None:
-        """Return the number of the set with all weights, whose names an export has; None: there is none."""
+        """Return the index of the set of `hf_names` that exports use; None if the connector cannot be exported."""
         return None
 
     def hf_config(self, model: ModelConfig) -> Mapping[str, Any] | None:
-        """Return the config.json of a module of Transformers that reads an export's weights; None if there is none."""
+        """Return the config.json for the Transformers module that reads an export; None if there is no such module."""
         return None
 
 
 @lru_cache(maxsize=64)
 def _named(name: str) -> Connector:
-    found = registered("connectors")[name]
-    assert isinstance(found, Connector), name
-    return found
+    connector = registered("connectors")[name]
+    assert isinstance(connector, Connector), name
+    return connector
 
 
 def connector_of(projector: ProjectorConfig) -> Connector:
-    """Return the connector that a configuration names."""
+    """Return the connector that the configuration names."""
     return _named(projector.kind)

@@ -1,4 +1,4 @@
-"""Compute which ranks and chunks belong together from the parallel degrees: pure arithmetic, no torch.
+"""Parallel degrees, and which ranks and chunks belong together. Arithmetic alone, without torch.
 
 Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then CP, DP and PP, so the ranks of
 a tensor-parallel group are neighbours (one node) and pipeline neighbours are furthest apart.
@@ -19,7 +19,7 @@ ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1"]
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How context-parallel ranks split rows.
+    """How the rows of a batch are sharded over context-parallel ranks.
 
     `heads` neighbouring ranks exchange heads, and `groups` of such ranks gather one another's keys and values: rank
     h + heads·g is number h of group g. One group has each row whole, and each of its ranks a run of equally many
@@ -36,18 +36,18 @@ class RowSplit:
 
     @property
     def runs(self) -> int:
-        """Return how many runs a row is cut into."""
+        """Return the number of runs that a row is cut into."""
         return 2 * self.groups if self.groups > 1 else 1
 
     @property
     def multiple(self) -> int:
-        """Return what must divide the positions of a row."""
+        """Return the number that must divide the positions of a row."""
         return math.lcm(self.ranks, self.runs)
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The parallel degrees of a run. It has tp · cp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
+    """Parallel degrees of a run. It has tp · cp · dp · pp ranks; `vpp` multiplies chunks, not ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -61,13 +61,13 @@ class Dims:
 
     @property
     def order(self) -> ScheduleName:
-        """Return the schedule in which ranks run their passes: by default 1F1B, interleaved with several chunks."""
+        """Return the pipeline schedule. The default is interleaved 1F1B if ranks have several chunks, else 1F1B."""
         default: ScheduleName = "interleaved" if self.vpp > 1 and self.pp > 1 else "1f1b"
         return self.schedule or default
 
     @property
     def walks(self) -> bool:
-        """Return whether our own runtime walks the schedule (`pipeline/walker.py`); else megatron-core runs it."""
+        """Return whether our own runtime executes the schedule (`pipeline/walker.py`), not megatron-core."""
         return self.order != "1f1b"
 
     @property
@@ -76,7 +76,7 @@ class Dims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Return the degrees by the names that tables show; CP, EP and ETP only if they are not the default."""
+        """Return the degrees by the names that tables show. CP, EP and ETP are left out at their defaults."""
         context = {"CP": self.cp} if self.cp > 1 else {}
         experts = {"EP": self.ep} if self.ep > 1 else {}
         if self.etp is not None:
@@ -99,7 +99,7 @@ class Dims:
 
     @property
     def expert_tp(self) -> int:
-        """Return the number of ranks that split each expert: ETP; by default TP if EP is 1, else 1."""
+        """Return the number of ranks that each expert is sharded over: ETP; by default TP if EP is 1, else 1."""
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
@@ -111,7 +111,7 @@ class Dims:
 
     @property
     def chunks(self) -> int:
-        """Return the number of model chunks of the whole pipeline."""
+        """Return the number of chunks of the whole pipeline."""
         return self.pp * self.vpp
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -126,10 +126,10 @@ class Dims:
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
         """Return the global ranks of a model replica, ordered by tp + TP·(cp + CP·pp)."""
         together = self.tp * self.cp
-        return tuple(each + together * (dp + self.dp * pp) for pp in range(self.pp) for each in range(together))
+        return tuple(rank + together * (dp + self.dp * pp) for pp in range(self.pp) for rank in range(together))
 
     def encoders(self, width: int) -> tuple[tuple[int, ...], ...]:
-        """Return the global ranks of each colocated encoder: `width` neighbours in a replica."""
+        """Return the global ranks of each colocated encoder: `width` neighbouring ranks of a replica."""
         replicas = [self.replica_ranks(dp) for dp in range(self.dp)]
         return tuple(replica[first : first + width] for replica in replicas for first in range(0, len(replica), width))
 
@@ -144,6 +144,8 @@ class Dims:
 
 @dataclass(frozen=True)
 class Coordinates:
+    """Place of a rank in each parallel dimension."""
+
     tp: int
     dp: int
     pp: int

@@ -1,4 +1,4 @@
-"""The kinds that are not transformer layers: the encoder's ends and connectors, and the language model's ends."""
+"""Layer kinds other than transformer layers: patch embedding, norms, connectors, token embedding and output."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at
 
 
 class PatchEmbed(LayerKind):
+    """Patch embedding of the vision tower, with its learned positions and first norm."""
+
     reads = Stream.PATCHES
     launches = (21, 23)
     cpu_calls = 4
@@ -53,6 +55,8 @@ class PatchEmbed(LayerKind):
 
 
 class VisionNorm(LayerKind):
+    """Last norm of the vision tower, which some models lack."""
+
     reads = Stream.PATCHES
 
     def is_present(self, model: ModelConfig) -> bool:
@@ -71,12 +75,12 @@ class VisionNorm(LayerKind):
 
 
 class Projector(LayerKind):
-    """The connector that `--projector-kind` names: all answers are its own."""
+    """The connector that `--projector-kind` names, which gives all answers."""
 
     reads = Stream.PATCHES
 
     def connector(self, model: ModelConfig) -> Connector:
-        """Return what makes features of patches in a model."""
+        """Return the connector whose layer this is."""
         return connector_of(model.projector)
 
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
@@ -108,7 +112,7 @@ class Projector(LayerKind):
 
 
 class DeepstackMerger(Projector):
-    """A DeepStack merger (Qwen3-VL): a projector with a norm, applied to the output of an inner vision layer."""
+    """A DeepStack merger (Qwen3-VL): a projector with a norm, on the output of an inner vision layer."""
 
     normed = Mlp("deepstack", normed=True)  # of the kind that the projector is
 
@@ -117,7 +121,7 @@ class DeepstackMerger(Projector):
 
 
 class Embedding(LayerKind):
-    """Token embeddings, with image features merged in."""
+    """Token embedding, with image features merged in."""
 
     reads = Stream.FEATURES
     launches = (2, 5)
@@ -138,6 +142,8 @@ class Embedding(LayerKind):
 
 
 class LanguageNorm(LayerKind):
+    """Last norm of the language model."""
+
     reads = Stream.TEXT
     launches = (1, 2)
 
@@ -153,13 +159,17 @@ class LanguageNorm(LayerKind):
 
 
 class Output(LayerKind):
-    """Logits and their cross entropy; of a model that embeds texts, a pooling that costs next to nothing."""
+    """Output layer with its cross entropy. In a model that embeds texts it is a pooling, at next to no cost."""
 
     reads = Stream.TEXT
     cpu_calls = 8
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        """Tied weights count with the embedding; a copy in another chunk takes `vocabulary_shard` more."""
+        """Return the parameters on one rank.
+
+        They are 0 if weights are tied: then the embedding counts them, and a copy on another chunk takes
+        `vocabulary_shard` more.
+        """
         if objective_of(model).embeds:
             return len(learned_scalars(model))
         return 0 if model.language.tie_embeddings else vocabulary_shard(model, tp)
@@ -171,7 +181,11 @@ class Output(LayerKind):
         return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.trained_tokens)
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """The input's gradient is computed beside the loss; the weight's from logits that may be computed again."""
+        """Return how many times the forward FLOPs a forward pass and a backward pass take.
+
+        The gradient of the input is computed in the forward pass, that of the weight in the backward pass, where the
+        logits may be recomputed.
+        """
         return 1 + reached, trained * (1 + computes_logits_again(scenario))
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
@@ -179,11 +193,11 @@ class Output(LayerKind):
             return _pooled_bytes(scenario)
         count, e = scenario.work.trained_tokens, scenario.bytes_each
         reached = scenario.gradient_reaches[scenario.names.index(OUTPUT)]
-        # Hidden states and their gradient, of whole rows also under sequence parallelism.
+        # Hidden states and their gradient, which sequence parallelism does not shard here.
         saved = count * scenario.model.language.hidden_size * e * (trained + reached)
         if not trained:
             return saved
-        # The logits' gradient; or the label, and the loss, largest logit and sum, of each position.
+        # The logits' gradient; or for each position the label, the loss, the largest logit and the sum.
         return saved + (count * (3 * FP32 + 8) if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def waiting_bytes(self, scenario: Scenario) -> float:
@@ -195,41 +209,41 @@ class Output(LayerKind):
             return Communication()
         count, text = scenario.work.trained_tokens, stream_bytes(Stream.TEXT, scenario)
         chunks = max(1, -(-count // scenario.loss_chunk))
-        # The largest logit; the label's logit and the sum: two all-reduces a chunk, of two halves each, forward only.
-        # Half of them stand for all, as the backward pass is taken to exchange what the forward pass does.
+        # Two all-reduces per chunk of positions in the forward pass alone: of the largest logit, and of the label's
+        # logit with the sum.
         return Communication((text,), (count * FP32 / chunks, 2 * count * FP32 / chunks) * chunks)
 
 
 def _pooled_bytes(scenario: Scenario) -> float:
-    """Return what pooling saves: the states of all tokens in fp32 with the mean, else next to nothing."""
+    """Return the bytes that pooling saves: all hidden states in fp32 for the mean, else next to nothing."""
     if scenario.model.objective.pooling == "last":
         return 0.0
     return scenario.work.tokens * (scenario.model.language.hidden_size * FP32 + 8)
 
 
 def vocabulary(model: ModelConfig) -> int:
-    """Return the vocabulary size; the caller must have filled in the tokenizer's size if it was not given."""
+    """Return the vocabulary size, which must have been filled in from the tokenizer."""
     assert model.language.vocab_size is not None, "the vocabulary's size is known once the tokenizer is: config.resolve"
     return model.language.vocab_size
 
 
 def vocabulary_shard(model: ModelConfig, tp: int) -> int:
-    """Return the parameters of one rank's rows of the embedding, whose number is rounded up to a multiple of TP."""
+    """Return the number of embedding parameters on one rank; rows are padded to a multiple of TP."""
     return -(-vocabulary(model) // tp) * model.language.hidden_size
 
 
 def logit_columns(scenario: Scenario) -> int:
-    """Return how many columns of the logits a tensor-parallel rank holds."""
+    """Return the number of columns of the logits on a tensor-parallel rank."""
     return -(-vocabulary(scenario.model) // scenario.dims.tp)
 
 
 def computes_logits_again(scenario: Scenario) -> bool:
-    """Return whether a trained output layer computes logits in the backward pass as well."""
+    """Return whether the backward pass of a trained output layer recomputes the logits."""
     return scenario.work.trained_tokens > scenario.loss_chunk and not objective_of(scenario.model).embeds
 
 
 def logits_bytes(scenario: Scenario) -> float:
-    """Return the bytes of the logits that a rank has at a time while it computes the loss."""
+    """Return the bytes of logits that a rank has in memory at a time while it computes the loss."""
     if objective_of(scenario.model).embeds:
         return 0.0
     return min(scenario.loss_chunk, scenario.work.trained_tokens) * logit_columns(scenario) * scenario.bytes_each

@@ -1,15 +1,16 @@
-"""Count the image tokens of an image: the one answer that model, data, planner and image processors share.
+"""Count of the image tokens of an image, for the model, the data, the planner and the image processors.
 
 An image is one or more grids of patches (its tiles, if the model cuts images into tiles). The projector turns each grid
 into features, and each feature takes the place of one image token. `tokens_per_grid` says how many features a grid has;
 `tokens_per_image` says how many image tokens remain of an image's tiles.
 
-Images of any size as tiles of one size ("anyres"; LLaVA-NeXT, LLaVA-OneVision): an image comes as a base tile, which is
-all of it at the tower's size, and a grid of tiles that show it enlarged, its shape kept, in the middle, padded on two
-opposite sides. The grid's features form one map. It loses its padding, is reduced where it is larger than `max_tiles`
-tiles, and each of its rows ends with a newline. The base tile's features come first. An image whose base tile is all
-there is ends with one newline. A frame of a video is one tile; its features are resized to half as many a side, and one
-newline ends the video. `megavlm/model/vision_ops.py` arranges the features; both as in Transformers' LlavaOnevision.
+Images of any size as tiles of one size ("anyres"; LLaVA-NeXT, LLaVA-OneVision): an image becomes a base tile, which is
+the whole image at the tower's size, and a grid of tiles, which show it enlarged with its aspect ratio kept, centred and
+padded on two opposite sides. The grid's features form one map, which loses its padding and is reduced if it is larger
+than `max_tiles` tiles; each of its rows ends with a newline. The base tile's features come first. An image of a base
+tile alone ends with one newline. A frame of a video is one tile, whose features are resized to half their side, and one
+newline ends the video. `megavlm/model/vision_ops.py` arranges the features. All of it is as in Transformers'
+LlavaOnevision.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TOLERATED = 1.1
 class TileGroup:
     """Consecutive tiles of a micro-batch that are one image: its base tile, then the tiles of its grid, row by row.
 
-    Or one tile that is a frame of a video, and maybe the video's last.
+    Or one tile that is a frame of a video; `kind` tells whether it is the last.
     """
 
     grid: tuple[int, int]  # (rows, columns) of tiles; (0, 0) if the image has only its base tile
@@ -48,7 +49,7 @@ class TileGroup:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """Features of a grid of tiles that become image tokens: these rows and columns, resized to `height` × `width`."""
+    """Features of a grid of tiles that become image tokens: `rows` and `columns`, resized to `height` × `width`."""
 
     rows: slice
     columns: slice
@@ -57,7 +58,7 @@ class FeatureMap:
 
 
 def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
-    """Return the part of `group`'s grid of tiles that shows the image. Each tile has `side` × `side` features.
+    """Return the part of the features of a grid of tiles that shows the image. Each tile has `side` × `side` features.
 
     An image that is wider than its grid fills the grid's width W and, in the middle, W · height / width of its rows;
     the others are padding. A taller one fills the grid's height. With r = √(features kept / (max_tiles · side²)), both
@@ -85,7 +86,7 @@ def feature_map(group: TileGroup, side: int, *, max_tiles: int) -> FeatureMap:
 
 
 def tokens_per_tiled_image(group: TileGroup, side: int, *, max_tiles: int) -> int:
-    """Return the image tokens of one image, newlines included. Each tile has `side` × `side` features."""
+    """Return the number of image tokens of one image, newlines included. Each tile has `side` × `side` features."""
     if group.kind != "image":
         return half(side) ** 2 + (group.kind == "last frame")
     if group.tiles == 1:
@@ -95,7 +96,7 @@ def tokens_per_tiled_image(group: TileGroup, side: int, *, max_tiles: int) -> in
 
 
 def half(side: int) -> int:
-    """Return the side of a frame's features after resizing."""
+    """Return the side of the features of a video frame after resizing, from their side before."""
     return -(-side // 2)
 
 
@@ -103,12 +104,12 @@ Grid = tuple[int, int]  # (rows, columns) of patches
 
 
 def _connector(projector: ProjectorConfig) -> Any:
-    """Return the `Connector`, whose module needs this one."""
+    """Return the connector. It is untyped because its module imports this one."""
     return registered("connectors")[projector.kind]
 
 
 def grid_of(height: int, width: int, patch_size: int) -> Grid:
-    """Return the grid of patches of an image whose sides are in pixels.
+    """Return the grid of patches of an image, from its sides in pixels.
 
     Raises UserError when a side is not a positive multiple of the patch.
     """
@@ -121,13 +122,13 @@ def grid_of(height: int, width: int, patch_size: int) -> Grid:
 
 
 def smallest_grid(projector: ProjectorConfig) -> Grid:
-    """Return the fewest patches that have a feature: the grid of the blank image of batches without images."""
+    """Return the smallest grid of patches that has a feature, for the blank image of batches without images."""
     grid: Grid = _connector(projector).smallest_grid(projector)
     return grid
 
 
 def tokens_per_grid(grid: Grid, projector: ProjectorConfig) -> int:
-    """Return the number of features of a grid of patches. Raises UserError for a grid that has none."""
+    """Return the number of features of a grid of patches. Raises UserError if it has none."""
     count: int = _connector(projector).tokens_per_grid(grid, projector)
     return count
 

@@ -1,4 +1,4 @@
-"""`LayerKind`: everything torch-free that a kind of layer must answer. `kinds.py` lists the kinds.
+"""`LayerKind`: all that the program without torch must know of a kind of layer. `kinds.py` lists the kinds.
 
 Legend: t tokens of a rank between tensor-parallel regions (sharded under sequence parallelism), T tokens inside them,
 e bytes of a number.
@@ -23,25 +23,27 @@ from megavlm.arch.scenario import Scenario
 from megavlm.arch.workload import Workload
 from megavlm.config.schema import ModelConfig
 
-ROUND = 2**24  # elements of matrices that a rank has at a time, unless one is larger
+ROUND = 2**24  # elements of whole matrices that a rank has in memory at a time, unless one matrix has more
 
 
 @dataclass(frozen=True)
 class Band:
-    """The rows of a weight that are one matrix: of every `period` rows, `count` from row `first` on."""
+    """Rows of a weight that form one matrix: `count` rows, from row `first` on, of every `period` rows."""
 
     first: int
     count: int
     period: int
 
     def before(self, row: int) -> int:
-        """Return how many rows of the band lie before a row of the weight."""
+        """Return the number of the band's rows that lie before row `row` of the weight."""
         periods, rest = divmod(row, self.period)
         return periods * self.count + min(max(rest - self.first, 0), self.count)
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the band's rows within rows `start` … `end − 1` of the weight as (row, periods, count): in each of so
-        many consecutive periods, `count` rows, the first of them `row`. There are at most three runs.
+        """Yield the band's rows within rows `start` … `end − 1` of the weight, as at most three runs (row, periods,
+        count).
+
+        A run has `count` rows in each of `periods` consecutive periods. Its first row is `row`.
         """
         whole = range(-(-start // self.period), end // self.period)  # periods that lie within
         if len(whole) == 0:
@@ -62,7 +64,7 @@ class Band:
 
 @dataclass(frozen=True)
 class HiddenWeight:
-    """A weight [rows, columns], or [experts, rows, columns], whose rows fall into one or more matrices."""
+    """A weight [rows, columns] or [experts, rows, columns] whose rows form one or more matrices."""
 
     rows: int  # without padding
     columns: int
@@ -74,14 +76,15 @@ class HiddenWeight:
         return self.rows * self.columns * (self.experts or 1)
 
     def shapes(self) -> Iterator[tuple[int, int]]:
-        """Yield rows and columns of each matrix."""
+        """Yield the rows and columns of each matrix."""
         for _ in range(self.experts or 1):
             for band in self.bands:
                 yield band.before(self.rows), self.columns
 
 
 def hidden_weight(columns: int, *counts: int, periods: int = 1, experts: int = 0) -> HiddenWeight:
-    """Return a weight whose rows are `periods` times `counts` rows, those of one matrix after those of the next.
+    """Return a weight with `periods` periods of rows, each of `counts[0]` rows of the first matrix, `counts[1]` of the
+    next, and so on.
 
     Gate and up are two counts in one period; queries, keys and values three in as many periods as there are groups.
     """
@@ -95,7 +98,7 @@ FP32 = 4  # bytes
 
 
 class Stream(Enum):
-    """What a layer reads, which fixes the shape of its input."""
+    """The tensor that a layer reads, which fixes the shape of its input."""
 
     PATCHES = "patches"  # packed vision tokens [V(/TP), 1, Hv]
     FEATURES = "features"  # image features [F, 1, Hl]
@@ -104,7 +107,7 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Work of one layer's forward pass, of all tensor-parallel ranks together."""
+    """Work of a layer's forward pass, summed over tensor-parallel ranks."""
 
     parameters: int  # of its matrices, without biases and norms
     forward_flops: float
@@ -114,7 +117,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Communication:
-    """Tensors that a forward pass exchanges among tensor-parallel ranks, in bytes of the whole tensor each."""
+    """Tensors that a forward pass communicates among tensor-parallel ranks, each in bytes of the whole tensor.
+
+    The backward pass is taken to communicate as much. An all-reduce counts as two reductions; one that only the forward
+    pass has, or only the backward pass, counts as one.
+    """
 
     gathers: tuple[float, ...] = ()
     reductions: tuple[float, ...] = ()
@@ -123,7 +130,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A tensor of which each of `ranks` ranks, `stride` ranks apart, sends or receives all but its own share."""
+    """A collective of `ranks` ranks, `stride` apart: each sends or receives all of a tensor but its own share."""
 
     ranks: int
     stride: int
@@ -132,26 +139,28 @@ class Exchange:
 
 
 class LayerKind(ABC):
-    """One kind of layer. A kind that lacks an answer cannot be instantiated, and `kinds.py` does so at import."""
+    """A kind of layer. A class that does not override all abstract methods fails when `kinds.py` is imported."""
 
     reads: ClassVar[Stream]
     launches: ClassVar[tuple[float, float]] = (2, 2)  # kernels, forward and backward (`benchmarks/host_time.py`)
-    cpu_calls: ClassVar[float] = 1  # overhead of a pass on a CPU, in units of a lone norm's
+    cpu_calls: ClassVar[float] = 1  # overhead of a pass on a CPU, in multiples of a single norm's
 
     def is_present(self, model: ModelConfig) -> bool:
-        """Return whether the model computes anything here; else the layer is an identity."""
+        """Return whether the model has this layer; otherwise the layer is an identity."""
         return True
 
     @abstractmethod
     def parameters(self, model: ModelConfig, tp: int) -> int:
-        """Return the parameters that one of `tp` ranks holds, biases, norms and padding included."""
+        """Return the number of parameters on one of `tp` ranks, with biases, norms and padding."""
 
     def model_parameters(self, model: ModelConfig) -> int:
-        """Return the parameters that the model has here, without padding and without routed experts."""
+        """Return the number of the model's parameters in the layer, without padding and without routed experts."""
         return self.parameters(model, 1)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
-        """Return the parameters of routed experts that one of `ranks` (EP × ETP) ranks holds, beside `parameters`."""
+        """Return the number of parameters of routed experts on one of `ranks` (EP × ETP) ranks; `parameters` leaves
+        them out.
+        """
         return 0
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
@@ -160,26 +169,28 @@ class LayerKind(ABC):
 
     @abstractmethod
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        """Return the work of layer number `number` of this kind (0 if the kind is not numbered)."""
+        """Return the work of layer `number` of this kind (0 if the kind is not numbered)."""
 
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
-        """Return the kernels that the host launches for a pass, forward and backward."""
+        """Return the number of kernels that the host launches for a forward pass and for a backward pass."""
         return self.launches
 
     def calls(self, model: ModelConfig) -> float:
-        """Return the overhead of a pass on a CPU, in units of a lone norm's."""
+        """Return the overhead of a pass on a CPU, in multiples of a single norm's."""
         return self.cpu_calls
 
     def is_recomputed(self, model: ModelConfig) -> bool:
-        """Return whether full recomputation keeps the layer's input alone."""
+        """Return whether full recomputation saves the layer's input alone."""
         return False
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        """Return how much more than 1/TP of its products, and of its attention, a rank computes: 1 without padding."""
+        """Return the work of a rank relative to 1/TP of the layer, for its linear layers and for its attention: 1
+        without padding.
+        """
         return 1.0, 1.0
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """Return how often each pass takes the forward FLOPs: once forward, and once backward for each gradient.
+        """Return how many times the forward FLOPs a forward pass and a backward pass take: 1, and 1 for each gradient.
 
         `trained`: its own weights are trained. `reached`: its input needs a gradient.
         """
@@ -193,28 +204,31 @@ class LayerKind(ABC):
         """
 
     def waiting_bytes(self, scenario: Scenario) -> float:
-        """Return the bytes that a micro-batch keeps from a backward pass to its weight gradients, where those wait: the
-        inputs of linear layers and the gradients of their outputs. 0: the layer's do not wait.
+        """Return the bytes that a micro-batch keeps from a backward pass to its delayed weight gradients.
+
+        These are the inputs of linear layers and the gradients of their outputs; 0 if the layer delays none.
         """
         return 0.0
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return what a forward pass exchanges under tensor parallelism (TP > 1)."""
+        """Return what a forward pass communicates under tensor parallelism (TP > 1)."""
         return Communication()
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
-        """Return the exchanges of a forward pass among context-parallel ranks (CP > 1): ranks, and bytes of a tensor of
-        which each rank sends or receives all but its own share.
+        """Return the collectives of a forward pass among context-parallel ranks (CP > 1).
+
+        Each has a number of ranks, and the bytes of a tensor of which each rank sends or receives all but its own
+        share.
         """
         return ()
 
     def expert_exchange(self, scenario: Scenario) -> tuple[Exchange, ...]:
-        """Return the exchanges of a forward pass among the ranks that share routed experts (EP × ETP > 1)."""
+        """Return the collectives of a forward pass among the ranks that share routed experts (EP × ETP > 1)."""
         return ()
 
 
 def stream_bytes(stream: Stream, scenario: Scenario) -> float:
-    """Return the bytes of a stream's whole tensor for one micro-batch."""
+    """Return the bytes of a whole tensor of this kind for one micro-batch."""
     work, model, e = scenario.work, scenario.model, scenario.bytes_each
     if stream is Stream.PATCHES:
         return work.patches * model.vision.hidden_size * e
@@ -222,7 +236,9 @@ def stream_bytes(stream: Stream, scenario: Scenario) -> float:
 
 
 def norm_bytes(scenario: Scenario, tokens: float, width: int, normalization: str) -> float:
-    """Return what a norm saves: its input and statistics. On a CPU an RMS norm keeps x and x̂ in fp32 instead."""
+    """Return the bytes that a norm saves: its input and statistics. On a CPU an RMS norm saves x and x̂ in fp32
+    instead.
+    """
     if normalization == "LayerNorm" or scenario.on_gpu:
         return tokens * (width * scenario.bytes_each + 8)
     return tokens * (2 * width + 1) * FP32

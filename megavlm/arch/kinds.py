@@ -1,4 +1,4 @@
-"""The one table of layer kinds without torch, and what it says of a layer by its name.
+"""The table of layer kinds without torch, and facts about a layer by its name.
 
 `model/layer_kinds.py` is the half with torch: how a kind is built and run. Both tables must have an entry for every
 kind of `layers.py`, or the import fails.
@@ -49,7 +49,7 @@ Entry = TypeVar("Entry")
 
 
 def for_every_kind(table: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return the table, if it has exactly one entry for each kind of layer; else raise a TypeError."""
+    """Return `table`. Raises TypeError unless it has exactly one entry for each kind of layer."""
     if table.keys() != PART_OF_KIND.keys():
         raise TypeError(f"a table of layer kinds lacks or adds {sorted(table.keys() ^ PART_OF_KIND.keys())}")
     return table
@@ -74,12 +74,12 @@ _MIXTURE = MixtureLayer()
 
 
 def layer_kind(name: str) -> LayerKind:
-    """Return the kind of a layer by its name alone: it does not tell which language layers have experts."""
+    """Return the kind of a layer by its name alone, which does not tell whether a language layer has experts."""
     return KINDS[kind_of(name)]
 
 
 def kind_in(model: ModelConfig, name: str) -> LayerKind:
-    """Return the kind of a layer in a model."""
+    """Return the kind of a layer of a model."""
     mixture = kind_of(name) == LANGUAGE_LAYER and has_experts(model, number_of(name))
     return _MIXTURE if mixture else layer_kind(name)
 
@@ -97,25 +97,28 @@ def layer_sizes(name: str, scenario: Scenario) -> LayerSizes:
 
 
 def local_parameters(name: str, model: ModelConfig, tp: int, expert_ranks: int = 1) -> int:
-    """Return the parameters of a layer on one of `tp` ranks, exactly as `model/specs.py` builds them; `expert_ranks`
-    (EP · ETP) share its routed experts.
+    """Return the number of a layer's parameters on one of `tp` ranks, exactly as `model/specs.py` builds them.
+
+    Routed experts are spread over `expert_ranks` (EP · ETP) ranks.
     """
     return _own_parameters(name, model, tp) + _expert_parameters(name, model, expert_ranks)
 
 
 def model_parameters(name: str, model: ModelConfig) -> int:
-    """Return the parameters that the model has in a layer, without padding."""
+    """Return the number of the model's parameters in a layer, without padding."""
     return kind_in(model, name).model_parameters(model) + _expert_parameters(name, model, 1)
 
 
 def layout_parameters(name: str, layout: Scenario) -> int:
-    """Return what a rank holds of a layer by one of `Scenario.layouts`: its routed experts, or all else."""
+    """Return the number of a layer's parameters on a rank that one of `Scenario.layouts` shards: routed experts, or all
+    others.
+    """
     count = _expert_parameters if layout.experts_alone else _own_parameters
     return count(name, layout.model, layout.dims.tp)
 
 
 def rank_parameters(name: str, scenario: Scenario) -> int:
-    """Return the parameters that a rank holds of a layer."""
+    """Return the number of a layer's parameters on a rank."""
     return sum(layout_parameters(name, layout) for layout in scenario.layouts)
 
 
@@ -130,7 +133,7 @@ def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
 
 
 def hidden_weight_of(key: str, model: ModelConfig) -> HiddenWeight | None:
-    """Return what is known of a parameter that is matrices between hidden states, by its global name; None for another.
+    """Return the matrices that a parameter consists of, by its global name; None if it is none between hidden states.
 
     Adapters are none: their scale is that of recipes for elementwise rules.
     """
@@ -164,32 +167,32 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
 
 
 def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
-    """Return whether a layer's backward pass has a half for its weights that may wait (`model/weight_gradients.py`)."""
+    """Return whether a layer's backward pass may delay its weight gradients (`model/weight_gradients.py`)."""
     reached = scenario.gradient_reaches[scenario.names.index(name)]
     halves = name == OUTPUT or (is_transformer(name) and name not in scenario.fp8)
     return scenario.trains(name) and reached and halves
 
 
 def waiting_bytes(name: str, scenario: Scenario) -> float:
-    """Return the bytes that one micro-batch keeps for a layer's weight gradients once its backward pass is over."""
+    """Return the bytes that one micro-batch keeps for a layer's delayed weight gradients after its backward pass."""
     waits = leaves_weight_gradient(name, scenario)
     return kind_in(scenario.model, name).waiting_bytes(scenario) if waits else 0.0
 
 
 def hidden_bytes(name: str, scenario: Scenario) -> float:
-    """Return the bytes of the tensor that enters a layer, on one tensor-parallel rank."""
+    """Return the bytes of the input of a layer, on one tensor-parallel rank."""
     reads = layer_kind(name).reads
     whole = stream_bytes(reads, scenario)
     return whole if reads is Stream.FEATURES else whole / scenario.sequence_shards
 
 
 def communication(name: str, scenario: Scenario) -> Communication:
-    """Return what a layer's forward pass exchanges among tensor-parallel ranks."""
+    """Return what a layer's forward pass communicates among tensor-parallel ranks."""
     return kind_in(scenario.model, name).communication(scenario) if scenario.dims.tp > 1 else Communication()
 
 
 def step_flops(config: Config, work: Workload) -> float:
-    """Return the FLOPs of one training step over a workload, backward included, frozen layers counted as they run.
+    """Return the FLOPs of one training step over a workload, with its backward pass; frozen layers count as they run.
 
     Not counted are the adapters' own products (LoRA), a share of about rank / width, and the gradients between the
     matrices of the first trained layer.
@@ -198,8 +201,10 @@ def step_flops(config: Config, work: Workload) -> float:
 
 
 def layer_flops(config: Config, work: Workload) -> dict[str, float]:
-    """Return each layer's FLOPs of one training step: those of its forward passes (two with a gradient cache), once
-    more if its own weights are trained, and once more if anything before it is.
+    """Return each layer's FLOPs of one training step.
+
+    They are those of its forward passes (two with a gradient cache), as many again if its own weights are trained, and
+    as many again if anything before it is.
     """
     names, trained = layer_names(config.model), trained_layers(config)
     once = set(encoder_names(config.model)) if config.placement.encoder == "colocated" else set[str]()

@@ -1,4 +1,4 @@
-"""The model as a list of named layers, in the order that data passes through them. Names do not depend on the layout.
+"""The model as a list of named layers, in the order of the forward pass. Names do not depend on the layout.
 
 A name is its kind, followed by a number where the kind is numbered: `vision.layers.` and `vision.layers.3`.
 """
@@ -43,15 +43,17 @@ _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith("
 
 @lru_cache(maxsize=65536)
 def split_name(key: str) -> tuple[str, int]:
-    """Return the kind and the number (0 if none) of a layer, by its name or the name of one of its parameters."""
-    found = _NAME.match(key)
-    assert found is not None, f"{key} belongs to no layer"
-    kind, *number = (group for group in found.groups() if group is not None)
+    """Return a layer's kind and its number (0 if the kind is not numbered), from its name or that of one of its
+    parameters.
+    """
+    match = _NAME.match(key)
+    assert match is not None, f"{key} belongs to no layer"
+    kind, *number = (group for group in match.groups() if group is not None)
     return kind, int(number[0]) if number else 0
 
 
 def kind_of(key: str) -> str:
-    """Return the kind of a layer, by its name or the name of one of its parameters."""
+    """Return the kind of a layer, from its name or that of one of its parameters."""
     return split_name(key)[0]
 
 
@@ -62,9 +64,9 @@ def number_of(key: str) -> int:
 
 def name_and_path(key: str) -> tuple[str, str]:
     """Return the name of the layer that a parameter belongs to, and the parameter's name within it."""
-    found = _NAME.match(key)
-    assert found is not None, f"{key} belongs to no layer"
-    return found[0], key[found.end() :].lstrip(".")
+    match = _NAME.match(key)
+    assert match is not None, f"{key} belongs to no layer"
+    return match[0], key[match.end() :].lstrip(".")
 
 
 def part_of(key: str) -> str:
@@ -78,7 +80,7 @@ def vision_layers_run(vision: VisionConfig) -> int:
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of all layers, in order; a plan may cut the pipeline before each but the first."""
+    """Return the names of all layers, in order; the pipeline may be cut before each but the first."""
     return (
         PATCH_EMBED,
         *_tower(model.vision),
@@ -106,23 +108,23 @@ def _tower(vision: VisionConfig) -> Iterator[str]:
 
 
 def trains_weights(name: str, config: Config) -> bool:
-    """Return whether a layer's own weights are trained: its part is not frozen and has no adapters anywhere."""
+    """Return whether a layer's own weights are trained: the part of the model is neither frozen nor adapted by LoRA."""
     return part_of(name) not in (*frozen_parts(config), *adapted_parts(config))
 
 
 def is_trained(key: str, config: Config) -> bool:
-    """Return whether a run trains a weight of the model itself, by its global name; beside adapters, routers alone."""
+    """Return whether a run trains the model's weight of this global name; with adapters, only routers are trained."""
     return trains_weights(key, config) or (".mlp.router." in key and trains_router(config, number_of(key)))
 
 
 def keeps_fp8(name: str, config: Config) -> bool:
-    """Return whether a layer's linear layers hold their weights only in FP8 (`--fp8-param-gather`)."""
+    """Return whether the linear layers of a layer hold their weights in FP8 alone (`--fp8-param-gather`)."""
     in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"
     return in_fp8 and trains_weights(name, config)
 
 
 def trained_layers(config: Config) -> frozenset[str]:
-    """Return the layers with trained weights, their own, adapters, or a router beside adapters."""
+    """Return the layers with trained weights: their own, adapters, or a router beside adapters."""
     return frozenset(
         name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
     )
@@ -147,8 +149,9 @@ def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -
 
 
 def carried_features(earlier: Sequence[str]) -> int:
-    """Return how many DeepStack features travel with the hidden states after the `earlier` layers: each merger makes
-    one, and the language layers take one each, in order.
+    """Return how many DeepStack features the `earlier` layers pass on beside the hidden states.
+
+    Each merger adds one, and each language layer takes one, in order.
     """
     kinds = [kind_of(name) for name in earlier]
     return max(0, kinds.count(DEEPSTACK) - kinds.count(LANGUAGE_LAYER))
@@ -156,6 +159,6 @@ def carried_features(earlier: Sequence[str]) -> int:
 
 @lru_cache(maxsize=256)
 def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return `carried_features` before each layer, and after the last."""
+    """Return `carried_features` before each layer and after the last."""
     balance = accumulate((_CARRIED.get(kind_of(name), 0) for name in names), initial=0)
     return tuple(max(0, count) for count in balance)

@@ -1,7 +1,7 @@
-"""Attention by masks, cut into spans: which keys some consecutive queries can attend to at most.
+"""Masked attention in spans: some consecutive queries with the keys that they may attend to.
 
-A kernel that takes a mask computes all scores that the mask has room for. Cut into spans, the scores of a causal mask
-are little more than half of a square, and those of a sliding window grow with the length and not with its square.
+A kernel with a mask computes all scores in the mask's rectangle. With spans, the scores of a causal mask are little
+more than half of a square, and those of a sliding window grow linearly with the length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUERIES = 512  # of a span
 
 @dataclass(frozen=True)
 class Span:
-    """Queries and keys as places among the tokens of all sequences."""
+    """Consecutive queries and their keys, as indices among the tokens of all sequences."""
 
     queries: range
     keys: range
@@ -29,7 +29,7 @@ class Span:
 
 
 def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: int = QUERIES) -> Iterator[Span]:
-    """Yield the spans of sequences between `bounds` (0, …, T), first query first.
+    """Yield the spans of the sequences between `bounds` (0, …, T), in the order of their queries.
 
     Args:
         window: how many tokens a token attends to at most, itself and those before it; None: all before it.
@@ -46,7 +46,7 @@ def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: i
 
 
 def mask_bytes(scenario: Scenario) -> float:
-    """Return the bytes of the masks of one micro-batch, which all layers of a chunk share; 0 without masks."""
+    """Return the bytes of the attention masks of a micro-batch, which all layers of a chunk share; 0 without masks."""
     language, vision, work = scenario.model.language, scenario.model.vision, scenario.work
     side = vision.image_size // vision.patch_size
     longest = tokens_per_grid((side, side), scenario.model.projector) if language.bidirectional_images else 0

@@ -1,4 +1,4 @@
-"""What a run can minimise, in one table without torch; `megavlm/objective/` has the losses.
+"""The table of training objectives, without torch. Their losses are in `megavlm/objective/`.
 
 Next-token prediction forms its loss token by token, so a micro-batch is enough for it. A loss of embeddings compares
 each text with all others of the global batch. Its gradient needs all representations before any backward pass, which
@@ -17,7 +17,7 @@ from megavlm.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Objective:
-    """What the last stage computes from hidden states, over what a loss is formed, and what it is a mean over."""
+    """What the output layer computes, which parameters the loss has, and what the loss is a mean over."""
 
     embeds: bool  # the output layer pools hidden states into one vector for each text; else it has the vocabulary
     learned: tuple[str, ...] = ()  # parameters of the loss: those that may be trained
@@ -25,7 +25,7 @@ class Objective:
 
     @property
     def forward_passes(self) -> int:
-        """Return how often a training step runs the forward pass of a micro-batch, recomputation apart."""
+        """Return how many forward passes a training step runs for a micro-batch, without recomputation."""
         return 2 if self.embeds else 1
 
 
@@ -37,7 +37,7 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 
 def objective_of(model: ModelConfig) -> Objective:
-    """Return what a model is trained for."""
+    """Return the objective that a model is trained for."""
     kind = model.objective.kind
     return OBJECTIVES[kind] if kind in OBJECTIVES else _of_extension(kind)
 
@@ -49,12 +49,12 @@ def _of_extension(kind: str) -> Objective:
 
 
 def learned_scalars(model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the parameters that the loss has of its own; none if it is fixed."""
+    """Return the names of the trained parameters of the loss; none if they are fixed."""
     return objective_of(model).learned if model.objective.learn_temperature else ()
 
 
 def is_learned_scalar(key: str) -> bool:
-    """Return whether the parameter with this global name is a scalar of a loss, which no Hugging Face folder has."""
+    """Return whether the parameter of this global name belongs to the loss, so that no Hugging Face folder has it."""
     return kind_of(key) == OUTPUT and not key.startswith(f"{OUTPUT}.linear.")
 
 

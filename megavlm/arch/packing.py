@@ -1,4 +1,4 @@
-"""Pack samples into sequences, and assign sequences to ranks so that costs are even.
+"""Packing of samples into sequences, and balanced assignment of sequences to ranks.
 
 A sequence has a cost for each part of the model (vision, language). Each of them must be even, because ranks wait for
 one another after each part: a rank with little text cannot catch up on many images.
@@ -34,9 +34,9 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), rising
     for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
-        found = bisect_left(rooms, (lengths[item], -1))
-        if found < len(rooms):
-            room, place = rooms.pop(found)
+        index = bisect_left(rooms, (lengths[item], -1))
+        if index < len(rooms):
+            room, place = rooms.pop(index)
             bins[place].append(item)
         else:
             room, place = capacity, len(bins)
@@ -47,7 +47,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Assign an equal number of items to each rank so that the largest load over ranks and kinds of cost is small.
+    """Assign as many items to each rank, so that the largest load over ranks and kinds of cost is small.
 
     Costs are relative to the mean load of their kind. First each item, the costliest first, goes to the rank that is
     not full and whose largest load stays smallest (Graham 1969, for several dimensions). Then the rank with the largest
@@ -81,8 +81,8 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
 
 def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return the numbers of each rank's sequences of a global batch, in micro-batches of `size`: in turn, or evened out
-    by `costs` [count, K].
+    """Return each rank's sequences of a global batch, by number: in turns of one micro-batch of `size`, or balanced by
+    `costs` [count, K].
     """
     if costs is not None:
         return assign(costs, ranks)
@@ -91,8 +91,8 @@ def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | Non
 
 
 def of_micro_batches(own: Sequence[int], size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return the numbers of the sequences of each micro-batch of a rank, given those of the rank: in turn, or evened
-    out by `costs` [count, K] of the global batch.
+    """Return the sequences of each micro-batch of a rank, by number, from all its sequences `own`: in order, or
+    balanced by the `costs` [count, K] of the global batch.
     """
     groups = [list(range(start, start + size)) for start in range(0, len(own), size)]
     if costs is not None:
@@ -115,14 +115,14 @@ def _swap(costs: NDArray[np.float64], owners: NDArray[np.int64], loads: NDArray[
         if largest[best] >= loads[worst].max() * (1 - 1e-9):
             return
         gain = moved[best]
-        given, taken = mine[best[0]], others[best[1]]
+        sent, received = mine[best[0]], others[best[1]]
         loads[worst] += gain
-        loads[owners[taken]] -= gain
-        owners[given], owners[taken] = owners[taken], owners[given]
+        loads[owners[received]] -= gain
+        owners[sent], owners[received] = owners[received], owners[sent]
 
 
 def imbalance(costs: Sequence[float] | NDArray[np.float64], assignment: Sequence[Sequence[int]]) -> float:
-    """Return the largest load over the mean load: 1 is even, and also returned if all costs are 0."""
+    """Return the largest load divided by the mean load: 1 if loads are equal, or if all costs are 0."""
     values = np.asarray(costs, dtype=np.float64)
     loads = [values[list(items)].sum() for items in assignment]
     mean = sum(loads) / len(loads)

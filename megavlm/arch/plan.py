@@ -1,4 +1,4 @@
-"""`Plan`: which layers each pipeline chunk holds. Made once, printed, saved; nobody recomputes splits elsewhere."""
+"""`Plan`: the layers of each pipeline chunk, for all parts of the program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from megavlm.config.messages import aligned
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 
-_RARE = ("cp", "cp_groups", "ep", "etp", "schedule")  # what are written if they are not the default
+_RARE = ("cp", "cp_groups", "ep", "etp", "schedule")  # degrees that `plan.json` leaves out at their defaults
 
 
 @dataclass(frozen=True)
 class Plan:
+    """Layers of each pipeline chunk, and of the colocated encoder."""
+
     dims: Dims
     chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
     placement: str = "stages"
@@ -32,14 +34,16 @@ class Plan:
 
     @property
     def embedding_owner(self) -> int:
-        """Pipeline rank that embeds the text."""
+        """Return the pipeline rank that embeds the text."""
         return self.owner_of(EMBEDDING)
 
     @property
     def output_owner(self) -> int:
+        """Return the pipeline rank that computes the loss."""
         return self.owner_of(OUTPUT)
 
     def owner_of(self, layer: str) -> int:
+        """Return the pipeline rank that owns a layer."""
         return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
 
     def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
@@ -47,10 +51,11 @@ class Plan:
         return any(name in trained for name in self.before(chunk))
 
     def before(self, chunk: int) -> tuple[str, ...]:
-        """Return all layers that data passes before it reaches a chunk."""
+        """Return the names of all layers that run before a chunk."""
         return (*self.encoder, *(name for names in self.chunks[:chunk] for name in names))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of `plan.json`."""
         plan: dict[str, Any] = {
             "dims": {
                 name: n for name, n in asdict(self.dims).items() if name not in _RARE or n != getattr(Dims(), name)
@@ -63,11 +68,12 @@ class Plan:
         return {**plan, "vision_tp": self.vision_tp} if self.vision_tp > 1 else plan
 
     def dumps(self) -> str:
+        """Return the text of `plan.json`."""
         return json.dumps(self.to_json(), indent=2) + "\n"
 
 
 def make_plan(config: Config, dims: Dims) -> Plan:
-    """Cut the layer list into PP × VPP chunks: by hand (`--pipeline-cuts`), or evenly by the FLOPs of a training step.
+    """Cut the list of layers into PP × VPP chunks, as `--pipeline-cuts` says or evenly by the FLOPs of a training step.
 
     A frozen tower has no backward pass, and takes a third of the time of a trained one.
     """
@@ -103,7 +109,8 @@ def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
 
 
 def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
-    """Cut a list into contiguous non-empty chunks whose largest cost is least (exact dynamic programming).
+    """Return the cuts of a list into contiguous non-empty chunks whose largest cost is minimal (exact dynamic
+    programming).
 
     best[k][j] = min over i of max(best[k−1][i], cost of layers i…j): O(chunks · layers²), layers in the hundreds.
     A tiny cost per layer breaks ties towards equal layer counts.
@@ -131,15 +138,16 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 
 
 def start_line(config: Config, *, continued: Path | None) -> str:
-    """Return a line that tells with which weights a run starts, how many they are, and what it trains on if that is
-    nothing of the user's. `continued` is the checkpoint of the run folder that it goes on from.
+    """Return a line that says which weights a run starts from, and whether it trains on synthetic samples.
+
+    `continued` is the checkpoint that the run resumes from.
     """
-    model, given = config.model, [*starts_from(config).values()]
+    model, sources = config.model, [*starts_from(config).values()]
     count = sum(model_parameters(name, model) for name in layer_names(model))
     if later := continued or config.checkpoint.load:
         origin = f"weights of {later}"
-    elif given:
-        origin = f"weights of {' and '.join(given)}" + ", projector of random weights" * new_projector(config)
+    elif sources:
+        origin = f"weights of {' and '.join(sources)}" + ", projector of random weights" * new_projector(config)
     else:
         origin = "random weights"
     samples = "; trains on synthetic samples: --datasets names yours" if config.data.kind == "synthetic" else ""
@@ -147,9 +155,10 @@ def start_line(config: Config, *, continued: Path | None) -> str:
 
 
 def table(plan: Plan, config: Config) -> str:
-    """Return the plan for people: chunk, owner, layers (with their indices in the list), parameters, share of the work.
+    """Return the plan as a table for people: chunk, rank, layers with their indices in the list, parameters, share of
+    the FLOPs.
 
-    A colocated encoder comes first: every rank holds it, or so many ranks together as "all" is divided by.
+    A colocated encoder comes first, with "all" as its rank, or "all / N" if N ranks hold one copy together.
     """
     work = typical_workload(config)
     flops = layer_flops(config, work)

@@ -1,8 +1,7 @@
-"""The blocks of which resamplers consist: attention of queries over patches or over one another, and MLPs.
+"""Blocks that resamplers consist of: attention of queries to patches or to one another, and MLPs.
 
-`megavlm/model/resampler.py` is the half with torch. Attention heads and MLPs are divided among tensor-parallel ranks;
-all else is whole on each. Legend: Q queries of all images, K positions they attend to, A channels of a rank's heads,
-e bytes of a number.
+`megavlm/model/resampler.py` is the half with torch. Attention heads and the inner channels of MLPs are sharded over
+tensor-parallel ranks; all else is replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from megavlm.arch.tensor_split import share_of
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """`heads` query heads in `groups` key/value heads: queries are `width` wide, what they attend to is `context`."""
+    """Attention with `heads` query heads and `groups` key/value heads, of queries `width` wide to positions `context`
+    wide.
+    """
 
     width: int
     context: int
@@ -27,7 +28,7 @@ class AttentionBlock:
     bias: bool
 
     def splits(self, name: str) -> dict[str, Split]:
-        """Return how ranks divide the weights: in key/value heads, each with its query heads."""
+        """Return how weights are sharded: by key/value heads, each with its query heads."""
         per_group = self.heads // self.groups * self.head_width
         rows = {"query": (self.groups * per_group, per_group), "key": (self.groups * self.head_width, self.head_width)}
         rows["value"] = rows["key"]
@@ -42,7 +43,7 @@ class AttentionBlock:
         return {f"{name}.{leaf}.weight": hidden_weight(columns, count) for leaf, (count, columns) in rows.items()}
 
     def local(self, tp: int) -> tuple[int, int]:
-        """Return the channels of a rank's queries, and of its keys."""
+        """Return the number of channels of queries, and of keys, on one of `tp` ranks."""
         groups = share_of(self.groups, tp)
         return groups * (self.heads // self.groups) * self.head_width, groups * self.head_width
 
@@ -55,23 +56,24 @@ class AttentionBlock:
         )
 
     def flops(self, queries: float, projected: float, pairs: float) -> tuple[float, float]:
-        """Return the FLOPs of the products, and of attention: `projected` positions become keys and values, and there
-        are `pairs` of a query and a key.
+        """Return the FLOPs of the linear layers, and those of attention.
+
+        `projected` positions become keys and values, and `pairs` pairs of a query and a key are scored.
         """
         wide, narrow = self.local(1)
         products = 2.0 * (2 * self.width * wide * queries + 2 * self.context * narrow * projected)
         return products, 4.0 * wide * pairs
 
     def saved_bytes(self, scenario: Scenario, queries: float, keys: float) -> float:
-        """Return what attention keeps: its queries, keys and values, its output, and a number for each head's query."""
+        """Return the bytes that attention saves: queries, keys, values, output, and one number per query and head."""
         wide, narrow = self.local(scenario.dims.tp)
         return (2 * wide * queries + 2 * narrow * keys) * scenario.bytes_each + wide / self.head_width * queries * FP32
 
 
 @dataclass(frozen=True)
 class MlpBlock:
-    """linear, activation, linear; gated: two linear layers in place of the first, the activation of one times the
-    other.
+    """Linear, activation, linear. If `gated`, the first is two linear layers, and the activation of one is multiplied
+    by the other.
     """
 
     width: int
@@ -82,6 +84,7 @@ class MlpBlock:
 
     @property
     def first(self) -> tuple[str, ...]:
+        """Return the names of the linear layers before the activation."""
         return ("gate", "up") if self.gated else ("fc1",)
 
     def splits(self, name: str) -> dict[str, Split]:
@@ -90,7 +93,7 @@ class MlpBlock:
         return rows | {f"{name}.fc2.weight": Split(1, self.inner)}
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the names of all its weights."""
+        """Return the names of all weights of the MLP."""
         return (*self.splits(name), *(f"{name}.fc2.bias",) * self.bias)
 
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
@@ -105,13 +108,16 @@ class MlpBlock:
         return 2.0 * tokens * self.inner * (self.width * len(self.first) + self.outputs)
 
     def saved_bytes(self, scenario: Scenario, tokens: float, *, trained: bool) -> float:
-        """Return what the activation reads, with a gate its output and the other factor too, and what fc2 reads."""
+        """Return the bytes that the MLP saves: inputs of the activation, its output and the other factor if gated, and
+        the input of fc2 if trained.
+        """
         tensors = (3 if self.gated else 1) + trained
         return tensors * tokens * share_of(self.inner, scenario.dims.tp) * scenario.bytes_each
 
 
 def norm_saved(scenario: Scenario, tokens: float, width: int, kind: str, *, trained: bool) -> float:
-    """Return what a norm keeps, and its output, which the linear layers after it read, where these are trained.
+    """Return the bytes that a norm saves, and those of its output, which the following linear layers save if they are
+    trained.
 
     An RMS norm on a CPU keeps x̂ for its weight alone.
     """

@@ -1,4 +1,4 @@
-"""`Scenario`: one way to run a model, which memory and time follow from."""
+"""`Scenario`: one way to run a model, from which memory and time follow."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["none", "optimizer", "optimizer_gradients", "full"]
 Code = Literal["none", "bf16", "int8", "fp8"]
-HOST_PIECE = 2**24  # numbers that `optim/stores.py` moves together
-# Rows of the busiest rank that shares experts ÷ the mean, where nothing else is known: a router trained with a balance
-# loss is taken to reach it.
+HOST_PIECE = 2**24  # elements that `optim/stores.py` copies at a time
+# Assumed rows of the busiest expert-parallel rank, relative to the mean: a router with a balance loss should reach it.
 EXPERT_IMBALANCE = 1.2
 # Bytes of an activation or a weight; FP8 keeps both in bf16 outside its products.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -42,7 +41,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, what one micro-batch holds, and the layout. Times and bytes follow from nothing else."""
+    """A model, the content of one micro-batch, and the layout: the whole input of the models of time and memory."""
 
     model: ModelConfig
     work: Workload  # of one micro-batch, on one context-parallel rank
@@ -51,28 +50,28 @@ class Scenario:
     precision: str = "fp32"
     sequence_parallel: bool = False
     sharding: Sharding = "optimizer"  # among DP × CP ranks
-    shard_size: int | None = None  # HSDP: ranks that share; default: all DP × CP ranks
+    shard_size: int | None = None  # HSDP: ranks that state is sharded over; default: all DP × CP ranks
     secondary: int | None = None  # hpZ: ranks that keep a second shard of weights for the backward pass
     overlap_grad_reduce: bool = False
-    gradient_code: Code = "none"  # of gradients on the links
-    code_feedback: bool = True  # what codes have lost of gradients is kept
+    gradient_code: Code = "none"  # in which gradients are sent
+    code_feedback: bool = True  # the error of compressed gradients is kept and added to the next ones
     weight_code: Code = "none"
-    code_group: int = 1  # neighbouring ranks that sum exact gradients before codes are sent
+    code_group: int = 1  # neighbouring ranks that sum uncompressed gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
     offload: tuple[Offloaded, ...] = ()  # what is in host memory
     moments_on_disk: bool = False  # of an offloaded optimizer
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
-    on_gpu: bool = False  # a CPU computes RMS norms in steps and keeps them
-    te: bool = False  # layers are Transformer Engine's, which a GPU is taken to have unless torch's are asked for
-    fused_gradients: bool = True  # Transformer Engine's products may add weight gradients to their sums
+    on_gpu: bool = False  # a CPU saves intermediate results of RMS norms
+    te: bool = False  # layers are Transformer Engine's: assumed on a GPU unless --transformer-impl is torch
+    fused_gradients: bool = True  # Transformer Engine may add weight gradients to `main_grad` within the product
     compiled_small_ops: bool = False  # of torch's layers
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
-    gathers_tokens: bool = False  # ranks that share experts gather all tokens; else each token travels (all-to-all)
-    imbalance: float = 1.0  # rows of the busiest rank that shares experts, as a multiple of the mean
+    gathers_tokens: bool = False  # expert-parallel ranks all-gather all tokens; else each token is sent (all-to-all)
+    imbalance: float = 1.0  # rows of the busiest expert-parallel rank, relative to the mean
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    clipped: frozenset[str] = frozenset()  # layers whose largest attention logits are looked for (`--qk-clip`)
+    clipped: frozenset[str] = frozenset()  # layers that record their largest attention logits (`--qk-clip`)
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
     @property
@@ -81,25 +80,27 @@ class Scenario:
 
     @property
     def sequence_shards(self) -> int:
-        """Parts that activations between TP regions are cut into."""
+        """Return the number of shards of activations between TP regions."""
         return self.dims.tp if self.sequence_parallel else 1
 
     @property
     def shards(self) -> int:
-        """DP × CP ranks that share optimizer state (and more)."""
+        """Return the number of DP × CP ranks that optimizer state (and more) is sharded over."""
         return 1 if self.sharding == "none" else self.shard_size or self.dims.dp_cp
 
     @property
     def regathering_ranks(self) -> int:
-        """Return how many ranks a backward pass gathers weights from (ZeRO-3): `--secondary-shard-size`, or all."""
+        """Return the number of ranks from which a backward pass gathers weights (ZeRO-3): `--secondary-shard-size`, or
+        all.
+        """
         return min(self.secondary or self.shards, self.shards)
 
     @cached_property
     def expert_layout(self) -> Scenario | None:
-        """Return the scenario of the routed experts alone; None without any.
+        """Return the scenario of the routed experts alone; None without routed experts.
 
-        EP · ETP neighbouring ranks of a stage share them, and as many groups of such ranks as there are have the same:
-        these sum their gradients and share their optimizer state (expert data parallelism).
+        They are spread over EP · ETP neighbouring ranks of a stage. Ranks with the same experts sum their gradients and
+        shard their optimizer state (expert data parallelism).
         """
         if not self.model.experts.num_experts or self.experts_alone:
             return None
@@ -109,17 +110,17 @@ class Scenario:
 
     @property
     def layouts(self) -> tuple[Scenario, ...]:
-        """Return the scenarios by which ranks share parameters: of all but routed experts, and of these."""
+        """Return the scenarios by which parameters are sharded: of all but routed experts, and of routed experts."""
         return (self,) if self.expert_layout is None else (self, self.expert_layout)
 
     @property
     def busiest(self) -> float:
-        """Return the rows of the busiest rank's experts as a multiple of the mean: 1 where each rank has all."""
+        """Return the rows of the busiest rank's experts relative to the mean; 1 where each rank has all experts."""
         return self.imbalance if self.dims.ep > 1 else 1.0
 
     @property
     def sends_codes(self) -> bool:
-        """Return whether gradients or weights travel as codes, which nothing overlaps with."""
+        """Return whether gradients or weights are sent compressed, which excludes overlap with computation."""
         return (self.gradient_code, self.weight_code) != ("none", "none")
 
     @property
@@ -136,7 +137,7 @@ class Scenario:
 
     @cached_property
     def gradient_reaches(self) -> tuple[bool, ...]:
-        """Return of each layer whether something before it is trained, so that its input needs a gradient."""
+        """Return for each layer whether something before it is trained, so that its input needs a gradient."""
         return _gradient_reaches(self.names, self.trained)
 
 
@@ -146,14 +147,14 @@ def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[
 
 
 def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
-    """Return the scenario of a colocated encoder, one copy of which `vision_tp` ranks of the world hold together."""
+    """Return the scenario of a colocated encoder, of which every `vision_tp` ranks hold one copy."""
     dims = Dims(tp=vision_tp, dp=scenario.dims.world // vision_tp)
     sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
     return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
 
 
 def expert_imbalance(config: Config) -> float:
-    """Return the imbalance that is assumed of experts: none where tokens are sent to them evenly on purpose."""
+    """Return the assumed imbalance of experts: 1 where the configuration forces balanced routing."""
     return 1.0 if config.model.experts.router_force_load_balancing else EXPERT_IMBALANCE
 
 
@@ -165,8 +166,8 @@ def scenario_of(
     colocated: bool | None = None,
     imbalance: float | None = None,
 ) -> Scenario:
-    """Return the scenario that a configuration describes on these degrees; `colocated` may say otherwise, and so may
-    `imbalance` of `expert_imbalance`.
+    """Return the scenario of a configuration with these degrees. `colocated` and `imbalance` override what follows from
+    the configuration.
     """
     train, size = config.train, config.train.micro_batch_size
     if colocated is None:

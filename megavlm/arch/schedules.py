@@ -1,7 +1,8 @@
-"""Order the passes of each pipeline rank (GPipe, 1F1B, interleaved 1F1B, zero-bubble ZB-H1), and simulate their times.
+"""Orders of passes on pipeline ranks (GPipe, 1F1B, interleaved 1F1B, ZB-H1), and the simulation of their times.
 
-An order is fixed before the step begins and says nothing about time; `simulate` plays it through with the time that
-every pass and transfer takes.
+An order is fixed before the step begins. `simulate` computes when each pass runs from the seconds of all passes and
+transfers.
+
 Sources: GPipe (Huang et al. 2019); 1F1B (Narayanan et al. 2019, PipeDream-Flush); interleaved 1F1B (Narayanan et al.
 2021) in megatron-core's order; ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
@@ -23,7 +24,9 @@ FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch through one chunk: F forward, B backward (its input's half where W is apart), W weights' half."""
+    """One micro-batch through one chunk: F forward, B backward, W weight gradients. Where W exists, B computes the
+    gradient of the input alone.
+    """
 
     kind: str
     chunk: int
@@ -32,7 +35,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """What an order depends on: `pp` ranks with `vpp` chunks each, and micro-batches per step."""
+    """Input of a schedule: `pp` ranks with `vpp` chunks each, and `micro_batches` per step."""
 
     schedule: ScheduleName
     pp: int
@@ -45,23 +48,23 @@ class PipelineShape:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether gradients of weights have passes of their own."""
+        """Return whether weight gradients have passes of their own."""
         return self.schedule == "zb-h1"
 
 
 def shape_of(dims: Dims, micro_batches: int) -> PipelineShape:
-    """Return the shape of the pipeline that runs for these degrees."""
+    """Return the shape of the pipeline with these degrees."""
     return PipelineShape(dims.order, dims.pp, dims.vpp, micro_batches)
 
 
 def scenario_shape(scenario: Scenario) -> PipelineShape:
-    """Return the shape of a scenario's pipeline."""
+    """Return the shape of the pipeline of a scenario."""
     return shape_of(scenario.dims, scenario.micro_batches)
 
 
 @lru_cache(maxsize=256)
 def rank_schedules(shape: PipelineShape) -> tuple[tuple[Pass, ...], ...]:
-    """Return each rank's passes in the order that it runs them."""
+    """Return the passes of each rank in the order in which it runs them."""
     if shape.schedule == "interleaved":
         assert shape.micro_batches % shape.pp == 0, "interleaving runs micro-batches in rounds of PP"
         return tuple(_interleaved(shape, rank) for rank in range(shape.pp))
@@ -73,7 +76,7 @@ def rank_schedules(shape: PipelineShape) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _one_f_one_b(count: int, rank: int, warmup: int) -> tuple[Pass, ...]:
-    """`warmup` forwards, then a forward and a backward in turn while there are forwards, then the backwards left."""
+    """Return `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     order = [Pass(FORWARD, rank, micro) for micro in range(warmup)]
     for micro in range(count - warmup):
         order += [Pass(FORWARD, rank, warmup + micro), Pass(BACKWARD, rank, micro)]
@@ -81,7 +84,9 @@ def _one_f_one_b(count: int, rank: int, warmup: int) -> tuple[Pass, ...]:
 
 
 def _interleaved(shape: PipelineShape, rank: int) -> tuple[Pass, ...]:
-    """Rounds of PP micro-batches pass a rank's chunks in turn, backwards in the opposite order of chunks."""
+    """Return the passes of a rank whose chunks take rounds of PP micro-batches in turn, in reverse order in the
+    backward pass.
+    """
     pp, vpp, count = shape.pp, shape.vpp, shape.micro_batches
     table = [(first + micro, chunk) for first in range(0, count, pp) for chunk in range(vpp) for micro in range(pp)]
     forwards = [Pass(FORWARD, chunk * pp + rank, micro) for micro, chunk in table]
@@ -94,7 +99,7 @@ def _interleaved(shape: PipelineShape, rank: int) -> tuple[Pass, ...]:
 
 
 def _zero_bubble(count: int, rank: int, pp: int) -> tuple[Pass, ...]:
-    """ZB-H1: 1F1B whose weight gradients lag `rank` micro-batches behind, and so fill the end of the step.
+    """Return ZB-H1: 1F1B with weight gradients delayed by `rank` micro-batches, to fill the bubble at the step's end.
 
     Between F and W a rank holds (PP − rank) + rank micro-batches: as many as 1F1B's first rank, on every rank.
     """
@@ -106,12 +111,12 @@ def _zero_bubble(count: int, rank: int, pp: int) -> tuple[Pass, ...]:
     return (*order, *(Pass(WEIGHT, rank, micro) for micro in range(max(0, count - rank), count)))
 
 
-_ROUNDS = 4  # of PP micro-batches, after which forwards and backwards take turns and nothing new is held
+_ROUNDS = 4  # of PP micro-batches: more do not raise the peak, as forward and backward passes then alternate
 
 
 @lru_cache(maxsize=1024)
 def peak_in_flight(shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
-    """Of each rank: the largest number of micro-batches with a backward pass to come that each of its chunks holds.
+    """Return for each rank the largest number of micro-batches that each of its chunks holds for a backward pass.
 
     Where a rank has several chunks, the counts are those at the moment when their sum is largest.
     """
@@ -135,10 +140,12 @@ Held = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=1024)
 def held_at_peaks(shape: PipelineShape) -> tuple[tuple[Held, ...], ...]:
-    """Of each chunk of each rank: how many micro-batches with a backward pass to come, and how many with weight
-    gradients alone to come, it holds at once; of all such pairs those that no other exceeds in both.
+    """Return for each chunk of each rank how many micro-batches it holds at its peaks of memory.
 
-    Which takes the most memory depends on what a micro-batch keeps for either.
+    A peak is a pair: micro-batches held for a backward pass, and for weight gradients alone. Pairs that another one
+    exceeds in both are left out.
+
+    Which pair takes the most memory depends on what a micro-batch saves for either.
     """
     if not shape.splits_backward:
         return tuple(tuple(((count, 0),) for count in rank) for rank in peak_in_flight(shape))
@@ -146,17 +153,19 @@ def held_at_peaks(shape: PipelineShape) -> tuple[tuple[Held, ...], ...]:
 
 
 def _peaks(order: Sequence[Pass], *, splits: bool) -> Held:
-    """`splits`: whether gradients of weights wait; the first chunk's do not."""
+    """Return the pairs of `held_at_peaks` for one rank; `splits`: weight gradients are delayed, as on all ranks but the
+    first.
+    """
     whole = halves = 0
-    found = set()
+    counts = set()
     for step in order:
         whole += step.kind == FORWARD
-        found.add((whole, halves))
+        counts.add((whole, halves))
         whole -= step.kind == BACKWARD
         halves += splits * ((step.kind == BACKWARD) - (step.kind == WEIGHT))
-        found.add((whole, halves))
-    exceeded = {(a, b) for a, b in found for c, d in found if (a, b) != (c, d) and a <= c and b <= d}
-    return tuple(sorted(found - exceeded))
+        counts.add((whole, halves))
+    exceeded = {(a, b) for a, b in counts for c, d in counts if (a, b) != (c, d) and a <= c and b <= d}
+    return tuple(sorted(counts - exceeded))
 
 
 Array = np.ndarray[Any, Any]
@@ -167,7 +176,7 @@ Times = Array  # [chunks, micro-batches] seconds
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of each chunk's passes (`Times`), and of what travels between chunk c and c+1.
+    """Seconds of each chunk's passes (`Times`), and of the transfer between chunks c and c+1.
 
     `weight` is only read by schedules that run weight gradients apart; their `backward` is the input's half.
     """
@@ -178,13 +187,15 @@ class Durations:
     transfer: Sequence[float] = ()  # [chunks − 1]; empty: nothing takes time
 
     def flat(self) -> Array:
-        """Return the seconds of all passes in a row: by kind, chunk and micro-batch, as `_number` counts them."""
+        """Return the seconds of all passes in one row, by kind, chunk and micro-batch, in the order of `_number`."""
         kinds = (self.forward, self.backward, *(() if self.weight is None else (self.weight,)))
-        return np.concatenate([each.ravel() for each in kinds])
+        return np.concatenate([seconds.ravel() for seconds in kinds])
 
 
 @dataclass(frozen=True)
 class Event:
+    """A pass with its start and end in seconds."""
+
     rank: int
     step: Pass
     start: float
@@ -193,7 +204,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step played through: seconds from its first pass to its last, and what ranks do meanwhile."""
+    """Result of a simulated step: its seconds from the first pass to the last, and the busy seconds of each rank."""
 
     seconds: float
     busy: tuple[float, ...]  # of each rank
@@ -201,7 +212,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they compute nothing, 0 to 1."""
+        """Return the share of the ranks' time in which they compute nothing, 0 to 1."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
@@ -213,7 +224,7 @@ def uniform(
     weight: Sequence[float] | None = None,
     transfer: Sequence[float] = (),
 ) -> Durations:
-    """Durations of micro-batches that are all alike, from one number per chunk."""
+    """Return the durations of equal micro-batches, from one number of seconds per chunk."""
 
     def spread(values: Sequence[float]) -> Times:
         return np.repeat(np.array(values, dtype=float)[:, None], micro_batches, axis=1)
@@ -222,7 +233,7 @@ def uniform(
 
 
 def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = False) -> Timeline:
-    """Run every rank's order: a pass starts when its rank is free and its input is there.
+    """Simulate a step in which each pass starts as soon as its rank is free and its input has arrived.
 
     F of chunk c waits for F of c−1 and its transfer, B for its own F and for B of c+1 and its transfer. Sending takes
     none of the sender's time: transfers run beside computation, as megatron-core's do on a GPU.
@@ -232,7 +243,7 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     lengths = durations.flat()[program.number]
     hops = np.array([*(durations.transfer or [0.0] * (shape.chunks - 1)), 0.0])[program.hop]
     ends = [0.0]
-    # Plain numbers in one loop: a search plays thousands of steps of thousands of passes each.
+    # Plain numbers in one loop: a search simulates thousands of steps with thousands of passes each.
     for waits_for, hop, after, length in zip(
         program.waits_for.tolist(), hops.tolist(), program.after.tolist(), lengths.tolist(), strict=True
     ):
@@ -245,7 +256,7 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
 
 @dataclass(frozen=True)
 class _Program:
-    """All ranks' passes in one list, each after those that it waits for: the same whatever passes take.
+    """All ranks' passes in one list, each after those that it depends on. The list does not depend on durations.
 
     `waits_for` and `after` are places in the list, counted from 1; 0: none.
     """
@@ -290,7 +301,7 @@ def _number(shape: PipelineShape, kind: str, chunk: int, micro: int) -> int:
 
 
 def _events(program: _Program, shape: PipelineShape, hops: Array, ends: Sequence[float]) -> tuple[Event, ...]:
-    """Return the passes with their times, by rank and in order."""
+    """Return the passes with their times, ordered by rank and start."""
     finished = np.array(ends)
     starts = np.maximum(finished[program.waits_for] + hops, finished[program.after])
     kinds, chunks, micros = np.unravel_index(program.number, (len(_KINDS), shape.chunks, shape.micro_batches))

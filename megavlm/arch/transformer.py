@@ -1,7 +1,7 @@
-"""The kinds of transformer layers: vision, language, and language with a mixture of experts for an MLP.
+"""Transformer layers: vision, language, and language with a mixture of experts as its MLP.
 
-In a mixture a router sends each token to `top-k` of E experts. EP · ETP neighbouring ranks share them: EP divides their
-number, ETP the width of each. A rank sends its t = T / TP tokens to their experts' ranks and back (all-to-all).
+A router sends each token to `top-k` of E experts, which are spread over EP · ETP neighbouring ranks: EP divides their
+number, ETP the width of each. An all-to-all sends a rank's T / TP tokens to the ranks of their experts, another back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 
 
 class TransformerKind(LayerKind):
-    """Attention and an MLP, each between two norms and residuals: what recomputation, offloading and LoRA apply to."""
+    """A layer of attention and MLP, the layers that recomputation, offloading and LoRA apply to."""
 
     cpu_calls = 20
 
@@ -40,7 +40,7 @@ class TransformerKind(LayerKind):
 
     @abstractmethod
     def mlp_width(self, model: ModelConfig) -> int:
-        """Return the width of the MLP that all tokens pass."""
+        """Return the width of the MLP that processes all tokens."""
 
     def mlp_share(self, model: ModelConfig, tp: int) -> int:
         """Return the width of that MLP on one of `tp` ranks, padding included."""
@@ -48,7 +48,7 @@ class TransformerKind(LayerKind):
 
     @abstractmethod
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
-        """Return the parameters that one of `tp` ranks holds where its MLP is `ffn` wide."""
+        """Return the number of parameters on one of `tp` ranks if its MLP is `ffn` wide."""
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         return self.parameters_with(model, tp, self.mlp_share(model, tp))
@@ -67,14 +67,14 @@ class TransformerKind(LayerKind):
         return self.sizes(scenario).waiting()
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return a gather before and a reduction after each of the two blocks; without sequence parallelism the two
-        all-reduces move as much as these four.
-        """
+        """Return gathers and reductions, as many bytes as the all-reduces without sequence parallelism."""
         size = stream_bytes(self.reads, scenario)
         return Communication((size, size), (size, size))
 
 
 class VisionLayer(TransformerKind):
+    """A transformer layer of the vision tower."""
+
     reads = Stream.PATCHES
 
     def mlp_width(self, model: ModelConfig) -> int:
@@ -110,7 +110,7 @@ class VisionLayer(TransformerKind):
         return LayerCost(params, 2.0 * params * work.patches + attention, attention)
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        """Return what the MLP's padding adds; that of the tower's heads is not counted."""
+        """Return what the padding of the MLP adds; that of heads is not counted."""
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
         attention, width = 4 * vision.hidden_size, gates * vision.ffn_hidden_size
@@ -121,6 +121,8 @@ class VisionLayer(TransformerKind):
 
 
 class LanguageLayer(TransformerKind):
+    """A transformer layer of the language model."""
+
     reads = Stream.TEXT
 
     def mlp_width(self, model: ModelConfig) -> int:
@@ -144,11 +146,11 @@ class LanguageLayer(TransformerKind):
         }
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        """Return those of `hidden_weights` that are not attention's."""
+        """Return the `hidden_weights` outside attention."""
         return mlp_weights("mlp", model.language.hidden_size, model.language.ffn_hidden_size, gates=2)
 
     def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
-        """Return the parameters of an MLP of this width, without routed experts."""
+        """Return the number of parameters of an MLP that is `ffn` wide, without routed experts."""
         return 3 * ffn * model.language.hidden_size
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
@@ -159,7 +161,7 @@ class LanguageLayer(TransformerKind):
         return tp * share / whole, tp * split.local_heads / split.heads
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return also the parts of keys and values that ranks which share them send one another."""
+        """Return also the exchange of key and value parts among ranks that share a key/value head."""
         split, usual = language_split(scenario.model.language, scenario.dims.tp), super().communication(scenario)
         if split.copies == 1:
             return usual
@@ -179,21 +181,19 @@ class LanguageLayer(TransformerKind):
         return LanguageLayerSizes(scenario.model.language, scenario)
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
-        """Return what attention exchanges: queries, keys and values before it, its output after it; in between, groups
-        of ranks gather keys and values.
-        """
+        """Return the exchanges of queries, keys and values, of keys and values among groups, and of outputs."""
         sizes, split = self.sizes(scenario), scenario.dims.row_split
-        each = sizes.tokens * sizes.width * scenario.bytes_each
+        one_head = sizes.tokens * sizes.width * scenario.bytes_each
         keys = 2 * sizes.groups * sizes.copies
         return (
-            (split.heads, each * (sizes.heads + keys)),
-            (split.groups, each * keys * split.groups),
-            (split.heads, each * sizes.heads),
+            (split.heads, one_head * (sizes.heads + keys)),
+            (split.groups, one_head * keys * split.groups),
+            (split.heads, one_head * sizes.heads),
         )
 
 
 def mlp_weights(prefix: str, hidden: int, ffn: int, *, gates: int, experts: int = 0) -> dict[str, HiddenWeight]:
-    """Return the weights of an MLP, or of many; `gates` is 2 if gate and up are one weight."""
+    """Return the weights of an MLP, or of `experts` MLPs; `gates` is 2 if gate and up are one weight, else 1."""
     return {
         f"{prefix}.linear_fc1.weight": hidden_weight(hidden, *(ffn,) * gates, experts=experts),
         f"{prefix}.linear_fc2.weight": hidden_weight(ffn, hidden, experts=experts),
@@ -201,26 +201,24 @@ def mlp_weights(prefix: str, hidden: int, ffn: int, *, gates: int, experts: int 
 
 
 def norm_parameters(vision: VisionConfig) -> int:
-    """Return the parameters of one of the tower's norms."""
+    """Return the number of parameters of a norm of the vision tower."""
     return vision.hidden_size * (2 if vision.normalization == "LayerNorm" else 1)
 
 
 def _attention_rows(language: LanguageConfig, tp: int) -> int:
-    """Return the rows of hidden-size width that one of `tp` ranks holds in the weights of attention."""
+    """Return the number of rows, each as wide as the hidden states, of attention's weights on one of `tp` ranks."""
     split = language_split(language, tp)
     return split.local_rows + split.local_heads * split.width
 
 
 def logits_at_once(*, on_gpu: bool) -> int:
-    """Return how many logits `--qk-clip` computes in one product: what a processor's cache takes, or on a GPU what is
-    worth the launches (128 MiB).
-    """
+    """Return how many logits `--qk-clip` computes in one product: 1 Mi, for a CPU's cache, or 128 MiB on a GPU."""
     return 2**25 if on_gpu else 2**20
 
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """What the routed experts of one rank compute in a pass: rows of tokens, each as often as it has experts there."""
+    """Work of the routed experts of one rank in a pass. A token has one row for each of its experts on the rank."""
 
     rows: float
     experts: int  # that the rank holds, whole or a share of each
@@ -230,7 +228,7 @@ class RoutedRows:
 
 
 class LayerSizes:
-    """Element counts of a vision layer's tensors on one rank."""
+    """Sizes of a vision layer's tensors on one rank, in elements."""
 
     routed: RoutedRows | None = None  # of a mixture of experts
 
@@ -239,17 +237,18 @@ class LayerSizes:
         width = vision.hidden_size // vision.num_attention_heads
         self.heads = self.groups = share_of(vision.num_attention_heads, scenario.dims.tp)
         self.width, self.ffn = width, mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
-        self.discards = False  # what attention gives query heads that are padding
+        self.discards = False  # whether attention's output for padding query heads is discarded
         self.norm: str = vision.normalization
         self.activation: str = vision.activation
         self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
         self.scaled, self.post_norms = vision.layer_scale, False
-        self.keys_kept, self.copies = self.groups, 1  # heads of keys, and of values, that attention keeps
-        self.inner = 1 + (vision.activation == "swiglu")  # widths of the MLP that the activation keeps, its input's
+        self.keys_kept, self.copies = self.groups, 1  # key heads that attention saves
+        self.inner = 1 + (vision.activation == "swiglu")  # inputs of the activation, in widths of the MLP
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
+        """Return the bytes that the layer saves for its backward pass."""
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
         t = T / scenario.sequence_shards
         norms = (4 if self.post_norms else 2) * norm_bytes(scenario, t, self.hidden, self.norm)
@@ -269,8 +268,8 @@ class LayerSizes:
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
 
     def waiting(self) -> float:
-        """Return what the products of weights read: four inputs, and the gradients of four outputs; those of attention
-        and of the MLP are of whole rows under sequence parallelism, too. Transformer Engine keeps all of them whole.
+        """Return the bytes that delayed weight gradients need: inputs of four linear layers and gradients of their
+        outputs. Sequence parallelism shards the inputs of the first and the third, but not with Transformer Engine.
         """
         T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
         inputs = 2 * t * self.hidden + T * (self.heads * self.width + self.ffn)
@@ -279,7 +278,7 @@ class LayerSizes:
 
 
 class LanguageLayerSizes(LayerSizes):
-    """The same of a language layer."""
+    """Sizes of a language layer's tensors on one rank, in elements."""
 
     def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:
         tp = scenario.dims.tp
@@ -298,15 +297,17 @@ class LanguageLayerSizes(LayerSizes):
 
 
 class MixtureLayer(LanguageLayer):
+    """A language layer with a mixture of experts as its MLP."""
+
     cpu_calls = 60  # sorting, and three products for each expert: not measured
 
     def mlp_parameters(self, model: ModelConfig, ffn: int) -> int:
-        """Return those of the shared expert, and of router and gate, which are whole on every rank."""
+        """Return the number of parameters of the shared expert, and of router and gate, which are replicated."""
         whole = model.experts.num_experts + model.experts.shared_gate
         return super().mlp_parameters(model, ffn) + whole * model.language.hidden_size
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        """Return the router's matrix, those of each expert, and the shared expert's; its gate is a vector."""
+        """Return the matrices of the router, of each expert and of the shared expert; its gate is a vector."""
         experts, hidden = model.experts, model.language.hidden_size
         count, shared = experts.num_experts, experts.shared_ffn_hidden_size
         return {
@@ -319,7 +320,7 @@ class MixtureLayer(LanguageLayer):
         return model.experts.shared_ffn_hidden_size or 0
 
     def mlp_share(self, model: ModelConfig, tp: int) -> int:
-        """Return the shared expert's width on a rank, which is not padded."""
+        """Return the width of the shared expert on one of `tp` ranks; it is not padded."""
         return share_of(self.mlp_width(model), tp)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
@@ -335,14 +336,12 @@ class MixtureLayer(LanguageLayer):
         return _MixtureSizes(scenario)
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return a gather and a reduction around attention, and around a shared expert; routed ones have exchanges of
-        their own.
-        """
+        """Return a gather and a reduction around attention and a shared expert, without those of routed experts."""
         usual, blocks = super().communication(scenario), 1 + bool(scenario.model.experts.shared_ffn_hidden_size)
         return replace(usual, gathers=usual.gathers[:blocks], reductions=usual.reductions[:blocks])
 
     def expert_exchange(self, scenario: Scenario) -> tuple[Exchange, ...]:
-        """Return what brings tokens to their experts and back.
+        """Return the collectives that send tokens to their experts and back.
 
         All-to-all: each row goes to the rank of its expert, whose ETP ranks then gather one another's rows and sum
         their outputs. Gathered: all tokens go to all ranks, once, and outputs are summed.
@@ -355,11 +354,11 @@ class MixtureLayer(LanguageLayer):
             return (Exchange(ranks, 1, ranks * tokens * row, to_each=False),) * (2 if ranks > 1 else 0)
         sent = Exchange(dims.ep, dims.expert_tp, sizes.routed.moved * row, to_each=True)
         gathered = Exchange(dims.expert_tp, 1, sizes.routed.rows * row, to_each=False)
-        return tuple(each for each in (sent, gathered, gathered, sent) if each.ranks > 1)
+        return tuple(exchange for exchange in (sent, gathered, gathered, sent) if exchange.ranks > 1)
 
 
 class _MixtureSizes(LanguageLayerSizes):
-    """Sizes of a layer whose MLP is the shared expert, and of the rows that its routed experts compute."""
+    """Sizes of a layer whose MLP is a shared expert beside routed experts."""
 
     def __init__(self, scenario: Scenario) -> None:
         model, dims = scenario.model, scenario.dims
@@ -376,8 +375,8 @@ class _MixtureSizes(LanguageLayerSizes):
         )
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return what a layer keeps whose MLP is the shared expert, and beside it, of each row, what both products and
-        the activation read, its output, a weight and a place; of each token, the router's choice and scores.
+        """Return the bytes with a shared expert as the MLP, and beside it for each row the inputs of both products and
+        of the activation, output, weight and index; for each token, the router's choice and scores.
         """
         rest, routed = super().saved(trained=trained, core_attention=core_attention), self.routed
         assert routed is not None
@@ -396,5 +395,5 @@ class _MixtureSizes(LanguageLayerSizes):
 
 
 def _expert_weights(model: ModelConfig) -> int:
-    """Return the weights of one expert: gate, up and down."""
+    """Return the number of weights of one expert: gate, up and down."""
     return 3 * model.language.hidden_size * model.experts.ffn_hidden_size

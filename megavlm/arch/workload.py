@@ -1,4 +1,4 @@
-"""`Workload`: what passes through the model: tokens, patches, and the sums of squares that attention costs."""
+"""`Workload`: the tokens and patches that a pass processes, and the squared lengths that attention costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens that pass through the model, and the sums of squared lengths that attention is charged for."""
+    """Tokens and patches that a pass processes, and the sums of squared lengths that attention costs."""
 
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
@@ -24,14 +24,14 @@ class Workload:
 
 
 def times(work: Workload, samples: int) -> Workload:
-    """Return the workload of `samples` equal samples."""
+    """Return `samples` times a workload."""
     return Workload(**{name: value * samples for name, value in vars(work).items()})
 
 
 def of_context_part(work: Workload, ranks: int, *, images: int = 0) -> Workload:
-    """Return what one of `ranks` context-parallel ranks computes: its positions and its share of attention.
+    """Return the share of one of `ranks` context-parallel ranks: its positions and its part of attention.
 
-    `images` alike are dealt to the ranks, of which the busiest has ⌈images / ranks⌉; 0: they stay as they are.
+    `images` equal images are spread over the ranks, of which the busiest has ⌈images / ranks⌉; 0: they are not spread.
     """
     if images:
         own = -(-images // ranks)
@@ -47,7 +47,7 @@ def of_context_part(work: Workload, ranks: int, *, images: int = 0) -> Workload:
 
 
 def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
-    """Return the workload of images of these grids, without text."""
+    """Return the workload of images with these grids of patches, without text."""
     lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
     window = window_patches(model)
     return Workload(
@@ -63,7 +63,7 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
 
 
 def typical_workload(config: Config) -> Workload:
-    """Return the workload of one sample of the configured lengths and image sizes, to weigh layers by.
+    """Return the workload of one sample with the configured lengths and image sizes.
 
     All of its tokens are trained: which are is known only once data are read, and memory must suffice for all.
     """
@@ -89,7 +89,7 @@ def typical_workload(config: Config) -> Workload:
 
 
 def typical_images(config: Config) -> int:
-    """Return the number of images of that sample."""
+    """Return the number of images of a typical sample."""
     counts = config.data.images_per_sample
     return max(1, round(sum(counts) / len(counts))) if counts else 1
 
@@ -103,12 +103,13 @@ def window_patches(model: ModelConfig) -> int:
 
 
 def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
-    """Return whether vision layer number `layer` attends inside windows only."""
+    """Return whether vision layer `layer` attends inside windows only."""
     return vision.window_size is not None and layer not in vision.full_attention_layers
 
 
 def sliding_squares(length: int, window: int | None) -> int:
-    """Return twice the pairs of tokens that a sliding window leaves of length² / 2; 0 without a window.
+    """Return the equivalent of length² for attention with a sliding window: twice the number of pairs that it scores; 0
+    without a window.
 
     Token i attends to min(i, W) tokens. The sum is l²/2 − (l − W)²/2 where l > W, as triangles: Σ i over all of them
     less Σ (i − W) over those behind the first W.
@@ -117,7 +118,7 @@ def sliding_squares(length: int, window: int | None) -> int:
 
 
 def window_squares(grid: tuple[int, int], side: int) -> int:
-    """Return Σ over an image's windows of patches². A window's area is a product, so the sum is one too: Σr² · Σc²."""
+    """Return Σ patches² over the windows of an image. Windows are products, so the sum is one too: Σr² · Σc²."""
 
     def squares(length: int) -> int:
         return length // side * side**2 + (length % side) ** 2

@@ -1,6 +1,4 @@
-"""The package's own connectors: each module here declares one or a few, and a new one is a module here and its torch
-half in `megavlm/model/connectors`.
-"""
+"""The package's own connectors. A new one is a module here and one in `megavlm/model/connectors`."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from megavlm.config.registry import BUILT_IN, Extension, registry
 def _declared() -> tuple[Connector, ...]:
     """Return the connectors of all modules of this package, in the modules' order."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, Connector))
-    return tuple({id(connector): connector for connector in found}.values())
+    connectors = (value for module in modules for value in vars(module).values() if isinstance(value, Connector))
+    return tuple({id(connector): connector for connector in connectors}.values())
 
 
 registry().add(BUILT_IN, Extension(connectors=_declared()))

@@ -1,4 +1,4 @@
-"""Average pooling to a fixed number of tokens, or to every so many patches a side, and an MLP."""
+"""Average pooling to a fixed number of tokens, or by a fixed factor, and an MLP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 @dataclass(frozen=True)
 class AdaptivePoolConfig:
+    """Options of the connector `adaptive_pool`."""
+
     side: int | None = option(
         None, "Rows and columns of image tokens of each image; default: 12 without `factor`.",
         valid=AT_LEAST_1,
@@ -30,7 +32,7 @@ class AdaptivePoolConfig:
 
 
 class AdaptivePool(Connector):
-    """Means over rectangles of patches of any grid, as even as they can be, then linear, GELU, linear."""
+    """Means over rectangles of patches, as equal as the grid allows, then linear, GELU, linear."""
 
     name = "adaptive_pool"
     options = AdaptivePoolConfig
@@ -51,7 +53,7 @@ class AdaptivePool(Connector):
             )
 
     def pooled(self, grid: Grid, projector: ProjectorConfig) -> Grid:
-        """Return the rows and columns of tokens of a grid of patches."""
+        """Return the rows and columns of tokens that a grid of patches is pooled to."""
         own: AdaptivePoolConfig = projector.connectors.adaptive_pool
         if own.factor is not None:
             return -(-grid[0] // own.factor), -(-grid[1] // own.factor)
@@ -63,6 +65,7 @@ class AdaptivePool(Connector):
         return rows * columns
 
     def mlp(self, model: ModelConfig) -> MlpBlock:
+        """Return the MLP after the pooling."""
         return MlpBlock(
             model.vision.hidden_size, self.own(model).hidden_size, model.language.hidden_size, gated=False, bias=True
         )
@@ -90,7 +93,7 @@ class AdaptivePool(Connector):
     def communication(self, scenario: Scenario) -> Communication:
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
         pooled = scenario.work.features * scenario.model.vision.hidden_size * scenario.bytes_each
-        # Forward, features are added up in two halves, backward the gradients of what was pooled.
+        # All-reduces of features in the forward pass, of the gradients of pooled patches in the backward pass.
         return Communication((patches,) * scenario.sequence_parallel, (features, pooled))
 
 

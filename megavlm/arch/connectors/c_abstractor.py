@@ -1,5 +1,5 @@
 """Honeybee's C-Abstractor (Cha et al. 2024, arXiv 2312.06742): ResNet blocks, average pooling to a square of tokens,
-and ResNet blocks again, so that a token stands for a region of the image and knows what is around it; then an MLP.
+ResNet blocks, and an MLP. A token describes a region of the image and its surroundings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TAPS = 9  # weights of a 3 × 3 convolution for each channel
 
 @dataclass(frozen=True)
 class CAbstractorConfig:
+    """Options of the connector `c_abstractor`."""
+
     side: int = option(12, "Rows and columns of image tokens of each image.", valid=AT_LEAST_1)
     depth: int = option(3, "ResNet blocks before the pooling, and as many after it.", valid=AT_LEAST_1)
     hidden_size: int = option(
@@ -47,8 +49,8 @@ class CAbstractorConfig:
 
 @dataclass(frozen=True)
 class ConvBlock:
-    """A block of RegNet (Radosavovic et al. 2020): 1 × 1 convolution, 3 × 3 of each channel, squeeze-and-excitation,
-    1 × 1 convolution, with layer norms over channels. Where its inputs are of another width, they are projected.
+    """A RegNet block (Radosavovic et al. 2020): 1 × 1 convolution, depthwise 3 × 3 convolution, squeeze-and-excitation,
+    1 × 1 convolution, with layer norms over channels. A shortcut projects inputs of another width.
 
     Tensor-parallel ranks divide the channels between the 1 × 1 convolutions.
     """
@@ -59,7 +61,7 @@ class ConvBlock:
 
     @property
     def projects(self) -> bool:
-        """Return whether the shortcut projects the inputs, as it must where their width is not the block's."""
+        """Return whether the shortcut projects the inputs, because their width is not that of the block."""
         return self.inputs != self.width
 
     def splits(self, name: str) -> dict[str, Split]:
@@ -67,28 +69,28 @@ class ConvBlock:
         rows += [f"{norm}.{leaf}" for norm in ("norm1", "norm2") for leaf in ("weight", "bias")]
         rows += ["shortcut.weight"] * self.projects
         columns = ("squeeze.weight", "conv3.weight")
-        found = {f"{name}.{leaf}": Split(0, self.width) for leaf in rows}
-        return found | {f"{name}.{leaf}": Split(1, self.width) for leaf in columns}
+        sharded_rows = {f"{name}.{leaf}": Split(0, self.width) for leaf in rows}
+        return sharded_rows | {f"{name}.{leaf}": Split(1, self.width) for leaf in columns}
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the names of all its weights."""
+        """Return the names of all weights of the block."""
         norms = ("norm3", "shortcut_norm") if self.projects else ("norm3",)
         whole = ("squeeze.bias", *(f"{norm}.{leaf}" for norm in norms for leaf in ("weight", "bias")))
         return (*self.splits(name), *(f"{name}.{leaf}" for leaf in whole))
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Return the rows and columns of its matrices."""
-        found = {
+        """Return the rows and columns of each matrix of the block."""
+        matrices = {
             "conv1": (self.width, self.inputs),
             "squeeze": (self.squeeze, self.width),
             "excite": (self.width, self.squeeze),
             "conv3": (self.width, self.width),
         }
-        return found | ({"shortcut": (self.width, self.inputs)} if self.projects else {})
+        return matrices | ({"shortcut": (self.width, self.inputs)} if self.projects else {})
 
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
-        found = self.matrices().items()
-        return {f"{name}.{leaf}.weight": hidden_weight(columns, rows) for leaf, (rows, columns) in found}
+        matrices = self.matrices().items()
+        return {f"{name}.{leaf}.weight": hidden_weight(columns, rows) for leaf, (rows, columns) in matrices}
 
     def parameters(self, tp: int) -> int:
         own = share_of(self.width, tp)
@@ -97,15 +99,15 @@ class ConvBlock:
         return matrices + norms + TAPS * own + self.squeeze + own
 
     def flops(self, positions: float, images: float) -> float:
-        """Return the FLOPs on so many positions; squeeze-and-excitation is computed once for an image."""
-        each = self.inputs * self.width * (1 + self.projects) + self.width * (self.width + TAPS)
-        return 2.0 * (each * positions + 2 * self.width * self.squeeze * images)
+        """Return the FLOPs for `positions` positions of `images` images; squeeze-and-excitation runs once per image."""
+        per_position = self.inputs * self.width * (1 + self.projects) + self.width * (self.width + TAPS)
+        return 2.0 * (per_position * positions + 2 * self.width * self.squeeze * images)
 
     def saved_bytes(self, scenario: Scenario, positions: float, images: float, *, trained: bool) -> float:
-        """Return what the block keeps for backward, its inputs included."""
+        """Return the bytes that the block saves for the backward pass, its inputs included."""
         e, own = scenario.bytes_each, share_of(self.width, scenario.dims.tp)
-        # A norm keeps its input and statistics, SiLU its input, the 3 × 3 convolution and the gate theirs. Weights of
-        # the 1 × 1 convolutions need what they multiplied.
+        # A norm saves its input and statistics; SiLU, the 3 × 3 convolution and the gate save their inputs; the 1 × 1
+        # convolutions do if their weights are trained.
         inner = 2 * norm_bytes(scenario, positions, own, "LayerNorm") + (4 + trained) * positions * own * e
         outer = (1 + self.projects) * norm_bytes(scenario, positions, self.width, "LayerNorm")
         outer += positions * (self.width + self.inputs * trained) * e
@@ -113,8 +115,10 @@ class ConvBlock:
         return inner + outer + gate
 
     def reductions(self, scenario: Scenario, positions: float, images: float) -> tuple[float, ...]:
-        """Return the halves of what ranks add up: forward outputs and what is squeezed, backward the gradients of
-        inputs and of what is excited; and statistics of the norms over divided channels in fp32, one pair a position.
+        """Return the bytes of the block's reductions.
+
+        In the forward pass these are the outputs and the squeezed channels, in the backward pass the gradients of the
+        inputs and of the excited channels, and in both the fp32 statistics of norms over sharded channels.
         """
         e = scenario.bytes_each
         block = (positions * self.width * e, positions * self.inputs * e, *(images * self.squeeze * e,) * 2)
@@ -122,7 +126,7 @@ class ConvBlock:
 
 
 class CAbstractor(Connector):
-    """A learned position for each patch, `depth` blocks, average pooling, `depth` blocks; linear, SiLU, linear."""
+    """A learned position for each patch, `depth` blocks, average pooling, `depth` blocks; then linear, SiLU, linear."""
 
     name = "c_abstractor"
     options = CAbstractorConfig
@@ -139,14 +143,14 @@ class CAbstractor(Connector):
         return side**2
 
     def table(self, model: ModelConfig) -> int:
-        """Return the rows and columns of the table of learned positions: those of an image of the tower's own size."""
+        """Return the side of the table of learned positions: that of an image of the tower's size, in patches."""
         return model.vision.image_size // model.vision.patch_size
 
     def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
         return {"mlp": self.mlp(model), **self.conv_blocks(model)}
 
     def conv_blocks(self, model: ModelConfig) -> dict[str, ConvBlock]:
-        """Return the blocks before the pooling, `before.N`, and after it, `after.N`."""
+        """Return the blocks before the pooling, named `before.N`, and after it, named `after.N`."""
         own = self.own(model)
         places = [(stage, number) for stage in ("before", "after") for number in range(own.depth)]
         inputs = {("before", 0): model.vision.hidden_size}
@@ -158,6 +162,7 @@ class CAbstractor(Connector):
         }
 
     def mlp(self, model: ModelConfig) -> MlpBlock:
+        """Return the MLP after the blocks."""
         own = self.own(model)
         return MlpBlock(own.hidden_size, own.ffn_hidden_size, model.language.hidden_size, gated=False, bias=True)
 
@@ -180,7 +185,7 @@ class CAbstractor(Connector):
         return blocks + self.table(model) ** 2 * model.vision.hidden_size
 
     def _seen(self, model: ModelConfig, work: Workload) -> dict[str, tuple[ConvBlock, float]]:
-        """Return each block and how many positions it sees."""
+        """Return each block and the number of positions that it processes."""
         seen = {"before": work.patches, "after": work.features}
         return {name: (block, seen[name.partition(".")[0]]) for name, block in self.conv_blocks(model).items()}
 

@@ -1,4 +1,4 @@
-"""The projectors of most models: one linear layer, an MLP, or a gated MLP, over merged patches."""
+"""Projectors of most models: one linear layer, an MLP, or a gated MLP, on merged patches."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LAYERS = {
 
 
 class Mlp(Connector):
-    """Merged patches and a linear layer or an MLP, whole sequences on each rank outside their own products."""
+    """A linear layer or an MLP on merged patches. Sequences are whole on each rank, only inner channels are sharded."""
 
     module = "megavlm.model.connector:Projector"
     reads = tuple(field.name for field in fields(ProjectorConfig) if field.name not in ("kind", "connectors"))
     keeps_grid = True
 
     def __init__(self, name: str, *, normed: bool = False) -> None:
-        """`normed`: features are normalised, whatever the configuration says."""
+        """Make the connector `name`; with `normed`, features are normalised whatever the configuration says."""
         self.name, self.normed = name, normed  # type: ignore[misc]
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
-        """Return rows × columns ÷ N²: pixel shuffle merges N×N neighbours into one.
+        """Return rows × columns ÷ N²: pixel shuffle merges N × N neighbouring patches into one feature.
 
         Raises UserError when N does not divide both sides of the grid.
         """
@@ -56,12 +56,14 @@ class Mlp(Connector):
         return self.normed or model.projector.input_norm
 
     def convolution(self, model: ModelConfig) -> int:
-        """Return the weights that merge the patches of a block, whole on every tensor-parallel rank."""
+        """Return the number of weights of the convolution that merges patches, which is replicated on tensor-parallel
+        ranks.
+        """
         learned = model.projector.merge == "convolution"
         return block_channels(model) * projector_inputs(model) if learned else 0
 
     def layers(self, model: ModelConfig, tp: int = 1) -> Mapping[str, tuple[int, int]]:
-        """Return the rows and columns that one of `tp` ranks holds of each linear layer that they divide."""
+        """Return the rows and columns of each sharded linear layer on one of `tp` ranks."""
         inputs, outputs = projector_inputs(model), model.language.hidden_size
         hidden, own_outputs = share_of(model.projector.hidden_size, tp), share_of(outputs, tp)
         last = {"linear_fc2": (outputs, hidden)}
@@ -76,7 +78,7 @@ class Mlp(Connector):
         }[model.projector.kind]
 
     def matrices(self, model: ModelConfig, tp: int = 1) -> int:
-        """Return the weights of these layers on one of `tp` ranks."""
+        """Return the number of weights of the sharded linear layers on one of `tp` ranks."""
         return sum(rows * columns for rows, columns in self.layers(model, tp).values())
 
     def parameters(self, model: ModelConfig, tp: int) -> int:

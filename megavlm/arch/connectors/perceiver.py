@@ -21,6 +21,8 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 @dataclass(frozen=True)
 class PerceiverConfig:
+    """Options of the connector `perceiver`."""
+
     num_latents: int = option(64, "Learned latents: image tokens of each image.", valid=AT_LEAST_1)
     num_layers: int = option(3, "Layers of the Perceiver resampler.", valid=AT_LEAST_1)
     num_attention_heads: int = option(16, "Query heads of the Perceiver resampler.", valid=AT_LEAST_1)
@@ -51,9 +53,7 @@ _HF_NAMES = {
 
 
 class Perceiver(Connector):
-    """Layers of RMS norms, attention of latents over [patches; latents], and a gated MLP, as wide as the language
-    model.
-    """
+    """Layers as wide as the language model: RMS norms, attention of latents to [patches; latents], and a gated MLP."""
 
     name = "perceiver"
     options = PerceiverConfig
@@ -76,23 +76,25 @@ class Perceiver(Connector):
         return latents
 
     def attention(self, model: ModelConfig) -> AttentionBlock:
+        """Return the attention of a layer."""
         own, width = self.own(model), model.language.hidden_size
         return AttentionBlock(width, width, own.num_attention_heads, own.num_query_groups, own.kv_channels, bias=False)
 
     def mlp(self, model: ModelConfig) -> MlpBlock:
+        """Return the MLP of a layer."""
         width = model.language.hidden_size
         return MlpBlock(width, self.own(model).ffn_hidden_size, width, gated=True, bias=False)
 
     def projection(self, model: ModelConfig) -> MlpBlock:
-        """Return the MLP between patches and resampler."""
+        """Return the MLP between the patches and the resampler."""
         inner = self.own(model).projection_ffn_hidden_size
         return MlpBlock(model.vision.hidden_size, inner, model.language.hidden_size, gated=True, bias=False)
 
     def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
-        found: dict[str, Block] = {"projection": self.projection(model)}
+        blocks: dict[str, Block] = {"projection": self.projection(model)}
         for layer in range(self.own(model).num_layers):
-            found |= {f"layers.{layer}.attention": self.attention(model), f"layers.{layer}.mlp": self.mlp(model)}
-        return found
+            blocks |= {f"layers.{layer}.attention": self.attention(model), f"layers.{layer}.mlp": self.mlp(model)}
+        return blocks
 
     def parameters(self, model: ModelConfig, tp: int) -> int:
         own, width = self.own(model), model.language.hidden_size
@@ -129,8 +131,8 @@ class Perceiver(Connector):
         own, work, e = self.own(scenario.model), scenario.work, scenario.bytes_each
         width = scenario.model.language.hidden_size * e
         patches = stream_bytes(Stream.PATCHES, scenario)
-        # Forward, outputs are added up in two halves, backward the gradients of inputs; those of projected patches are
-        # backward alone.
+        # All-reduces of outputs in the forward pass, of the gradients of inputs and projected patches in the backward
+        # pass.
         layer = (work.features * width,) * 4 + (work.patches * width,)
         reductions = (work.patches * width, patches, *(layer * own.num_layers))
         return Communication((patches,) * scenario.sequence_parallel, reductions)
@@ -147,13 +149,13 @@ class Perceiver(Connector):
         whole = settings.values.get("model_type") == "idefics2"
         inner = settings.section("perceiver_config") if whole else settings
         inner.require("hidden_act", "silu", why="the resampler here has gated MLPs with SiLU")
-        found = {ours: inner.get(theirs, getattr(PerceiverConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
+        options = {ours: inner.get(theirs, getattr(PerceiverConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
         if not whole:
-            return found | {"ffn_hidden_size": 4 * inner.get("hidden_size", 4096)}
+            return options | {"ffn_hidden_size": 4 * inner.get("hidden_size", 4096)}
         text = settings.section("text_config")
         text.require("hidden_act", "silu", why="the projection here is a gated MLP with SiLU")
         width, inner_width = text.get("hidden_size", 4096), text.get("intermediate_size", 14336)
-        return found | {"ffn_hidden_size": 4 * width, "projection_ffn_hidden_size": inner_width}
+        return options | {"ffn_hidden_size": 4 * width, "projection_ffn_hidden_size": inner_width}
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         of_mlp = {"gate": "gate_proj", "up": "up_proj", "fc2": "down_proj"}

@@ -19,6 +19,8 @@ from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 
 @dataclass(frozen=True)
 class QFormerConfig:
+    """Options of the connector `qformer`."""
+
     num_queries: int = option(32, "Learned queries: image tokens of each image.", valid=AT_LEAST_1)
     num_layers: int = option(12, "Layers of the Q-Former.", valid=AT_LEAST_1)
     hidden_size: int = option(768, "Hidden size of the Q-Former.", valid=AT_LEAST_1)
@@ -44,8 +46,8 @@ _HF_NAMES = {
 
 
 class QFormer(Connector):
-    """Layers of BERT: attention among the queries, every second time over the patches, an MLP, each with a norm after
-    the residual; then a linear layer to the language model's width, whole on every rank.
+    """BERT layers, each sublayer followed by residual and norm: self-attention of queries, in some layers attention to
+    the patches, and an MLP. A replicated linear layer projects to the language model's width.
     """
 
     name = "qformer"
@@ -69,27 +71,29 @@ class QFormer(Connector):
         return queries
 
     def crossing(self, model: ModelConfig) -> range:
-        """Return the layers that attend to patches."""
+        """Return the layers with attention to the patches."""
         return range(0, self.own(model).num_layers, self.own(model).cross_attention_frequency)
 
     def attention(self, model: ModelConfig, *, cross: bool) -> AttentionBlock:
+        """Return the attention of a layer, to the patches (`cross`) or among the queries."""
         own = self.own(model)
         context = model.vision.hidden_size if cross else own.hidden_size
         heads = own.num_attention_heads
         return AttentionBlock(own.hidden_size, context, heads, heads, own.hidden_size // heads, bias=True)
 
     def mlp(self, model: ModelConfig) -> MlpBlock:
+        """Return the MLP of a layer."""
         own = self.own(model)
         return MlpBlock(own.hidden_size, own.ffn_hidden_size, own.hidden_size, gated=False, bias=True)
 
     def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
-        found: dict[str, Block] = {}
+        blocks: dict[str, Block] = {}
         for layer in range(self.own(model).num_layers):
-            found[f"layers.{layer}.self_attention"] = self.attention(model, cross=False)
-            found[f"layers.{layer}.mlp"] = self.mlp(model)
+            blocks[f"layers.{layer}.self_attention"] = self.attention(model, cross=False)
+            blocks[f"layers.{layer}.mlp"] = self.mlp(model)
         for layer in self.crossing(model):
-            found[f"layers.{layer}.cross_attention"] = self.attention(model, cross=True)
-        return found
+            blocks[f"layers.{layer}.cross_attention"] = self.attention(model, cross=True)
+        return blocks
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         projection = hidden_weight(self.own(model).hidden_size, model.language.hidden_size)
@@ -131,8 +135,8 @@ class QFormer(Connector):
         own, e = self.own(scenario.model), scenario.bytes_each
         blocks = 2 * own.num_layers + len(self.crossing(scenario.model))
         patches = stream_bytes(Stream.PATCHES, scenario)
-        # Forward, the outputs of each block are added up in two halves, backward the gradients of its inputs; and once,
-        # those of the patches.
+        # All-reduces of the outputs of each block in the forward pass, of the gradients of its inputs in the backward
+        # pass, and once of the gradients of the patches.
         halves = (scenario.work.features * own.hidden_size * e,) * (2 * blocks)
         return Communication((patches,) * scenario.sequence_parallel, (*halves, patches))
 
@@ -150,8 +154,8 @@ class QFormer(Connector):
         inner = settings.section("qformer_config") if whole else settings
         inner.require("hidden_act", "gelu", why="the Q-Former here has GELU")
         inner.require("use_qformer_text_input", False, why="queries alone attend here, not words")
-        found = {ours: inner.get(theirs, getattr(QFormerConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
-        return found | ({"num_queries": settings.get("num_query_tokens", 32)} if whole else {})
+        options = {ours: inner.get(theirs, getattr(QFormerConfig(), ours)) for ours, theirs in _HF_NAMES.items()}
+        return options | ({"num_queries": settings.get("num_query_tokens", 32)} if whole else {})
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         names: dict[str, str] = {"norm": "layernorm"}
