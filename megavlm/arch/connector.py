@@ -49,9 +49,7 @@ class Split:
 
 
 class Block(Protocol):
-    """A part of a connector whose weights are sharded over tensor-parallel ranks: the blocks of `resampler.py`, for
-    example.
-    """
+    """A part of a connector whose weights are sharded over tensor-parallel ranks, such as those of `resampler.py`."""
 
     def splits(self, name: str) -> Mapping[str, Split]: ...
 

@@ -40,8 +40,7 @@ class Band:
         return periods * self.count + min(max(rest - self.first, 0), self.count)
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the band's rows within rows `start` … `end − 1` of the weight, as at most three runs (row, periods,
-        count).
+        """Yield the band's rows within rows `start` … `end − 1` as at most three runs (row, periods, count).
 
         A run has `count` rows in each of `periods` consecutive periods. Its first row is `row`.
         """
@@ -83,8 +82,8 @@ class HiddenWeight:
 
 
 def hidden_weight(columns: int, *counts: int, periods: int = 1, experts: int = 0) -> HiddenWeight:
-    """Return a weight with `periods` periods of rows, each of `counts[0]` rows of the first matrix, `counts[1]` of the
-    next, and so on.
+    """Return a weight of `periods` periods, each with `counts[0]` rows of the first matrix, then `counts[1]` of the
+    next, ….
 
     Gate and up are two counts in one period; queries, keys and values three in as many periods as there are groups.
     """
@@ -158,9 +157,7 @@ class LayerKind(ABC):
         return self.parameters(model, 1)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
-        """Return the number of parameters of routed experts on one of `ranks` (EP × ETP) ranks; `parameters` leaves
-        them out.
-        """
+        """Return the number of parameters of routed experts on one of `ranks` (EP × ETP) ranks, beside `parameters`."""
         return 0
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
@@ -184,9 +181,7 @@ class LayerKind(ABC):
         return False
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        """Return the work of a rank relative to 1/TP of the layer, for its linear layers and for its attention: 1
-        without padding.
-        """
+        """Return the work of a rank relative to 1/TP, of linear layers and of attention: 1 without padding."""
         return 1.0, 1.0
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
@@ -236,9 +231,7 @@ def stream_bytes(stream: Stream, scenario: Scenario) -> float:
 
 
 def norm_bytes(scenario: Scenario, tokens: float, width: int, normalization: str) -> float:
-    """Return the bytes that a norm saves: its input and statistics. On a CPU an RMS norm saves x and x̂ in fp32
-    instead.
-    """
+    """Return the bytes that a norm saves: input and statistics, or on a CPU for an RMS norm x and x̂ in fp32."""
     if normalization == "LayerNorm" or scenario.on_gpu:
         return tokens * (width * scenario.bytes_each + 8)
     return tokens * (2 * width + 1) * FP32

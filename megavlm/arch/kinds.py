@@ -110,9 +110,7 @@ def model_parameters(name: str, model: ModelConfig) -> int:
 
 
 def layout_parameters(name: str, layout: Scenario) -> int:
-    """Return the number of a layer's parameters on a rank that one of `Scenario.layouts` shards: routed experts, or all
-    others.
-    """
+    """Return a rank's number of parameters of a layer by one of `Scenario.layouts`: routed experts, or all others."""
     count = _expert_parameters if layout.experts_alone else _own_parameters
     return count(name, layout.model, layout.dims.tp)
 

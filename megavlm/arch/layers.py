@@ -43,9 +43,7 @@ _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith("
 
 @lru_cache(maxsize=65536)
 def split_name(key: str) -> tuple[str, int]:
-    """Return a layer's kind and its number (0 if the kind is not numbered), from its name or that of one of its
-    parameters.
-    """
+    """Return a layer's kind and number (0 if it has none), from its name or that of one of its parameters."""
     match = _NAME.match(key)
     assert match is not None, f"{key} belongs to no layer"
     kind, *number = (group for group in match.groups() if group is not None)

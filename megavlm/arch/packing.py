@@ -81,8 +81,9 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
 
 def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return each rank's sequences of a global batch, by number: in turns of one micro-batch of `size`, or balanced by
-    `costs` [count, K].
+    """Return the numbers of each rank's sequences of a global batch.
+
+    Ranks take turns of one micro-batch of `size`, or sequences are balanced by `costs` [count, K].
     """
     if costs is not None:
         return assign(costs, ranks)
@@ -91,8 +92,9 @@ def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | Non
 
 
 def of_micro_batches(own: Sequence[int], size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return the sequences of each micro-batch of a rank, by number, from all its sequences `own`: in order, or
-    balanced by the `costs` [count, K] of the global batch.
+    """Return the numbers of the sequences of each micro-batch of a rank, from those of the rank, `own`.
+
+    They stay in order, or are balanced by the `costs` [count, K] of the global batch.
     """
     groups = [list(range(start, start + size)) for start in range(0, len(own), size)]
     if costs is not None:

@@ -109,8 +109,7 @@ def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
 
 
 def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
-    """Return the cuts of a list into contiguous non-empty chunks whose largest cost is minimal (exact dynamic
-    programming).
+    """Return the cuts into contiguous non-empty chunks with the least largest cost (exact dynamic programming).
 
     best[k][j] = min over i of max(best[k−1][i], cost of layers i…j): O(chunks · layers²), layers in the hundreds.
     A tiny cost per layer breaks ties towards equal layer counts.
@@ -155,8 +154,7 @@ def start_line(config: Config, *, continued: Path | None) -> str:
 
 
 def table(plan: Plan, config: Config) -> str:
-    """Return the plan as a table for people: chunk, rank, layers with their indices in the list, parameters, share of
-    the FLOPs.
+    """Return the plan as a table for people: chunk, rank, layers with their indices, parameters, share of the FLOPs.
 
     A colocated encoder comes first, with "all" as its rank, or "all / N" if N ranks hold one copy together.
     """

@@ -16,9 +16,7 @@ from megavlm.arch.tensor_split import share_of
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Attention with `heads` query heads and `groups` key/value heads, of queries `width` wide to positions `context`
-    wide.
-    """
+    """Attention of queries `width` wide, in `heads` heads, to positions `context` wide, in `groups` key/value heads."""
 
     width: int
     context: int
@@ -72,9 +70,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class MlpBlock:
-    """Linear, activation, linear. If `gated`, the first is two linear layers, and the activation of one is multiplied
-    by the other.
-    """
+    """Linear, activation, linear; `gated`: two linear layers at first, one with the activation, and their product."""
 
     width: int
     inner: int
@@ -116,8 +112,7 @@ class MlpBlock:
 
 
 def norm_saved(scenario: Scenario, tokens: float, width: int, kind: str, *, trained: bool) -> float:
-    """Return the bytes that a norm saves, and those of its output, which the following linear layers save if they are
-    trained.
+    """Return the bytes that a norm saves, with its output if the following linear layers are trained.
 
     An RMS norm on a CPU keeps x̂ for its weight alone.
     """

@@ -90,9 +90,7 @@ class Scenario:
 
     @property
     def regathering_ranks(self) -> int:
-        """Return the number of ranks from which a backward pass gathers weights (ZeRO-3): `--secondary-shard-size`, or
-        all.
-        """
+        """Return the number of ranks from which a backward pass gathers weights: `--secondary-shard-size`, or all."""
         return min(self.secondary or self.shards, self.shards)
 
     @cached_property
@@ -166,8 +164,9 @@ def scenario_of(
     colocated: bool | None = None,
     imbalance: float | None = None,
 ) -> Scenario:
-    """Return the scenario of a configuration with these degrees. `colocated` and `imbalance` override what follows from
-    the configuration.
+    """Return the scenario of a configuration with these degrees.
+
+    `colocated` and `imbalance` override what follows from the configuration.
     """
     train, size = config.train, config.train.micro_batch_size
     if colocated is None:

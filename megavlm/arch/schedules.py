@@ -84,9 +84,7 @@ def _one_f_one_b(count: int, rank: int, warmup: int) -> tuple[Pass, ...]:
 
 
 def _interleaved(shape: PipelineShape, rank: int) -> tuple[Pass, ...]:
-    """Return the passes of a rank whose chunks take rounds of PP micro-batches in turn, in reverse order in the
-    backward pass.
-    """
+    """Return the passes of a rank whose chunks take rounds of PP micro-batches in turn, backward in reverse order."""
     pp, vpp, count = shape.pp, shape.vpp, shape.micro_batches
     table = [(first + micro, chunk) for first in range(0, count, pp) for chunk in range(vpp) for micro in range(pp)]
     forwards = [Pass(FORWARD, chunk * pp + rank, micro) for micro, chunk in table]
@@ -153,8 +151,8 @@ def held_at_peaks(shape: PipelineShape) -> tuple[tuple[Held, ...], ...]:
 
 
 def _peaks(order: Sequence[Pass], *, splits: bool) -> Held:
-    """Return the pairs of `held_at_peaks` for one rank; `splits`: weight gradients are delayed, as on all ranks but the
-    first.
+    """Return the pairs of `held_at_peaks` for one rank; `splits`: weight gradients are delayed (all ranks but the
+    first).
     """
     whole = halves = 0
     counts = set()

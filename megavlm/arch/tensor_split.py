@@ -183,9 +183,7 @@ class HeadSplit:
         return Part(0, self.groups * self.width, _joined(runs))
 
     def qkv_part(self, rank: int) -> Part:
-        """Return the shard that a rank holds of the fused weight, which has each key/value head's queries, key and
-        value.
-        """
+        """Return the shard that a rank holds of the fused weight: queries, key and value of each key/value head."""
         return Part(0, (self.heads + 2 * self.groups) * self.width, _joined(self._qkv_runs(rank)))
 
     def _qkv_runs(self, rank: int) -> Iterator[RowRun]:
@@ -262,9 +260,7 @@ def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
 
 
 def context_heads(config: Config) -> int:
-    """Return the number of context-parallel ranks that exchange heads; groups of so many ranks gather one another's
-    keys and values.
-    """
+    """Return the number of context-parallel ranks that exchange heads. Groups of so many gather keys and values."""
     parallel = config.parallel
     if parallel.cp_comm_type == "all_gather":
         return 1

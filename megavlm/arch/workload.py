@@ -108,8 +108,7 @@ def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
 
 
 def sliding_squares(length: int, window: int | None) -> int:
-    """Return the equivalent of length² for attention with a sliding window: twice the number of pairs that it scores; 0
-    without a window.
+    """Return twice the number of pairs that attention with a sliding window scores, for length²; 0 without one.
 
     Token i attends to min(i, W) tokens. The sum is l²/2 − (l − W)²/2 where l > W, as triangles: Σ i over all of them
     less Σ (i − W) over those behind the first W.

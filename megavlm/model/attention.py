@@ -1,13 +1,12 @@
-"""Self-attention with rotary positions, on `scaled_dot_product_attention`: full, causal, block-diagonal, or by masks.
+"""Self-attention with rotary positions on `scaled_dot_product_attention`: full, causal, block-diagonal or masked.
 
-`CoreAttention` stands where megatron-core's DotProductAttention would: that one materialises the score matrix and
-refuses packed sequences. Tensor-parallel ranks may share key/value heads, or have query heads of
-zeros (`arch/tensor_split.py`). `LogitAttention` also takes the largest logit of each query head, for `--qk-clip`
-(`optim/qk_clip.py`).
+`CoreAttention` replaces megatron-core's DotProductAttention, which materialises the score matrix and refuses packed
+sequences. Tensor-parallel ranks may share key/value heads, or have query heads of zeros (`arch/tensor_split.py`).
+`LogitAttention` also records the largest logit of each query head, for `--qk-clip` (`optim/qk_clip.py`).
 
-Legend: S positions, B samples, N local query heads, G local key/value heads, D head width; of shared heads L slots of a
-rank with R query heads each, C slots of a key/value head, w = ⌈D/C⌉ channels of a key, and of a value, that a slot
-projects.
+Legend: S positions, B samples, N local query heads, G local key/value heads, D head width. With shared heads: L slots
+of a rank, R query heads of a slot, C slots of a key/value head, w = ⌈D/C⌉ channels of a key (and of a value) that a
+slot projects.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
 from megavlm.model.rotary import Heads, Rotary, Rotation
 
-# For packed sequences: cuDNN, which torch prefers on Hopper, plans anew for each number and length of sequences.
+# Backends for packed sequences. torch prefers cuDNN on Hopper, which plans again for each number and length of them.
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(SelfAttention):
-    """megatron-core's self-attention, with `rotary` in place of its own positions: those take cos and sin anew in each
-    layer and copy queries and keys four times more often.
+    """megatron-core's self-attention with `rotary` in place of its own rotary embedding.
+
+    That one computes cos and sin again in each layer, and copies queries and keys four times more often.
     """
 
     def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class Attention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> Heads:
-        """Queries, keys and values of the hidden states, normalised and turned; queries of padding may be zeros."""
+        """Return normalised and rotated queries and keys, and values. Queries of padding are zero if it is known."""
         query, key, value = self._turned_heads(hidden_states, key_value_states)
         if self.padding is not None:
             query = query.masked_fill(self.padding[..., None, None], 0.0)
@@ -90,7 +90,7 @@ class Attention(SelfAttention):
 
 
 class CoreAttention(nn.Module):
-    """softmax(q·kᵀ/√D)·v per sequence."""
+    """softmax(q·kᵀ/√D)·v for each sequence."""
 
     joins_lengths = True  # whether sequences of several lengths may be one call
 
@@ -118,10 +118,10 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packing | None = None,
     ) -> Tensor:
-        """query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D].
+        """Return the attention [S, B, N·D] of query [S, B, N, D] to key and value [S, B, G, D].
 
-        Packed sequences lie along the flattened [B·S], row by row: none goes over the end of its row. They are one call
-        where torch has one, else one for each run of equal lengths.
+        Packed sequences lie along the flattened [B·S], row by row, and none crosses the end of a row. One call attends
+        in all of them if torch has a kernel for that, else one call in each run of equal lengths.
         """
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
@@ -145,7 +145,7 @@ class CoreAttention(nn.Module):
     def _attend_run_by_run(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, causal: bool
     ) -> Tensor:
-        """[T, heads, D] each → [T, N·D], equally long sequences in one call."""
+        """Return [T, N·D] from [T, heads, D] each, with one call for each run of equally long sequences."""
         outputs = []
         for start, count, length in packing.runs:
             span = slice(start, start + count * length)
@@ -157,7 +157,7 @@ class CoreAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """[B, heads, S, D] each → [B, N, S, D]."""
+        """Return [B, N, S, D] from [B, heads, S, D] each."""
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": causal,
@@ -171,9 +171,9 @@ class CoreAttention(nn.Module):
 
 
 class SharedHeads:
-    """Splits what a rank has projected into heads, and gathers the parts of its keys and values from their ranks.
+    """Split of a rank's fused projection into heads, with the parts of keys and values that other ranks project.
 
-    The backward pass sends gradients back and adds them up where a part came from, as autograd derives it.
+    The backward pass sends gradients back to the ranks that projected the parts, and sums them there.
     """
 
     def __init__(self, split: HeadSplit, group: dist.ProcessGroup) -> None:
@@ -181,7 +181,7 @@ class SharedHeads:
         self.exchange = split.exchange(group.rank())
 
     def __call__(self, mixed: Tensor) -> Heads:
-        """[S, B, L·(R·D + 2·w)] → query [S, B, L·R, D], key and value [S, B, L, D]."""
+        """Return query [S, B, L·R, D], key and value [S, B, L, D] from the projection [S, B, L·(R·D + 2·w)]."""
         split = self.split
         query, parts = mixed.unflatten(-1, (split.slots, -1)).split(
             [split.queries * split.width, 2 * split.part_width], dim=-1
@@ -190,25 +190,25 @@ class SharedHeads:
         return query.reshape(*query.shape[:2], split.local_heads, split.width), key, value
 
     def _gathered(self, parts: Tensor) -> Tensor:
-        """[S, B, L, 2·w] → the parts of the whole keys and values [L, C, S, B, 2·w]."""
+        """Return the parts of whole keys and values [L, C, S, B, 2·w] from this rank's parts [S, B, L, 2·w]."""
         sends, receives = self.exchange.sends, list(self.exchange.receives)
-        wanted = [parts[:, :, number] for numbers in sends for number in numbers]
+        outgoing = [parts[:, :, number] for numbers in sends for number in numbers]
         # A rank of padding alone sends nothing, but still takes part in the exchange of the backward pass.
-        sent = torch.stack(wanted) if wanted else parts[:, :, :0].movedim(2, 0)
+        sent = torch.stack(outgoing) if outgoing else parts[:, :, :0].movedim(2, 0)
         arrived = all_to_all(self.group, sent, receives, [len(numbers) for numbers in sends])
         return torch.stack([torch.stack([arrived[at] for at in places]) for places in self.exchange.places])
 
     def _joined(self, parts: Tensor) -> Tensor:
-        """[L, C, S, B, w] → [S, B, L, D]."""
+        """Return heads [S, B, L, D] from their parts [L, C, S, B, w]."""
         return parts.permute(2, 3, 0, 1, 4).flatten(-2)[..., : self.split.width]
 
 
 @cache
 def without_padding(attention: type) -> type:
-    """Return a class like `attention`, a core attention, whose output is zero for query heads that are padding.
+    """Return a subclass of the core attention `attention` whose output is zero for query heads that are padding.
 
-    Such a head has zeros for a query and real keys, so that attention gives it the mean of the values. The output
-    layer has zeros for it; but without this their gradient would not be zero.
+    Such a head has a query of zeros and real keys, so that attention returns the mean of the values. The output layer's
+    weights for it are zero, but without this their gradient would not be.
     """
 
     class AttentionWithoutPadding(attention):  # type: ignore[misc, unused-ignore]
@@ -226,12 +226,12 @@ def without_padding(attention: type) -> type:
 
 
 class LogitAttention(CoreAttention):
-    """`CoreAttention` that keeps the largest logit of each head over training passes, until it is cleared.
+    """`CoreAttention` that records the largest logit of each head over training passes, until it is reset.
 
-    torch's kernels keep logits to themselves: they are computed a second time, in fp32 and some queries at a time.
+    torch's kernels do not return logits, so they are computed again, in fp32 and for some queries at a time.
 
-    `largest` [N] float64 is 0 where no logit is positive. Queries of zeros therefore count for nothing: so are those of
-    padding (`Packing.padding`). A layer that is recomputed is looked at in the pass with gradients alone.
+    `largest` [N] float64 is 0 where no logit is positive, so that queries of zeros, such as those of padding
+    (`Packing.padding`), have no effect. Of a recomputed layer the pass with gradients alone is recorded.
     """
 
     joins_lengths = False
@@ -246,8 +246,8 @@ class LogitAttention(CoreAttention):
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
         if self.training and torch.is_grad_enabled():
-            found = largest_logits(query, key, scale=self.scale, causal=causal, mask=mask)
-            torch.maximum(self.largest, found.double(), out=self.largest)
+            logits = largest_logits(query, key, scale=self.scale, causal=causal, mask=mask)
+            torch.maximum(self.largest, logits.double(), out=self.largest)
         return super()._attend(query, key, value, causal=causal, mask=mask)
 
 
@@ -280,7 +280,7 @@ def largest_logits(
     most = most or logits_at_once(on_gpu=query.is_cuda)
     together = max(1, most // (heads * keys))
     samples, step = max(1, together // length), min(together, length)
-    found = query.new_zeros(groups, heads // groups).float()
+    largest = query.new_zeros(groups, heads // groups).float()
     for q, k in zip(query.split(samples), key.split(samples), strict=True):
         for first in range(0, length, step):
             part = q[:, :, first : first + step].unflatten(1, (groups, -1))  # [b, G, N/G, s, D]
@@ -293,14 +293,14 @@ def largest_logits(
                 logits[..., -count:].masked_fill_(places > places[:, None], -torch.inf)
             if mask is not None:
                 logits += mask[first : first + count]
-            found = torch.maximum(found, logits.amax((0, 3, 4)))
-    return found.flatten() * (width**-0.5 if scale is None else scale)
+            largest = torch.maximum(largest, logits.amax((0, 3, 4)))
+    return largest.flatten() * (width**-0.5 if scale is None else scale)
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:
-    """Return q·kᵀ in fp32 of query [·, S, D] and key [·, K, D].
+    """Return q·kᵀ in fp32, of query [·, S, D] and key [·, K, D].
 
-    A GPU takes halves as they are: their products are exact in fp32, in which it adds them up.
+    A GPU multiplies fp16 and bf16 directly: their products are exact in fp32, in which it accumulates them.
     """
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(query, key.mT, out_dtype=torch.float32)

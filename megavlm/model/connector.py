@@ -22,12 +22,12 @@ from megavlm.model.vision_ops import average_pool, channels_first_blocks, pixel_
 
 
 class ConnectorModule(MegatronModule):
-    """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
+    """Base class of connectors: [V(/TP), 1, Hv] → [F, 1, Hl], the same on all tensor-parallel ranks.
 
-    All ranks have the same patches and make the same features of them, which are merged into whole text embeddings
-    before those are scattered. So weights that are whole on each rank get equal gradients. Matrices may be divided by
-    megatron-core's parallel layers, made with `self.config` (which has no sequence parallelism) and `self.tp_group`.
-    A container of such layers is a MegatronModule as well, as a ModuleList would be saved as if it were whole.
+    All ranks compute the same features from the same patches, and the features are merged into whole text embeddings
+    before these are scattered. So replicated weights get equal gradients. Matrices may be sharded by megatron-core's
+    parallel layers, built with `self.config` (without sequence parallelism) and `self.tp_group`. A container of such
+    layers must be a MegatronModule, because a ModuleList would be saved as if it were replicated.
     """
 
     def __init__(self, builder: LayerBuilder) -> None:
@@ -39,9 +39,9 @@ class ConnectorModule(MegatronModule):
     def forward(
         self, hidden: Tensor, layout: VisionLayout, *, tile_groups: Sequence[TileGroup], sequence_parallel: bool
     ) -> Tensor:
-        """`tile_groups` say which tiles are one image, in models of tiled images."""
+        """Return the features of a micro-batch. In models of tiled images, `tile_groups` say which are one image."""
         if sequence_parallel:
-            # What follows is computed alike on every rank: its gradient is whole, so backward takes a slice.
+            # The rest is computed alike on every rank: its gradient is whole, and the backward pass takes a slice.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -50,21 +50,21 @@ class ConnectorModule(MegatronModule):
 
     @abstractmethod
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
-        """Return the features [F, 1, Hl] of images, one after the other, whose patches [P, Hv] are row-major."""
+        """Return the features [F, 1, Hl] of consecutive images from their row-major patches [P, Hv]."""
 
 
 MERGES = {"concatenate": pixel_shuffle, "average": average_pool, "convolution": channels_first_blocks}
 
 
 class Projector(ConnectorModule):
-    """[V(/TP), 1, Hv] → [F, 1, Hl], whole on every tensor-parallel rank.
+    """The linear or MLP projector: [V(/TP), 1, Hv] → [F, 1, Hl], the same on all tensor-parallel ranks.
 
     The MLP is tensor-parallel without sequence parallelism: pixel shuffle needs neighbouring patches together, and
     the features are merged into whole text embeddings before those are scattered.
     """
 
     def __init__(self, builder: LayerBuilder, *, norm_epsilon: float | None = None) -> None:
-        """`norm_epsilon` is that of a norm of patches or merged features; default: what the configuration says."""
+        """Build the projector. `norm_epsilon` overrides the configuration's norm of patches or merged features."""
         super().__init__(builder)
         model, layer_config = self.model, self.config
         self.projector = model.projector
@@ -82,7 +82,7 @@ class Projector(ConnectorModule):
         if norm_epsilon is not None:
             normed = model.vision.hidden_size if self.projector.norm_before_merge else inputs
             self.norm = Norm(layer_config, normed, norm_epsilon)
-        # Whole on every tensor-parallel rank, as its inputs and outputs are: it needs no communication.
+        # Replicated like its inputs and outputs: it needs no communication.
         self.convolution: nn.Module = nn.Identity()
         if self.projector.merge == "convolution":
             self.convolution = nn.Linear(block_channels(model), inputs, bias=self.projector.merge_bias, dtype=dtype)
@@ -112,12 +112,12 @@ class Projector(ConnectorModule):
         newline, most = self.image_newline, self.projector.anyres_max_tiles
         if newline is None or most is None:
             return out
-        # As the rest of this, alike on every tensor-parallel rank: the newline's gradient needs no reduction.
+        # Computed alike on every tensor-parallel rank: the newline's gradient needs no reduction.
         counts = [tokens_per_grid(grid, self.projector) for grid in grids]
         return unpad_and_concat(out[:, 0], tile_groups, counts, newline=newline, max_tiles=most)[:, None]
 
     def _projected(self, features: Tensor) -> Tensor:
-        """[F, 1, inputs] → [F, 1, Hl]."""
+        """Return the features [F, 1, Hl] of merged patches [F, 1, inputs]."""
         if self.linear_in is not None and self.linear_gate is not None:
             features, _ = self.linear_in(features)
             features = F.gelu(self.inner_norm(features[..., : self.outputs]))

@@ -1,4 +1,4 @@
-"""Compute what layers need to know of a micro-batch: sequence bounds, masks, rotary angles and shapes."""
+"""What layers must know of a micro-batch: sequence bounds, masks, rotary angles and shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megavlm.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """What layers need to know of a micro-batch. Each property is computed once per chunk, when it is first read."""
+    """What layers must know of a micro-batch. Each property is computed once per chunk, when it is first read."""
 
     batch: MicroBatch
     config: Config
@@ -41,6 +41,7 @@ class MicroBatchContext:
 
     @cached_property
     def layout(self) -> VisionLayout:
+        """Return the layout of the packed vision sequence."""
         model = self.config.model
         multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
         return VisionLayout.of(
@@ -53,6 +54,7 @@ class MicroBatchContext:
 
     @cached_property
     def image_packing(self) -> Packing:
+        """Return the sequences of vision layers that attend over whole images."""
         return packed(
             self.layout.bounds,
             self.device,
@@ -63,6 +65,7 @@ class MicroBatchContext:
 
     @cached_property
     def window_packing(self) -> Packing:
+        """Return the sequences of vision layers that attend inside windows."""
         return packed(self.layout.window_bounds, self.device, usual=self.layout.window**2, padding=self._patch_padding)
 
     @cached_property
@@ -90,7 +93,7 @@ class MicroBatchContext:
         return self._masked_packing(window=window)
 
     def _masked_packing(self, *, window: int | None) -> Packing:
-        """Return the sequences and masks of layers with a window of this many tokens (None: without a window)."""
+        """Return the sequences and masks of layers with a window of this many tokens (None: without)."""
         spans = masked_spans(
             self._bounds,
             window=window,
@@ -102,14 +105,14 @@ class MicroBatchContext:
         return packed(self._bounds, self.device, masked=spans, padding=self._text_padding)
 
     def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
-        """Return how layers with a window of this many tokens (None: without a window) attend to a cache."""
+        """Return the packing of attention to a key/value cache, with a window of this many tokens (None: without)."""
         samples, length = self.batch.text.tokens.shape
         runs = None if self._image_runs is None else self._image_runs.view(samples, length)
         return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs))
 
     @cached_property
     def _image_runs(self) -> Tensor | None:
-        """Return in which run of image tokens each token is, [B·S]; None where no token attends to later ones."""
+        """Return the number of each token's run of image tokens, [B·S]; None if all attention is causal."""
         model = self.config.model
         if not model.language.bidirectional_images:
             return None
@@ -118,20 +121,21 @@ class MicroBatchContext:
 
     @cached_property
     def _image_tokens(self) -> list[int]:
-        """Return the tokens of each image that attends to itself both ways; one of none if there are no such images."""
+        """Return the number of tokens of each image with bidirectional attention; [0] without such images."""
         model = self.config.model
         counts = self.batch.row_image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
         return counts or [0]
 
     @property
     def _bounds(self) -> list[int]:
-        """Return where the sequences of the flattened rows begin and end, in tokens: 0, …, B·S."""
+        """Return the bounds of the sequences of the flattened rows, in tokens: 0, …, B·S."""
         rows, length = self.batch.row_tokens.shape
         cu_seqlens = self.batch.text.cu_seqlens
         return [*range(0, rows * length + 1, length)] if cu_seqlens is None else cu_seqlens.tolist()
 
     @cached_property
     def vision_rope(self) -> Rotation | None:
+        """Return the rotary angles of vision layers; None if positions are learned."""
         vision = self.config.model.vision
         if vision.position_embedding == "learned":
             return None
@@ -146,6 +150,7 @@ class MicroBatchContext:
 
     @cached_property
     def language_rope(self) -> Rotation:
+        """Return the rotary angles of language layers without a sliding window."""
         return self._rotation(self.config.model.language)
 
     @cached_property
@@ -161,14 +166,14 @@ class MicroBatchContext:
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:
-        """Return which tiles belong to one image; empty for models without tiles. A blank image is one base tile."""
+        """Return which tiles are one image; empty for models without tiles. A blank image is one base tile."""
         if self.layout.is_blank:
             return (TileGroup(grid=(0, 0), size=(0, 0)),) * (self.config.model.projector.anyres_max_tiles is not None)
         return self.batch.image_sizes.tile_groups
 
     @property
     def feature_shape(self) -> tuple[int, int, int]:
-        """Return the shape [F, 1, Hl] of the features that the language model gets; a blank image has some, too."""
+        """Return the shape [F, 1, Hl] of the features that the language model reads, also for a blank image."""
         model = self.config.model
         if self.batch.features is not None:
             return self.batch.features.positions.numel(), 1, model.language.hidden_size
@@ -191,18 +196,18 @@ class MicroBatchContext:
 
     @cached_property
     def routed_rows(self) -> RoutedRows:
-        """Return what routers need to know of the rows of which this rank has a part."""
+        """Return what routers must know of the rows that this rank has a part of."""
         places = self._row_places
         if sequence_parallel(self.config):
             places = places.view(self.groups.dims.tp, -1)[self.groups.coords.tp]
         tokens, trained = self._row_counts
         counted = (places[:, None] < tokens).float()
-        parts = (each.to(self.device, non_blocking=True) for each in (counted, tokens.clamp(min=1), trained))
+        parts = (tensor.to(self.device, non_blocking=True) for tensor in (counted, tokens.clamp(min=1), trained))
         return RoutedRows(*parts)
 
     @property
     def _row_places(self) -> Tensor:
-        """Return which positions of its rows this context-parallel rank has, [S/CP] int64."""
+        """Return the positions of its rows that this context-parallel rank has, [S/CP] int64."""
         split, length = self.groups.dims.row_split, self.batch.row_tokens.shape[1]
         if self.batch.context is None:
             return torch.arange(length)
@@ -210,7 +215,7 @@ class MicroBatchContext:
 
     @property
     def _row_counts(self) -> tuple[Tensor, Tensor]:
-        """Return of each whole row the tokens without padding and its terms of the loss, [B] float32 each."""
+        """Return for each whole row the number of tokens without padding, and of terms of the loss, [B] float32."""
         text, length = self.batch.text, self.batch.row_tokens.shape[1]
         counts = text.row_counts or [(length, trained) for trained in text.loss_mask.sum(-1).tolist()]
         tokens, trained = torch.tensor(counts, dtype=torch.float32).unbind(-1)
@@ -218,7 +223,7 @@ class MicroBatchContext:
 
     @cached_property
     def _text_padding(self) -> Tensor | None:
-        """Return which of this rank's positions are padding, [S/CP, B] bool; None unless `--qk-clip` needs it."""
+        """Return whether each of this rank's positions is padding, [S/CP, B] bool; None unless `--qk-clip` needs it."""
         if "language" not in clipped_parts(self.config):
             return None
         tokens, _ = self._row_counts
@@ -226,7 +231,7 @@ class MicroBatchContext:
 
     @cached_property
     def _patch_padding(self) -> Tensor | None:
-        """Return which vision tokens belong to no image, [V, 1] bool; None where no logits are looked at."""
+        """Return whether each vision token is padding or blank, [V, 1] bool; None unless `--qk-clip` needs it."""
         if "vision" not in clipped_parts(self.config):
             return None
         real = 0 if self.layout.is_blank else sum(self.layout.lengths)
@@ -234,7 +239,7 @@ class MicroBatchContext:
 
     @cached_property
     def feature_rows(self) -> Tensor:
-        """Return [F'] int64: the row of each feature of a colocated encoder in this rank's flattened hidden states.
+        """Return [F'] int64: the row of each colocated encoder's feature in this rank's flattened hidden states.
 
         Those are [S·B] rows, or [S/TP·B] with sequence parallelism.
         """
@@ -245,7 +250,7 @@ class MicroBatchContext:
         return (positions % length - first) * samples + positions // length
 
     def of_this_part(self, features: Tensor) -> Tensor:
-        """Return the features [F', 1, H] of this context-parallel rank's part of the text, given those of its images.
+        """Return the features [F', 1, H] of this context-parallel rank's part of the text, from those of its images.
 
         Ranks exchange them; the gradients go the opposite way.
         """
@@ -253,8 +258,8 @@ class MicroBatchContext:
         if dealt is None:
             return features
         sent, group = features.index_select(0, dealt.sent), self.groups.collection.cp
-        found: Tensor = all_to_all(group, sent, list(dealt.received_sizes), list(dealt.sent_sizes))
-        return found.index_select(0, dealt.received)
+        received: Tensor = all_to_all(group, sent, list(dealt.received_sizes), list(dealt.sent_sizes))
+        return received.index_select(0, dealt.received)
 
     def with_features_merged(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states [S(/TP), B, H] with a colocated encoder's features [F', H] at the image tokens."""

@@ -1,12 +1,12 @@
-"""Attention of rows that context-parallel ranks split: all-to-all over heads (Ulysses; Jacobs et al. 2023).
+"""Attention to rows sharded over context-parallel ranks, by an all-to-all over heads (Ulysses; Jacobs et al. 2023).
 
-Before attention each rank has some positions of all heads, within it all positions of some heads, and after it what it
-had before. The exchange is its own inverse, and so its own gradient (megatron-core's `all_to_all`). Packing, masks and
-kernels are those of one process, and every rank has equally much to compute however samples are packed.
+Before and after attention each rank has some positions of all heads, within it all positions of some heads. The
+exchange is its own inverse, and so its own gradient (megatron-core's `all_to_all`). Packing, masks and kernels are
+those of one process, and every rank computes equally much however samples are packed.
 
-More ranks than the heads allow are groups of such ranks: within a group heads are exchanged as above, and each group
-gathers the keys and values of all for its own queries (Llama 3). The groups share the positions of a row (`RowSplit`).
-Each has two runs of it, one from either end, so that all have equally many scores in a row of one sample.
+If there are more ranks than heads allow, they form groups: heads are exchanged within a group, and each group gathers
+all keys and values for its own queries (Llama 3). A row is sharded over the groups (`RowSplit`): each has two runs of
+it, one from either end, so that all compute equally many scores in a row of one sample.
 
 Legend: S positions, B rows, C context-parallel ranks, E of them that exchange heads (C where there is one group), D
 head width, and on each of these ranks N query heads and G key/value heads before the exchange.
@@ -35,17 +35,17 @@ from megavlm.parallel.groups import ContextGroups
 
 @dataclass(frozen=True)
 class CausalSpan:
-    """Consecutive queries of one sequence, and its keys up to the last of them."""
+    """Consecutive queries of one sequence, and its keys up to the last query."""
 
     queries: slice  # among the flattened [B·S/K] of a group
     keys: slice  # among the flattened [B·S]
 
 
 def causal_spans(bounds: Sequence[int], *, rows: int, split: RowSplit, group: int) -> tuple[CausalSpan, ...]:
-    """Return the spans of a group's queries, in their order, of sequences between `bounds`: 0, …, B·S."""
+    """Return the spans of a group's queries, in order, for the sequences between `bounds`: 0, …, B·S."""
     length = bounds[-1] // rows
     run = length // split.runs
-    found = []
+    spans = []
     for row in range(rows):
         for place, number in enumerate((group, split.runs - 1 - group)):
             first, local = row * length + number * run, (2 * row + place) * run
@@ -53,13 +53,13 @@ def causal_spans(bounds: Sequence[int], *, rows: int, split: RowSplit, group: in
             while bounds[sequence] < first + run:
                 start, end = bounds[sequence : sequence + 2]
                 begin, last = max(start, first), min(end, first + run)
-                found.append(CausalSpan(slice(local + begin - first, local + last - first), slice(start, last)))
+                spans.append(CausalSpan(slice(local + begin - first, local + last - first), slice(start, last)))
                 sequence += 1
-    return tuple(found)
+    return tuple(spans)
 
 
 def in_order_of_rows(gathered: Tensor, groups: int) -> Tensor:
-    """Return whole rows [S, …] of the parts of all groups [K·2R, …], each of a run from either end."""
+    """Return whole rows [S, …] from the parts of all groups [K·2R, …], which are runs from either end of a row."""
     runs = gathered.unflatten(0, (groups, 2, -1))
     return torch.cat([runs[:, 0], runs[:, 1].flip(0)]).flatten(0, 1)
 
@@ -67,7 +67,7 @@ def in_order_of_rows(gathered: Tensor, groups: int) -> Tensor:
 def attend_to_earlier(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[CausalSpan], attend: Callable[..., Tensor]
 ) -> Tensor:
-    """query [S/K, B, N, D], key and value [S, B, G, D] → [S/K, B, N·D]."""
+    """Return the causal attention [S/K, B, N·D] of query [S/K, B, N, D] to key and value [S, B, G, D]."""
     from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler, which other runs do without
 
     rows = query.shape[1]
@@ -82,9 +82,9 @@ def attend_to_earlier(
 
 @cache
 def across_context(attention: type) -> type:
-    """Return a class like `attention`, a core attention, for rows of which each rank holds a part.
+    """Return a subclass of the core attention `attention` for rows that are sharded over context-parallel ranks.
 
-    Answers are generated with whole rows on each rank, as their key/value cache has them: nothing is exchanged then.
+    While answers are generated each rank has whole rows, as in the key/value cache, and nothing is exchanged.
     """
 
     class ContextAttention(attention):  # type: ignore[misc, unused-ignore]
@@ -121,13 +121,13 @@ def across_context(attention: type) -> type:
 
 
 def gathered(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return whole rows [S, B, heads, D] of each tensor, of which each rank of the group has a part."""
+    """Return the whole rows [S, B, heads, D] of tensors that are sharded over the ranks of a group."""
     whole = gather_from_sequence_parallel_region(torch.cat(list(tensors), dim=2), group=group)
     return list(in_order_of_rows(whole, group.size()).split([x.shape[2] for x in tensors], dim=2))
 
 
 def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
-    """Return the configuration of an attention with the heads that it has after the exchange."""
+    """Return the configuration of attention with the heads that a rank has after the exchange."""
     own = config.num_query_groups // config.tensor_model_parallel_size
     return replace(
         config,
@@ -137,12 +137,12 @@ def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
 
 
 def copies_of_heads(heads: int, ranks: int) -> int:
-    """Return how often heads are repeated so that `ranks` divides them: lcm(heads, ranks) / heads."""
+    """Return how often heads must be repeated to be divisible by `ranks`: lcm(heads, ranks) / heads."""
     return ranks // gcd(heads, ranks)
 
 
 def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
-    """Return the heads that each of E ranks gets, [E, S/C, B, heads, D], and how many of them are of each tensor.
+    """Return the heads to send to each of E ranks, [E, S/C, B, heads, D], and how many of them come from each tensor.
 
     Each gets equally many consecutive heads of each tensor [S/C, B, heads, D]. Key/value heads that E does not divide
     are repeated. As E divides the N query heads, lcm(G, E) divides them too: each rank has the keys of its queries.
@@ -153,10 +153,10 @@ def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list
 
 
 def rows_of_ranks(parts: Tensor) -> Tensor:
-    """Return the group's rows [E·S/C, B, heads, D] of the parts [E, S/C, B, heads, D] that came from each rank."""
+    """Return the group's rows [E·S/C, B, heads, D] from the parts [E, S/C, B, heads, D] that ranks have sent."""
     return parts.flatten(0, 1)
 
 
 def heads_of_ranks(parts: Tensor) -> Tensor:
-    """Return all heads [S/C, B, N·D] of the parts [E, S/C, B, N/E, D] that came from each rank."""
+    """Return all heads [S/C, B, N·D] from the parts [E, S/C, B, N/E, D] that ranks have sent."""
     return parts.permute(1, 2, 0, 3, 4).flatten(2)

@@ -1,18 +1,18 @@
-"""Cross entropy of logits whose columns (the vocabulary) tensor-parallel ranks share, in the precision they come in.
+"""Cross entropy of logits whose columns are sharded over tensor-parallel ranks, in the precision of the logits.
 
-Arithmetic is in fp32, on a few positions at a time; of all logits there is never an fp32 copy. Their gradient takes
-their place in memory. `linear_cross_entropy` computes the output layer and its loss as one operation, of whose logits
-only those of some positions are ever in memory. The loss of position t is log Σ exp(x) − x[label] with x = W h. Its
-gradients, times what arrives from above, g:
+Arithmetic is in fp32 for a few positions at a time, so that there is never an fp32 copy of all logits. The gradient
+overwrites the logits. `linear_cross_entropy` computes the output layer and its loss as one operation, with the logits
+of some positions in memory at a time. The loss of position t is log Σ exp(x) − x[label] with x = W h. Its gradients,
+multiplied by the loss's own gradient g:
 
     of h_t:  g_t Σ over rows v of the vocabulary of p_tv W_v,  with p = softmax(x) − 1[label]
     of W_v:  Σ over positions t of g_t p_tv h_t
 
-The first needs all rows for some positions: it is computed in the forward pass, while their logits are there, and
-multiplied by g in the backward pass. The second needs all positions for some rows: the backward pass computes logits
-again, for one block of the vocabulary after the other, of as many bytes. So each gradient is one product, rounded once,
-and needs no buffer in fp32. No product is repeated if the weight is not trained, or if one chunk holds all positions,
-whose p then stays in memory.
+The first needs all rows for some positions: it is computed in the forward pass, while their logits are in memory, and
+multiplied by g in the backward pass. The second needs all positions for some rows: the backward pass recomputes the
+logits for one block of the vocabulary after the other, each of as many bytes. So each gradient is one product, rounded
+once, and needs no buffer in fp32. No product is repeated if the weight is not trained, or if one chunk holds all
+positions, whose p then stays in memory.
 
 Computing the gradient beside the loss follows Liger Kernel (Hsu et al. 2024), which sums the weight's over chunks of
 positions; computing logits twice follows Cut Cross-Entropy (Wijmans et al. 2024), whose kernel keeps none in memory.
@@ -41,10 +41,10 @@ CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tenso
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] in fp32 each.
+    """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] fp32 each.
 
-    Logits [T, W] in any precision become (softmax − 1[label]) · `unit_of` their type, the gradient of the loss. A label
-    [T] in no rank's columns has logit 0.
+    The logits [T, W], in any precision, are overwritten with the gradient of the loss: (softmax − 1[label]) · `unit_of`
+    their type. A label [T] in no rank's columns has logit 0.
     """
     columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
     predicted = label_logits(logits, columns, held)
@@ -60,10 +60,10 @@ def vocab_parallel_cross_entropy(
 def te_cross_entropy(
     kernel: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `vocab_parallel_cross_entropy` by Transformer Engine's kernel, whose unit is 1.
+    """Compute `vocab_parallel_cross_entropy` with Transformer Engine's kernel. Its `unit_of` is 1.
 
-    It walks rows by the last stride of the labels and the second last of the logits: both must be one run of memory.
-    Its loss is log Σ exp(x) − x[label], which gives the sum: m = log Σ exp(x), s = 1.
+    The kernel steps through rows by the last stride of the labels and the second last of the logits, so both must be
+    contiguous. Its loss is log Σ exp(x) − x[label], from which m = log Σ exp(x) follows with s = 1.
     """
     columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
     predicted = label_logits(logits, columns, held)
@@ -74,36 +74,36 @@ def te_cross_entropy(
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """Return by what gradients of logits are multiplied: in fp16, probabilities below 6e-8 would be 0."""
+    """Return the scale of logit gradients. In fp16, unscaled probabilities below 6e-8 would become 0."""
     return 2.0**12 if dtype == torch.float16 else 1.0
 
 
 def in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of as many positions as `LOSS_WORK` holds in fp32, of each tensor."""
+    """Yield views of each tensor with as many positions as `LOSS_WORK` holds in fp32."""
     count = max(1, LOSS_WORK // (4 * logits.shape[1]))
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
 def own_columns(labels: Tensor, *, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """[T] each: the label's column among `width` from `first` on, 0 where it is another, and whether it is of these."""
+    """Return the column of each label among `width` from `first` on (else 0), and whether it is there, [T] each."""
     columns = labels - first
     held = (columns >= 0) & (columns < width)
     return columns.where(held, 0), held
 
 
 def label_logits(logits: Tensor, columns: Tensor, held: Tensor) -> Tensor:
-    """x[label] of each position in fp32, [T]; 0 where it is another rank's."""
+    """Return x[label] of each position, [T] fp32; 0 if another rank has it."""
     return logits.gather(1, columns[:, None])[:, 0].float().where(held, 0.0)
 
 
 def _largest_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """m and Σ exp(x − m) of each position's logits on this rank, [T] in fp32."""
+    """Return m and Σ exp(x − m) of each position's logits on this rank, [T] fp32 each."""
     largest = logits.amax(1, keepdim=True).float()
     return largest[:, 0], (logits - largest).exp_().sum(1)
 
 
 def over_ranks(largest: Tensor, sums: Tensor, predicted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return the three [T] of the whole vocabulary from those of each rank, by two reductions in all."""
+    """Return maximum, sum and label logit [T] over the whole vocabulary from those of each rank: two all-reduces."""
     if group.size() == 1:
         return largest, sums, predicted
     whole = largest.clone()
@@ -116,21 +116,21 @@ def over_ranks(largest: Tensor, sums: Tensor, predicted: Tensor, group: dist.Pro
 def write_gradient(
     logits: Tensor, largest: Tensor, sums: Tensor, columns: Tensor, held: Tensor, gradient: Tensor
 ) -> None:
-    """Put (exp(x − m)/s − 1[label]) · gradient in the place of x."""
+    """Overwrite the logits x with (exp(x − m)/s − 1[label]) · gradient."""
     scaled = (logits - largest[:, None]).exp_()
     scaled[torch.arange(len(columns), device=columns.device), columns] -= sums.where(held, 0.0)
     torch.mul(scaled, (gradient / sums)[:, None], out=logits)
 
 
-_ALIGNED = 16  # rows of a block are a multiple: fast products want aligned rows of logits
+_ALIGNED = 16  # rows of a block are a multiple of this: fast products need aligned rows of logits
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How the loss is computed: `chunk` positions at a time, of logits whose columns are the ranks' of `group`.
+    """How the loss is computed: `chunk` positions at a time, from logits whose columns are sharded over `group`.
 
-    `real`: how many of this rank's columns are vocabulary; the others pad it. `sums_in_place`: NVIDIA Apex's kernel
-    adds the weight's gradient to its `main_grad`.
+    `real`: the number of this rank's columns that are no padding. `sums_in_place`: NVIDIA Apex's kernel adds the
+    weight's gradient to its `main_grad`.
     """
 
     group: dist.ProcessGroup
@@ -138,14 +138,14 @@ class LossOptions:
     chunk: int
     cross_entropy: CrossEntropy
     sums_in_place: bool = False
-    weight_gradients: WeightGradients | None = None  # with which the weight's gradient is left; None: not left
+    weight_gradients: WeightGradients | None = None  # delays the weight's gradient; None: not delayed
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
     """Return the cross entropy of each position, fp32 [T], from hidden states [T, H], weight [W, H] and labels [T].
 
     The gradient of the hidden states is this rank's share of a sum over tensor-parallel ranks. The backward pass
-    overwrites what it has kept, so autograd refuses a second one.
+    overwrites what was saved, so autograd refuses a second one.
     """
     reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
     if options.weight_gradients is not None and has_halves(hidden, weight):
@@ -167,17 +167,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         later: LaterGradient | None,
     ) -> Tensor:
         trained, ctx.kept, ctx.later = weight.requires_grad or later is not None, len(hidden) <= options.chunk, later
-        found, kept = [], []
+        terms, kept = [], []
         of_hidden = torch.empty_like(hidden) if reached else None
         for start in range(0, max(1, len(hidden)), options.chunk):
             part = slice(start, start + options.chunk)
             logits = _logits(hidden[part], weight, real=options.real)
-            found.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
+            terms.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
             kept += [logits] * ctx.kept
-            del logits  # before there are those of the next chunk
-        per_position = torch.cat(found, dim=1)
+            del logits  # before those of the next chunk are computed
+        per_position = torch.cat(terms, dim=1)
         needed = (hidden, weight, *(kept if ctx.kept else (labels, per_position)))
         ctx.save_for_backward(of_hidden, *(needed if trained else (None, None)))
         ctx.options, ctx.unit = options, unit_of(hidden.dtype)
@@ -223,7 +223,7 @@ def _compute_again(
     options: LossOptions,
     add: Add,
 ) -> None:
-    """Call `add` for one block of the vocabulary after the other."""
+    """Recompute the logits block by block of the vocabulary, and call `add` with the gradient of each block."""
     _, largest, sums = per_position
     rows = block_rows(len(weight), len(hidden), chunk=options.chunk)
     for start in range(0, len(weight), rows):
@@ -233,11 +233,11 @@ def _compute_again(
         for piece in in_pieces(logits, largest, sums, columns, held, arrives):
             write_gradient(*piece)
         add(logits, slice(start, start + rows))
-        del logits, piece  # before there are those of the next block
+        del logits, piece  # before those of the next block are computed
 
 
 def _destination(weight: Tensor, hidden: Tensor, main_grad: Tensor | None) -> tuple[Tensor, Add]:
-    """Return the weight's gradient and what adds to it.
+    """Return the weight's gradient, and the function that adds a block to it.
 
     With `main_grad`, as megatron-core's layer: the gradient for autograd is never read, and its mark says so.
     """
@@ -251,15 +251,17 @@ def _destination(weight: Tensor, hidden: Tensor, main_grad: Tensor | None) -> tu
 
 
 def block_rows(width: int, positions: int, *, chunk: int) -> int:
-    """Return the rows of a block: the vocabulary is cut into as many as the positions are, so that the logits [T, V] of
-    one take as much memory as those of a chunk [chunk, W].
+    """Return the rows of a block of the vocabulary.
+
+    The vocabulary is cut into as many blocks as there are chunks of positions, so that the logits [T, V] of a block
+    take as much memory as those of a chunk, [chunk, W].
     """
     chunks = max(1, -(-positions // chunk))
     return min(width, -(-width // (chunks * _ALIGNED)) * _ALIGNED)
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, real: int) -> Tensor:
-    """x = h W; columns from `real` on pad the vocabulary: their softmax is 0, and so is their gradient."""
+    """Return x = h W. Columns from `real` on are padding: their softmax and gradient are 0."""
     logits = hidden @ weight.t()
     if real < len(weight):
         logits[:, max(0, real) :] = torch.finfo(logits.dtype).min

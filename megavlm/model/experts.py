@@ -1,9 +1,9 @@
-"""The routed experts of a rank: gated MLPs whose products are computed together, in two grouped products.
+"""Routed experts of a rank: gated MLPs, whose products are computed as two grouped products.
 
-torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; products in FP8
-are others (`emulated`, `te_product`) on the same weights. Rows are those of expert 0, then those of expert 1, …; an
-expert without tokens has none, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as
-megatron-core's own experts write it, whatever their number per rank:
+torch's `grouped_mm` runs on every device, so that a CPU computes what a GPU does; FP8 has other products (`emulated`,
+`te_product`) of the same weights. Rows are those of expert 0, then those of expert 1, …; an expert without tokens has
+none, and its gradient is zero. A checkpoint has one tensor for all experts of a layer, as megatron-core's own experts
+write it, whatever their number per rank:
 
     linear_fc1.weight [E, 2F, H]   gate rows, then up rows, of each expert
     linear_fc2.weight [E, H, F]
@@ -33,17 +33,18 @@ from megavlm.precision.emulated import Operands, RoundGradient, RoundOperand, Sc
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """How many rows of a tensor [T, …] each expert has, one expert's after the other's."""
+    """How many rows of a tensor [T, …] each expert has. Rows are ordered by expert."""
 
     counts: Tensor  # [E] int64, wherever the dispatcher has it
     ends: Tensor  # [E] int32 on the device: where each expert's rows end
 
     @classmethod
     def of(cls, counts: Tensor, device: torch.device) -> Rows:
+        """Return the rows with these counts, with their ends on `device`."""
         return cls(counts, counts.to(device, non_blocking=True).cumsum(0).to(torch.int32))
 
     def aligned(self, multiple: int, total: int) -> tuple[Rows, Tensor]:
-        """Return rows of which each expert has a multiple, and the places among them of these, `total` in number."""
+        """Return rows padded to a multiple for each expert, and the indices of these `total` rows among them."""
         padded = -(-self.counts // multiple) * multiple
         before = (padded - self.counts).cumsum(0) - (padded - self.counts)  # empty rows of the experts before
         device = self.ends.device
@@ -56,19 +57,20 @@ Product = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 def grouped(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    """Return the product of each row of x with the weight of its expert, by torch's `grouped_mm`."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=rows.ends)
 
 
 @dataclass(frozen=True)
 class Products:
-    """What computes the two products of a layer's experts."""
+    """The function that computes the two products of a layer's experts, and its alignment."""
 
     make: Callable[[int, int, int], Product] = lambda experts, rows, columns: grouped
-    multiple: int = 1  # of rows of each expert
+    multiple: int = 1  # rows of each expert are padded to a multiple of this
 
 
 def mark(param: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter of experts and return it.
+    """Mark a parameter as one of experts and return it.
 
     Expert-data-parallel ranks sum its gradient, and each other rank counts its own in the norm. megatron-core marks
     experts only where EP > 1; with EP 1 and ETP ≠ TP their gradients would be summed over the wrong ranks.
@@ -90,7 +92,7 @@ class ExpertWeight(nn.Module):
         self.weight = mark(nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """x [T, columns] → [T, rows]."""
+        """Return [T, rows] for x [T, columns]."""
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             return self.product(x, weight, rows)
@@ -99,7 +101,7 @@ class ExpertWeight(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """fc2(activation(fc1(x)) · p) of each token's expert, with the weight p that the router gave it."""
+    """fc2(activation(fc1(x)) · p) of each token's expert, with the router's weight p."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class GroupedExperts(MegatronModule):
         pg_collection: ProcessGroupCollection,
         products: Products | None = None,
     ) -> None:
-        """`experts` is the number of experts of this rank."""
+        """Build the experts of this rank, `experts` in number."""
         super().__init__(config)
         assert config.moe_ffn_hidden_size is not None
         self.groups = pg_collection
@@ -122,7 +124,7 @@ class GroupedExperts(MegatronModule):
         self.activation = build_module(activation, config=config)
 
     def forward(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Return [T, H], to be summed over ETP, and no bias.
+        """Return [T, H], which is to be summed over ETP, and no bias.
 
         Args:
             tokens: [T, H], those of the first expert first.
@@ -145,14 +147,14 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights with their part of the tensors of all experts of all ranks."""
+        """Return the weights as shards of the tensors of all experts of all ranks."""
         return {
             f"{prefix}{name}": self._entry(name, f"{prefix}experts.{name}", param)
             for name, param in self.named_parameters()
         }
 
     def _entry(self, name: str, key: str, param: Tensor) -> ShardedTensor | ShardedTensorFactory:
-        """Return a parameter's place. ETP divides rows of fc1, columns of fc2; an adapter's other factor is whole."""
+        """Return the shard of a parameter: rows of fc1, columns of fc2. An adapter's other factor is replicated."""
         ep, etp, replica = self.groups.ep, self.groups.expt_tp, (0, 0, self.groups.expt_dp.rank())
         linear, leaf = name.split(".")[0], name.rpartition(".")[2]
         if (linear, leaf) in (("linear_fc1", "A"), ("linear_fc2", "B")):
@@ -167,7 +169,7 @@ class GroupedExperts(MegatronModule):
         return [self._part(key, half, replica, axis=1, part=part, parts=2) for part, half in halves]
 
     def _part(self, key: str, data: Tensor, replica: Any, *, axis: int, part: int, parts: int) -> ShardedTensor:
-        """Return this rank's share of number `part` of `parts` along the axis that ETP divides."""
+        """Return this rank's shard of part number `part` of `parts` along the axis that ETP shards."""
         ep, etp = self.groups.ep, self.groups.expt_tp
         place = (axis, part * etp.size() + etp.rank(), parts * etp.size())
         return ShardedTensor.from_rank_offsets(key, data, (0, ep.rank(), ep.size()), place, replica_id=replica)
@@ -178,19 +180,19 @@ def _merge(parts: list[Tensor]) -> Tensor:
 
 
 def emulated(by: Operands) -> Product:
-    """Return the product in emulated FP8 with these current scalings.
+    """Return the product in emulated FP8 with the current scalings in `by`.
 
     Rows, weights and output gradients of each expert are rounded by their own scales, as by Transformer Engine, whose
-    kernels see one expert at a time. The history of an expert would have to travel with it from rank to rank. Experts
-    without rows have no scale.
+    kernels see one expert at a time. Delayed scaling is not offered: an expert's history would have to move with it
+    from rank to rank. Experts without rows have no scale.
     """
 
-    def each(x: Tensor, sizes: int | list[int], scaling: Scaling) -> Tensor:
+    def rounded(x: Tensor, sizes: int | list[int], scaling: Scaling) -> Tensor:
         return torch.cat([RoundOperand.apply(part, scaling, False) for part in x.split(sizes)])
 
     def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         sizes = rows.counts.tolist()
-        outputs = grouped(each(x, sizes, by.input), each(weight, 1, by.weight), rows)
+        outputs = grouped(rounded(x, sizes, by.input), rounded(weight, 1, by.weight), rows)
         return torch.cat([RoundGradient.apply(part, by.gradient) for part in outputs.split(sizes)])
 
     return product
@@ -198,7 +200,7 @@ def emulated(by: Operands) -> Product:
 
 @cache
 def grouped_linear(base: type) -> type:
-    """Return a class of products from `transformer_engine.pytorch.GroupedLinear`, or what stands for it."""
+    """Return a class of products, derived from `transformer_engine.pytorch.GroupedLinear` or a test's stand-in."""
 
     class GroupedProduct(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, experts: int, rows: int, columns: int) -> None:
@@ -225,8 +227,8 @@ def grouped_linear(base: type) -> type:
 def te_product(experts: int, rows: int, columns: int) -> Product:
     """Return Transformer Engine's product in FP8 with weights [experts, rows, columns].
 
-    Its module has a parameter for each expert. Here those of a rank are one parameter, as with torch's products, so
-    that checkpoints, initial weights, data parallelism and adapters know no difference, and the module gets views of
+    Its module has a parameter for each expert. Here a rank's experts are one parameter, as with torch's products, so
+    that checkpoints, initial weights, data parallelism and adapters need no special case, and the module gets views of
     it. Written against Transformer Engine 2.11, whose kernels take experts without rows, and rows in multiples of 16.
     """
     from transformer_engine.pytorch import GroupedLinear

@@ -1,9 +1,9 @@
-"""The two ends of the language model: embedding with the image features merged in, and the output with its loss.
+"""Ends of the language model: the embedding with image features merged in, and the output with its loss.
 
 The output layer of a model that embeds texts pools hidden states into one vector for each text. DeepStack (Meng et al.
 2024; Qwen3-VL) adds features of inner vision layers to the first language layers: merger j turns what vision layer d_j
 puts out into features [F, 1, H], which are added to the hidden states of the image tokens after language layer j.
-Between the two they travel with the hidden states, past every cut of the pipeline.
+In between they are sent along with the hidden states past every cut of the pipeline.
 
 Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP), R texts of a
 micro-batch, K positions that are pooled.
@@ -37,21 +37,21 @@ from megavlm.parallel.groups import Groups
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of TP."""
+    """Return the number of rows of the embedding: the vocabulary rounded up to a multiple of TP."""
     return -(-vocab_size // tp) * tp
 
 
 class Embedding(MegatronModule):
-    """Token embeddings, with features at image tokens: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
+    """Token embedding with features at image tokens: tokens [B, S], features [F, 1, H] → [S(/TP), B, H].
 
     Without features, these positions hold the embedding of the image token.
     """
 
     def __init__(self, vocab_size: int, *, layer_config: TransformerConfig, groups: Groups, scale: float = 1.0) -> None:
-        """`scale` multiplies the embeddings of tokens."""
+        """Build the embedding, whose output is multiplied by `scale`."""
         super().__init__(config=layer_config)
         self.tp_group = groups.tp
-        # As Transformers rounds it, which keeps it in the type of the weights.
+        # Rounded to the type of the weights, as in Transformers.
         self.scale = torch.tensor(scale, dtype=layer_config.params_dtype).item()
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab(vocab_size, groups.dims.tp),
@@ -69,8 +69,8 @@ class Embedding(MegatronModule):
             # With no image in the batch this copies nothing, yet keeps the features in the graph: the vision part of
             # the pipeline gets its (zero) gradient like on any other micro-batch.
             positions = text.feature_positions
-            found = features[: positions.numel(), 0].to(embedded.dtype)
-            embedded = embedded.flatten(0, 1).index_copy(0, positions, found).view_as(embedded)
+            values = features[: positions.numel(), 0].to(embedded.dtype)
+            embedded = embedded.flatten(0, 1).index_copy(0, positions, values).view_as(embedded)
         hidden = embedded.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
@@ -93,7 +93,7 @@ class Output(MegatronModule):
         cross_entropy: CrossEntropy,
         chunk: int,
     ) -> None:
-        """`chunk`: positions whose logits are in memory at a time while the loss is computed."""
+        """Build the output layer. `chunk` positions have logits in memory at a time while the loss is computed."""
         super().__init__(config=layer_config)
         self.vocab_size = vocab_size
         self.tp_group = groups.tp
@@ -119,11 +119,11 @@ class Output(MegatronModule):
     def forward(
         self, hidden: Tensor, labels: Tensor, positions: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensor:
-        """Cross entropy of each prediction, fp32 [B, S], for labels [B, S]; `weight` is that of a tied embedding.
+        """Return the cross entropy of each prediction, fp32 [B, S], for labels [B, S]; `weight` is a tied embedding's.
 
         `positions` [L] are those of the flattened [B·S] that have a loss, by default all; that of the others is 0.
         """
-        # The embedding's gradient is not left: a tied weight's two gradients are added up before they are rounded.
+        # A tied weight's gradient is not delayed: its two gradients are summed before they are rounded.
         options = replace(self.options, weight_gradients=self.weight_gradients if weight is None else None)
         hidden, weight = self._whole(hidden), self.linear.weight if weight is None else weight
         rows, (samples, length) = hidden.flatten(0, 1), labels.shape
@@ -134,9 +134,9 @@ class Output(MegatronModule):
         return losses.new_zeros(labels.numel()).index_copy(0, positions, losses).view(samples, length)
 
     def logits(self, hidden: Tensor, weight: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
-        """This rank's columns of the logits, [S, B, W/TP], without a loss: answers and comparisons need them.
+        """Return this rank's columns of the logits, [S, B, W/TP], without a loss, for answers and comparisons.
 
-        `at` [B]: of one position of each row alone, [1, B, W/TP].
+        `at` [B] selects one position of each row: [1, B, W/TP].
         """
         hidden = self._whole(hidden)
         if at is not None:
@@ -144,26 +144,26 @@ class Output(MegatronModule):
         return F.linear(hidden, self.linear.weight if weight is None else weight)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Return all positions of the hidden states, [S, B, H]."""
+        """Return the hidden states of all positions, [S, B, H]."""
         if self.linear.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Whole logits on every tensor-parallel rank, [B, S, vocabulary]."""
+        """Return whole logits on every tensor-parallel rank, [B, S, vocabulary]."""
         whole = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return whole[..., : self.vocab_size].transpose(0, 1)
 
 
 class Representation(MegatronModule):
-    """Pools hidden states, [S(/TP), B, H] → fp32 [R·H + learned scalars], and holds the scalars that the loss learns.
+    """Pooling of hidden states, [S(/TP), B, H] → fp32 [R·H + learned scalars], with the learned scalars of the loss.
 
-    The scalars follow the vectors, so that a gradient of this output is all that the loss hands back. Vectors are not
-    normalised: the loss does that, for each of the widths that it is applied to.
+    The scalars follow the vectors, so that the loss returns one gradient for all. The loss normalises the vectors, for
+    each width that it is applied to.
     """
 
     def __init__(self, learned: tuple[str, ...], *, layer_config: TransformerConfig, groups: Groups) -> None:
-        """`learned` are the names of the scalars."""
+        """Build the pooling, with one scalar for each name in `learned`."""
         super().__init__(config=layer_config)
         self.groups = groups
         self.sharded = layer_config.sequence_parallel
@@ -172,10 +172,10 @@ class Representation(MegatronModule):
             self.register_parameter(name, nn.Parameter(torch.empty(1, dtype=layer_config.params_dtype)))
 
     def forward(self, hidden: Tensor, text: TextBatch) -> Tensor:
-        """Return the vectors of all texts of a micro-batch, whole and alike on tensor- and context-parallel ranks.
+        """Return the vectors of all texts of a micro-batch, the same on all tensor- and context-parallel ranks.
 
-        A rank pools the positions that it holds, and the sums over ranks are the vectors. Each rank computes the same
-        loss from them, so their gradient is whole on each rank, too, and belongs to the rank's own positions as it is.
+        A rank pools its own positions, and the sum over ranks gives the vectors. Each rank computes the same loss from
+        them, so each has the whole gradient, which is also that of its own positions.
         """
         assert text.pool is not None, "the data loader says which positions are pooled"
         assert text.pool_weights is not None
@@ -196,9 +196,9 @@ class Representation(MegatronModule):
 
 
 def pack(hidden: Tensor, carried: Sequence[Tensor]) -> Tensor:
-    """One tensor for the next pipeline chunk: `hidden` itself where nothing is carried, else all values, [N, 1, 1].
+    """Return one tensor for the next pipeline chunk: `hidden` if nothing is carried, else all values, [N, 1, 1].
 
-    Three dimensions are what megatron-core's transfers announce.
+    megatron-core's transfers announce shapes of three dimensions.
     """
     if not carried:
         return hidden
@@ -208,7 +208,7 @@ def pack(hidden: Tensor, carried: Sequence[Tensor]) -> Tensor:
 def unpack(
     packed: Tensor, *, hidden: tuple[int, int], carried: Sequence[tuple[int, ...]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return what `pack` joined: hidden states of shape [any, *hidden], and tensors of the given shapes."""
+    """Return what `pack` joined: hidden states of shape [any, *hidden], and tensors with the shapes in `carried`."""
     if not carried:
         return packed, []
     sizes = [prod(shape) for shape in carried]

@@ -1,4 +1,4 @@
-"""The one table of layer kinds with torch: how each is built and run. `megavlm/arch/kinds.py` is the other half."""
+"""The table of layer kinds with torch: how each is built and run. `megavlm/arch/kinds.py` is the other half."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerImpl:
-    """`build(builder, name)` returns the layer's module; `run(chunk, name, hidden, context)` its output.
+    """Functions of a layer kind: `build(builder, name)` returns the module, `run(chunk, name, hidden, context)` the
+    output.
 
     The shape of `hidden` follows from the kind's `reads` (`MicroBatchContext.hidden_shape`).
     """
@@ -148,9 +149,9 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 
     recomputes = layer_kind(name).is_recomputed(context.config.model)
     if recomputes and chunk.full_recompute and chunk.training and torch.is_grad_enabled():
-        # Not megatron-core's, which needs an input with a gradient: the tower may be frozen.
-        found: Tensor = checkpoint(run, hidden, use_reentrant=False)
-        return found
+        # Not megatron-core's checkpoint, which needs an input with a gradient: the tower may be frozen.
+        recomputed: Tensor = checkpoint(run, hidden, use_reentrant=False)
+        return recomputed
     return run(hidden)
 
 

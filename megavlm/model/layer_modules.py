@@ -1,11 +1,11 @@
-"""The modules of transformer layers: torch's, torch's with emulated FP8, or Transformer Engine's.
+"""Modules of transformer layers: torch's, torch's with emulated FP8, or Transformer Engine's.
 
 A layer is megatron-core's in any case, and so are the names of its parameters in checkpoints. What Transformer Engine
 has no part for (norms over all heads, LayerScale) is ours everywhere.
 
-Activations of the MLP keep their input alone for the backward pass, and compute the rest anew: written as the products
-that autograd would record, SwiGLU keeps silu(gate) besides, GeGLU gelu(gate) and quick GELU σ(1.702x), one more tensor
-of the widest width in a layer. torch's own GELUs keep their input anyway.
+Activations of the MLP save their input alone and recompute the rest in the backward pass. Autograd would also save
+silu(gate) for SwiGLU, gelu(gate) for GeGLU and σ(1.702x) for quick GELU, one more tensor of the largest width in a
+layer. torch's own GELUs save their input alone anyway.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def keeping_input(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Activation:
-    """Return an activation made of `forward(x)` and `backward(gradient of the output, x)`, one kernel each if fused."""
+    """Return an activation from `forward(x)` and `backward(output gradient, x)`, which saves its input alone."""
 
     def activation(x: Tensor) -> Tensor:
         output: Tensor = _KeepsInput.apply(x, forward, backward)
@@ -74,7 +74,7 @@ class _KeepsInput(torch.autograd.Function):
 
 
 class ActivationModule(MegatronModule):
-    """An activation as megatron-core's layer specs build it: from 0.18 on they take modules alone."""
+    """An activation as a module, which layer specs of megatron-core need from 0.18 on."""
 
     def __init__(self, config: TransformerConfig, function: Activation) -> None:
         super().__init__(config)
@@ -88,13 +88,13 @@ gelu_tanh = partial(F.gelu, approximate="tanh")
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate)·up of [gate, up] (Shazeer 2020). megatron-core's own formula adds an offset of zero to `up`."""
+    """Return silu(gate)·up for [gate, up] (Shazeer 2020). megatron-core's formula adds an offset of zero to `up`."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """[grad·up·silu′(gate), grad·silu(gate)], written into one tensor."""
+    """Return [grad·up·silu′(gate), grad·silu(gate)], written into one tensor."""
     gate, up = x.chunk(2, dim=-1)
     if torch.compiler.is_compiling():  # inductor joins without a copy, and fails at writing to parts of other lengths
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
@@ -106,31 +106,31 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def geglu(x: Tensor) -> Tensor:
-    """gelu_tanh(gate)·up of [gate, up] (Shazeer 2020)."""
+    """Return gelu_tanh(gate)·up for [gate, up] (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)
     return gelu_tanh(gate).mul_(up)
 
 
 def geglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """[grad·up·gelu_tanh′(gate), grad·gelu_tanh(gate)]."""
+    """Return [grad·up·gelu_tanh′(gate), grad·gelu_tanh(gate)]."""
     gate, up = x.chunk(2, dim=-1)
     of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
     return torch.cat([of_gate, grad * gelu_tanh(gate)], dim=-1)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x·σ(1.702x), the approximation that CLIP was trained with."""
+    """Return x·σ(1.702x), the approximation that CLIP was trained with."""
     return torch.sigmoid(1.702 * x).mul_(x)
 
 
 def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """With u = 1.702x: x·σ(u) = silu(u)/1.702, whose derivative is silu′(u)."""
+    """Return grad·silu′(u) with u = 1.702x, because x·σ(u) = silu(u)/1.702."""
     return torch.ops.aten.silu_backward(grad, 1.702 * x)
 
 
 @cache
 def activations(compiled: Callable[[Any], Any] = lambda function: function) -> dict[str, Activation]:
-    """Return the activations by their names in the configuration; `compiled` makes one kernel of what is several."""
+    """Return the activations by their names in the configuration; `compiled` fuses each into one kernel."""
     return {
         "gelu": F.gelu,
         "gelu_tanh": gelu_tanh,
@@ -145,7 +145,7 @@ ACTIVATIONS = activations()
 
 @dataclass(frozen=True)
 class LayerModules:
-    """The modules of one transformer layer, each as megatron-core's specs take them."""
+    """The modules of one transformer layer, each in the form that megatron-core's specs take."""
 
     norm: Any  # before attention and before the MLP
     norm_alone: Any  # before experts, whose layers have no norm inside
@@ -156,13 +156,13 @@ class LayerModules:
     core_attention: Any
     activations: Mapping[str, Activation]  # of the MLP, by their names in the configuration
     products: Products = field(default_factory=Products)  # of routed experts
-    rotary: Rotary = field(default_factory=Rotary)  # splits queries, keys and values, and turns them
+    rotary: Rotary = field(default_factory=Rotary)  # splits queries, keys and values, and rotates them
     keys: Mapping[str, str] = field(default_factory=dict)  # prefixes of local names → those of checkpoints
 
 
 @cache
 def with_bias_inside(linear: type) -> type:
-    """Return a parallel linear class that adds its bias itself, where megatron-core's layers return it to the caller.
+    """Return a parallel linear class that adds its bias itself; megatron-core's layers return it to the caller.
 
     Transformer Engine then adds it where the product is written, and sums its gradient in the weight gradient's
     product: three passes less over the widest tensor.
@@ -175,7 +175,7 @@ def with_bias_inside(linear: type) -> type:
 
 
 class Execution:
-    """Contexts that layers run in. This base class adds nothing."""
+    """Contexts that layers run in. This base class adds none."""
 
     def chunk(self, layers: Sequence[tuple[str, Any]]) -> AbstractContextManager[Any]:
         """Return the context for a forward pass through a chunk with these transformer layers."""
@@ -186,12 +186,12 @@ class Execution:
         return nullcontext()
 
     def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
-        """Return `run(hidden)` without saving its activations; the backward pass calls `run` again."""
+        """Return `run(hidden)` without saving activations; the backward pass calls `run` again."""
         return checkpoint(run, False, hidden)
 
 
 class EmulatedExecution(Execution):
-    """Emulated FP8: a recomputed layer uses the scales of its first pass, so its output is the same."""
+    """Emulated FP8: a recomputed layer reuses the scales of its first pass, so that its output is the same."""
 
     def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
         return checkpoint(same_when_repeated(run, layer), False, hidden)
@@ -206,7 +206,7 @@ def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
 
         from megavlm.model.te import te_modules
 
-        # Adapters read what the linear layer reads, which a norm inside it would keep to itself.
+        # Adapters read the linear layer's input, which a fused norm would not return.
         fused_norm = part_of(name) not in adapted_parts(config)
         modules = te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
         products = Products(te_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
@@ -219,8 +219,10 @@ def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
 def torch_modules(
     fp8: Callable[[], Operands] | None = None, *, compiled: bool = False, interleaved: bool = False
 ) -> LayerModules:
-    """Ours and megatron-core's own, which run anywhere; linear layers emulate FP8 with operands that `fp8` makes.
-    Where `compiled`, activation and rotation are a kernel each. `interleaved` pairs of channels rotate as neighbours.
+    """Return modules of megatron-core and of this package, which run anywhere.
+
+    Linear layers emulate FP8 with the operands that `fp8` makes. `compiled` fuses activation and rotation into one
+    kernel each. `interleaved` rotates neighbouring channels as pairs.
     """
     column: Any = with_bias_inside(ColumnParallelLinear)
     row: Any = with_bias_inside(RowParallelLinear)
@@ -259,7 +261,7 @@ def cross_entropy_of(config: Config) -> CrossEntropy:
 
 
 def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
-    """Return what makes a layer's operands: each layer has histories of its own."""
+    """Return a function that makes the operands of a layer, with scaling histories of its own."""
     if config.precision.fp8_recipe == "tensorwise":
         return partial(current_operands, config.precision.fp8, groups.tp)
     recipe = DelayedRecipe(
@@ -269,13 +271,14 @@ def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
 
 
 def _emulated_products(config: Config) -> Products:
-    """Return products of experts in FP8, with rows aligned as FP8 hardware needs them."""
+    """Return the products of experts in emulated FP8, with rows aligned as FP8 hardware needs them."""
     precision = config.precision
     operands = current_operands(precision.fp8, None)  # an expert's rows, and a rank's part of it, have their own scale
     return Products(lambda *shape: emulated(operands), fp8_multiple(precision.fp8_recipe))
 
 
 def execution_of(config: Config, groups: Groups) -> Execution:
+    """Return the contexts that layers run in: plain, emulated FP8, or Transformer Engine's FP8."""
     if config.precision.fp8 == "none":
         return Execution()
     if implementation(config) == "torch":
@@ -286,9 +289,10 @@ def execution_of(config: Config, groups: Groups) -> Execution:
 
 
 def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
-    """Return what megatron-core's configs of these parts of the model say of FP8 where its kernels run.
+    """Return the FP8 fields of megatron-core's configuration for these parts of the model, where its kernels run.
 
-    Emulated FP8 is none of its business. Which layers stay high is `layer_precision`'s to say, not its own option's.
+    Emulated FP8 does not concern megatron-core. `layer_precision` decides which layers stay in high precision, and not
+    megatron-core's own option.
     """
     if implementation(config) != "te" or not any(fp8_in(part, config) for part in parts):
         return {}
@@ -303,13 +307,12 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
 
 
 def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
-    """Return the fields of a part's config about weight gradients that Transformer Engine adds to `main_grad` itself.
+    """Return the fields with which Transformer Engine adds a part's weight gradients to `main_grad` itself.
 
-    In a layer's first pass it overwrites `main_grad` (`is_first_microbatch`), for FP8's sake once a step, else once in
-    a run. That loses gradients where another pass's backward came before, as in a colocated encoder, whose passes go
-    backward in reverse. So layers without FP8 never hear of first passes. Those with FP8 do, which keep their rounded
-    weights through a step by it: they are in the pipeline, where the first pass is the first to go backward as well.
-
+    In a layer's first pass (`is_first_microbatch`) it overwrites `main_grad`: once a step with FP8, else once a run.
+    That loses gradients if the backward pass of another micro-batch came before, as in a colocated encoder, whose
+    backward passes run in reverse. So layers without FP8 never get that mark. Layers with FP8 need it, to keep their
+    rounded weights through a step. They are in the pipeline, where the first pass is also the first to run backward.
     """
     if implementation(config) != "te" or not _sums_in_place(config):
         return {}
@@ -317,7 +320,7 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
 
 
 def output_accumulation_fields(config: Config) -> dict[str, Any]:
-    """Return the fields by which megatron-core's output layer adds its weight gradient to `main_grad` in one kernel.
+    """Return the fields with which megatron-core's output layer adds its weight gradient to `main_grad` in one kernel.
 
     The kernel is NVIDIA Apex's, which megatron-core takes where it can be imported.
     """
@@ -326,8 +329,10 @@ def output_accumulation_fields(config: Config) -> dict[str, Any]:
 
 
 def _sums_in_place(config: Config) -> bool:
-    """Return whether a linear layer may add to `main_grad`: sharded gradients have none, offloading hands the layer
-    a weight in backward that lacks it, and gradients that wait are added as others are.
+    """Return whether a linear layer may add its weight gradient to `main_grad`.
+
+    Sharded gradients have no `main_grad`, offloading passes the backward pass a weight without it, and delayed
+    gradients are added by autograd.
     """
     fusion = config.execution.gradient_accumulation_fusion and config.parallel.schedule != "zb-h1"
     return fusion and not shards_gradients(config) and "activations" not in config.execution.offload

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021) at any layout: y = W·x + (α/r)·B·A·dropout(x), with one A and B per Hugging Face linear layer.
+"""LoRA (Hu et al. 2021) in any layout: y = W·x + (α/r)·B·A·dropout(x), with one A and B per Hugging Face linear layer.
 
 megatron-core fuses query, key and value (per key/value head) and gate over up; PEFT has an adapter for each. So have
 these: their outputs are put in the order of the fused rows. Legend: x [S(/TP), B, K], r rank, M rows of a linear.
@@ -44,16 +44,16 @@ from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, m
 
 
 class Adapter(nn.Module):
-    """A and B of one linear layer, sized for this rank."""
+    """A and B of one linear layer, with this rank's sizes."""
 
     def __init__(self, inputs: int, outputs: int, *, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.A = nn.Parameter(torch.zeros(rank, inputs, dtype=dtype))  # as what pads it for TP stays
+        self.A = nn.Parameter(torch.zeros(rank, inputs, dtype=dtype))  # padding for TP stays zero
         self.B = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
 
 
 class _Adapters(nn.ModuleDict):
-    """The adapters of a linear layer by name, kept below it as `lora`."""
+    """The adapters of a linear layer by name, its submodule `lora`."""
 
     def __init__(self, adapters: dict[str, Adapter], lora: LoraConfig) -> None:
         super().__init__(adapters)
@@ -61,7 +61,7 @@ class _Adapters(nn.ModuleDict):
         self.dropout = lora.dropout
 
     def drop(self, x: Tensor, *, differs: bool) -> Tensor:
-        """Dropout before A; `differs` where tensor-parallel ranks hold different values and need different masks."""
+        """Apply dropout before A; `differs`: tensor-parallel ranks hold different values and need different masks."""
         if not self.dropout or not self.training:
             return x
         with get_cuda_rng_tracker().fork() if differs else nullcontext():
@@ -69,7 +69,7 @@ class _Adapters(nn.ModuleDict):
 
 
 class _LoraLinear:
-    """Stands before a linear layer's own class, whoever provides it: torch, emulated FP8, Transformer Engine."""
+    """Base class in front of a linear layer's class: torch's, emulated FP8's or Transformer Engine's."""
 
     reads_below = True  # A and B of adapters that are never called
 
@@ -79,7 +79,7 @@ class _LoraLinear:
 
 
 class LoraColumnParallelLinear(_LoraLinear):
-    """A column-parallel layer whose output is one block, [gate; up], or per key/value head its queries, key, value."""
+    """A column-parallel layer whose output is one block, [gate; up], or queries, key and value per key/value head."""
 
     blocks: dict[str, int]  # rows of each linear per group on this rank, in their order; adapters may lack some
     repeats: int  # groups on this rank
@@ -112,7 +112,7 @@ class LoraColumnParallelLinear(_LoraLinear):
 
 
 class LoraRowParallelLinear(_LoraLinear):
-    """A row-parallel layer: attention's output, the MLP's second layer."""
+    """A row-parallel layer: attention's output, or the MLP's second layer."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)  # type: ignore[misc]
@@ -142,7 +142,7 @@ def _sharded(linear: Any, prefix: str, axes: dict[str, int], offsets: Any, metad
 
 
 def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated: bool) -> None:
-    """Freeze a layer and give its targets adapters; `gated` where the MLP is gate, up and down."""
+    """Freeze a layer and add adapters to its target linear layers; `gated`: the MLP consists of gate, up and down."""
     layer.requires_grad_(False)
     attention: Any = layer.self_attention
     split = attention.split
@@ -150,7 +150,7 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=split.slots)
     _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     mlp: Any = layer.mlp
-    if isinstance(mlp, MoELayer):  # what of it has adapters: see `linears_of`
+    if isinstance(mlp, MoELayer):  # `linears_of` lists its targets
         mlp.router.requires_grad_(lora.train_router)
         adapt_experts(mlp.experts, name, lora)
         mlp, name = mlp.shared_experts, f"{name}.{SHARED_EXPERT}"
@@ -201,7 +201,7 @@ ALIGNED_BYTES = 16  # of a row that torch's grouped product reads
 
 
 class ExpertAdapter(nn.Module):
-    """A [E, r, K] and B [E, M, r] of the experts of a rank; `whole` names the one that ETP does not divide."""
+    """A [E, r, K] and B [E, M, r] of the experts of a rank; `whole` names the one that ETP replicates."""
 
     def __init__(self, weight: Tensor, lora: LoraConfig, *, whole: str, etp: dist.ProcessGroup) -> None:
         super().__init__()
@@ -215,11 +215,11 @@ class ExpertAdapter(nn.Module):
                 param.shared = etp.rank() > 0  # type: ignore[attr-defined]  # the norm counts one copy
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """x [T, K] → [T, M]."""
+        """Return [T, M] for x [T, K]."""
         return grouped(grouped(x, self._factor("A"), rows), self._factor("B"), rows) * self.scale
 
     def _factor(self, name: str) -> Tensor:
-        """Return A or B, padded to a rank that grouped products read.
+        """Return A or B, padded to a rank that grouped products can read.
 
         An ETP rank computes some of fc1's outputs, or all of fc2's from some of the inputs: either way it has a part of
         the gradient of the whole factor, which the backward pass sums.
@@ -232,7 +232,7 @@ class ExpertAdapter(nn.Module):
 
 
 class AdaptedExpertWeight(ExpertWeight):
-    """Takes the place of an `ExpertWeight`'s class; its adapter is kept below it as `lora`."""
+    """Class that replaces `ExpertWeight` where it is adapted; the adapter is its submodule `lora`."""
 
     lora: nn.ModuleDict
 
@@ -243,7 +243,7 @@ class AdaptedExpertWeight(ExpertWeight):
 
 
 def adapt_experts(experts: Any, layer: str, lora: LoraConfig) -> None:
-    """Give the targets among the two parameters of a layer's experts an adapter each."""
+    """Add adapters to the targets among the two parameters of a layer's experts."""
     assert isinstance(experts, GroupedExperts)
     layer = f"{layer}.{ROUTED_EXPERTS}"
     for module, name, whole in ((experts.linear_fc1, "gate_up_proj", "A"), (experts.linear_fc2, "down_proj", "B")):

@@ -1,13 +1,12 @@
-"""Attention by masks: sliding windows, and images whose tokens attend to one another both ways.
+"""Masked attention: sliding windows, and images whose tokens attend to one another in both directions.
 
-Transformer Engine and FlashAttention know windows, but no image inside a causal sequence. So layers that need a mask
-take torch's `scaled_dot_product_attention` on every device, span by span (`arch/masks.py`): what a mask of one span has
-no room for is not computed.
+Transformer Engine and FlashAttention support windows, but not an image inside a causal sequence. So layers that need a
+mask use torch's `scaled_dot_product_attention` on every device, span by span (`arch/masks.py`), which skips the scores
+outside of spans.
 
-`CachedAttention` is that of new tokens to all tokens that a key/value cache holds. Queries of one token are few and
-their keys many: what takes the time is to read the cache, and torch's `scaled_dot_product_attention` with a mask does
-that once. A long prompt attends span by span, each with a mask of its own: one mask of all would take as many bytes as
-the prompt has tokens squared.
+`CachedAttention` attends to a key/value cache. For one new token the time goes to reading the cache, which torch's
+`scaled_dot_product_attention` with a mask does once. A long prompt attends span by span, because one mask for all of it
+would have as many bytes as the square of its length.
 
 Legend: T tokens of all rows, B rows, S new positions, L positions of the cache, N query heads, G key/value heads, D
 head width.
@@ -30,7 +29,7 @@ from megavlm.inputs.batch import Continuation
 
 @dataclass(frozen=True)
 class MaskedSpan:
-    """Some consecutive queries, the keys that they may attend to, and what is added to their scores."""
+    """Consecutive queries, the keys that they may attend to, and the mask that is added to their scores."""
 
     queries: slice
     keys: slice
@@ -38,7 +37,7 @@ class MaskedSpan:
 
 
 def image_runs(tokens: Tensor, image_token: int, features: Sequence[int]) -> Tensor:
-    """Return in which run of image tokens each token is, [T] int64; 0 for text.
+    """Return the number of the run of image tokens that each token is in, [T] int64; 0 for text.
 
     A run is made of consecutive tokens of one image. Transformers joins images with no token between them to one run;
     the processors of such models never write those.
@@ -65,7 +64,7 @@ def masked_spans(
     dtype: torch.dtype,
     step: int = QUERIES,
 ) -> tuple[MaskedSpan, ...]:
-    """Return the spans of sequences between `bounds` (0, …, T) with their masks.
+    """Return the spans of the sequences between `bounds` (0, …, T), with their masks.
 
     A token attends to tokens of its own sequence: to those before it and itself, and to all of its run. Where there is
     a window, those before the last `window` tokens are left out, of its run as well.
@@ -77,7 +76,7 @@ def masked_spans(
     lengths = torch.tensor(bounds, dtype=torch.int64).diff()
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, non_blocking=True)
     places = torch.arange(bounds[-1], device=device)
-    found = []
+    masked = []
     for span in spans_of(bounds, window=window, longest=longest, step=step):
         queries, keys = (slice(part.start, part.stop) for part in (span.queries, span.keys))
         query, key = places[queries, None], places[None, keys]
@@ -88,17 +87,17 @@ def masked_spans(
         if window is not None:
             allowed &= key > query - window
         mask = torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-        found.append(MaskedSpan(queries, keys, mask))
-    return tuple(found)
+        masked.append(MaskedSpan(queries, keys, mask))
+    return tuple(masked)
 
 
 def attend_in_spans(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[MaskedSpan], attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Return the attention of query [T, N, D] to key and value [T, G, D] by masks, [T, N·D].
+    """Return the masked attention of query [T, N, D] to key and value [T, G, D], as [T, N·D].
 
     `attend` takes heads as [1, N, queries or keys, D], and the mask. Keys and values are repeated for the queries of
-    their group, because torch's kernels that take masks know no groups.
+    their group, because torch's kernels with masks do not support groups.
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
@@ -114,7 +113,7 @@ def attend_in_spans(
 
 @dataclass(frozen=True, eq=False)
 class CachedAttention:
-    """How S new tokens of each row of a pass attend: to those before them and to themselves."""
+    """Attention of S new tokens of each row to all earlier tokens in a key/value cache, and to themselves."""
 
     rows: Continuation
     positions: int  # S
@@ -127,7 +126,7 @@ class CachedAttention:
     def attend(self, layer: object, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Add to the cache and attend: query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
         kept = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
-        repeats = query.shape[2] // key.shape[2]  # torch's kernels that take masks know no groups
+        repeats = query.shape[2] // key.shape[2]  # torch's kernels with masks do not support groups
         keys, values = (x.repeat_interleave(repeats, dim=2).transpose(1, 2) for x in kept)
         outputs = [
             F.scaled_dot_product_attention(part.permute(1, 2, 0, 3), keys, values, attn_mask=mask, scale=scale)
@@ -138,11 +137,11 @@ class CachedAttention:
 
     @cached_property
     def places(self) -> Tensor:
-        """Return [B, S] int64: where the new positions lie in the cache."""
+        """Return the indices of the new positions in the cache, [B, S] int64."""
         return self.rows.starts[:, None] + torch.arange(self.positions, device=self.rows.starts.device)
 
     def _masks(self) -> Iterator[Tensor]:
-        """Yield [B, 1, queries, L] bool for each span: which of the cache's positions its tokens attend to."""
+        """Yield for each span which positions of the cache its tokens attend to, [B, 1, queries, L] bool."""
         if self.positions <= self.step:
             yield self._whole
             return

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm as megatron-core's layer specs build them, with sequence parallelism.
 
 Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, so the gradient of
-the (replicated) weight is a partial sum: `param.sequence_parallel` tells megatron-core to add them up.
+the (replicated) weight is a partial sum: `param.sequence_parallel` makes megatron-core sum them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension, by default the one that the config names: [..., hidden_size] → same shape."""
+    """A norm over the last dimension, by default of the kind that the config names: [..., hidden_size] → same shape."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class Norm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: int) -> Tensor:
-    """Return x / rms(x) · (offset + weight) over the last dimension. With an offset the product is taken in float32:
-    bf16 would round a weight near 0 away beside 1.
+    """Return x / rms(x) · (offset + weight) over the last dimension.
+
+    With an offset the product is computed in float32: in bf16 the sum would round a weight near 0 away.
     """
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -99,14 +100,14 @@ class FullRMSNorm(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """residual + dropout(norm(branch)): a norm after attention and one after the MLP (Gemma 2 and 3)."""
+    """residual + dropout(norm(branch)), with a norm after attention and one after the MLP (Gemma 2 and 3)."""
 
     def __init__(self, config: TransformerConfig, norm: Any) -> None:
         super().__init__()
         self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """megatron-core asks for the function first and calls it then."""
+        """Return the function that adds the branch to the residual; megatron-core calls it next."""
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             x, bias = branch
@@ -116,7 +117,7 @@ class PostNorm(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """residual + dropout(scale · branch), a learned scale per channel (Touvron et al. 2021; InternViT)."""
+    """residual + dropout(scale · branch), with a learned scale per channel (Touvron et al. 2021; InternViT)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class LayerScale(nn.Module):
         self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """megatron-core asks for the function first and calls it then."""
+        """Return the function that adds the branch to the residual; megatron-core calls it next."""
 
         def add(branch: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             x, bias = branch

@@ -1,4 +1,4 @@
-"""Keep what layers save for their backward pass in host memory until then (`--offload activations`).
+"""Offloading of saved activations to host memory until their backward pass (`--offload activations`).
 
 Copies run one layer behind the forward pass and one layer ahead of the backward pass, beside what the device computes:
 
@@ -34,7 +34,7 @@ _PLAIN = (Tensor, FakeTensor)  # types whose tensors have a storage of their own
 
 
 class Offload:
-    """Offloads what the layers of a rank's chunks save.
+    """Offloading of what the layers of a rank's chunks save for their backward pass.
 
     A pass calls `begin_pass`, runs each layer within `layer`, and gives its output to `expect_backward`.
     """
@@ -46,11 +46,12 @@ class Offload:
         self._leaving: _Layer | None = None  # of any pass: the layer that is being copied and is not freed yet
 
     def begin_pass(self) -> None:
+        """Begin a forward pass of a micro-batch through a chunk."""
         self._last = None
 
     @contextmanager
     def layer(self, module: nn.Module, *stays: Any) -> Iterator[None]:
-        """Offload what autograd saves within this context, a layer's forward pass.
+        """Offload what autograd saves within this context, the forward pass of a layer.
 
         The layer's parameters, the tensors in `stays` (which other layers use as well) and small tensors stay.
         """
@@ -64,13 +65,13 @@ class Offload:
         self._last = self._leaving = layer
 
     def expect_backward(self, output: Tensor) -> None:
-        """Fetch the last layer's tensors when the backward pass begins: when `output` gets a gradient."""
+        """Prefetch the last layer's tensors as soon as `output` gets a gradient, at the start of the backward pass."""
         if (last := self._last) is not None and output.requires_grad:
             output.register_hook(lambda gradient: last.fetch())
 
 
 class _Stored:
-    """Bytes that a layer saved, on the device, on the host, or both. Autograd's last view of them frees them."""
+    """Bytes that a layer saved, on the device, on the host, or both, freed with autograd's last view of them."""
 
     def __init__(self, copies: HostCopies, here: Tensor) -> None:
         self.copies = copies
@@ -96,7 +97,7 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer saves in one pass. Autograd owns it: what autograd frees is forgotten here, too."""
+    """What one layer saves in one pass. Autograd owns it, so that what autograd frees is freed here, too."""
 
     def __init__(
         self, copies: HostCopies, module: nn.Module, stays: tuple[Any, ...], *, before: _Layer | None, smallest: int
@@ -112,7 +113,7 @@ class _Layer:
         self._here = True
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps in place of a tensor: a `_Saved`, or the tensor itself if it stays."""
+        """Return what autograd keeps in place of a tensor: a `_Saved`, or the tensor itself if it is not offloaded."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         if self._module is not None:  # not earlier: sharded parameters are whole only while the layer runs
@@ -128,7 +129,7 @@ class _Layer:
         return plain and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
 
     def _saved(self, tensor: Tensor) -> _Saved:
-        """Return a tensor as a view of stored bytes: its whole storage, or less if it is under half of the storage.
+        """Return a tensor as a view of stored bytes: its whole storage, or the tensor alone if it is under half of it.
 
         Tensors of one storage share the copy of it.
         """
@@ -152,7 +153,7 @@ class _Layer:
         return [stored for reference in self._all if (stored := reference()) is not None]
 
     def send(self) -> bool:
-        """Begin to copy everything to the host, once the forward pass is queued; return whether there is anything."""
+        """Begin to copy everything to the host after the forward pass; return whether there is anything."""
         self._known.clear()
         alive = self._alive()
         if not alive:
@@ -163,14 +164,14 @@ class _Layer:
         return True
 
     def let_go(self) -> None:
-        """Free the device's memory once the copies are done."""
+        """Free the device memory once the copies to the host are done."""
         self._copies.wait(self._sent)
         self._here = False
         for stored in self._alive():
             stored.here = None
 
     def fetch(self) -> None:
-        """Begin to copy everything back, unless that has begun or nothing was let go."""
+        """Begin to copy everything back, unless it is on the device or on its way."""
         if self._here:
             return
         self._here = True
@@ -180,7 +181,7 @@ class _Layer:
             stored.here, stored.arriving = tensor, ticket
 
     def arrive(self, stored: _Stored) -> Tensor:
-        """Return stored bytes on the device, for this layer's backward pass, and begin to fetch the layer before it."""
+        """Return stored bytes on the device for this layer's backward pass, and prefetch the layer before it."""
         self.fetch()
         if stored.arriving is not None:
             self._copies.wait(stored.arriving)

@@ -1,7 +1,7 @@
-"""Sequences of tokens one after another: where each begins, which follow each other at one length, in which order.
+"""Packed sequences: their bounds, runs of equal length, and the order of tokens.
 
-Kernels are planned for shapes. cuDNN builds a plan for each number of sequences it has not seen, which takes longer
-than a step's attention; so numbers of sequences are rounded, and a batch of equal ones is of few sizes.
+cuDNN builds a plan for each new number of sequences, which takes longer than the attention of a step. So numbers of
+sequences are rounded, and batches of equal sequences have few sizes.
 Legend: S positions, B rows, T tokens of all rows.
 
 `attend_in_all` is torch's attention over sequences of any lengths in one call: FlashAttention's kernels, on CUDA alone.
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 Run = tuple[int, int, int]  # (start, sequences, length)
-Order = tuple[Tensor, Tensor]  # [T] int64 each: which token comes at a place, and at which place a token comes
+Order = tuple[Tensor, Tensor]  # [T] int64 each: the token at each place, and the place of each token
 
-ROUNDED = 32  # a larger batch of equal sequences has a multiple of these
+ROUNDED = 32  # larger batches of equal sequences are a multiple of this
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Sequences that lie one after the other, with their runs on the host: no layer has to ask the device for them."""
+    """Consecutive sequences. Their runs are on the host, so that no layer has to synchronise with the device."""
 
     runs: tuple[Run, ...] = ()
-    order: Order | None = None  # in which layers take tokens for attention, where it is not the one they lie in
+    order: Order | None = None  # of tokens in attention, if it is not that in memory
     batch: tuple[int, int] = (0, 0)  # (sequences, length) of equal ones at the beginning, for one call without bounds
-    rest: PackedSeqParams | None = None  # of the sequences after them, where there are any
-    masked: tuple[MaskedSpan, ...] = ()  # the masks by which tokens attend, where sequences alone do not say it
-    # [S, B] bool: positions whose queries are set to zero, so that their logits count for nothing (`--qk-clip`)
+    rest: PackedSeqParams | None = None  # of the sequences after `batch`, if there are any
+    masked: tuple[MaskedSpan, ...] = ()  # masks, if sequences alone do not say which keys a query attends to
+    # [S, B] bool: positions whose queries are set to zero, so that their logits have no effect (`--qk-clip`)
     padding: Tensor | None = None
     causal: tuple[CausalSpan, ...] = ()  # the queries of a group of context-parallel ranks that gather keys
     cached: CachedAttention | None = None  # set while answers are generated: nothing else above is set then
@@ -57,8 +57,10 @@ def packed(
     causal: tuple[CausalSpan, ...] = (),
     padding: Tensor | None = None,
 ) -> Packing:
-    """Sequences between `bounds`: 0, …, T. The layout stays [S, B, heads, width] ("sbhd"): rotary angles come per
-    position. `usual` is the length that the model gives most sequences, 0 where there is none such.
+    """Return the packing of the sequences between `bounds`: 0, …, T.
+
+    The layout stays [S, B, heads, width] ("sbhd"), because rotary angles come per position. `usual` is the length that
+    most sequences of the model have, 0 without such a length.
     """
     runs = runs_of(bounds)
     count = equal_sequences(runs, usual)
@@ -80,7 +82,7 @@ def packed(
 
 
 def _bounds(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """megatron-core's fields, with empty sequences at the end up to a rounded number."""
+    """Return megatron-core's fields, with empty sequences at the end up to a rounded number."""
     longest = max(end - start for start, end in pairwise(bounds))
     empty = [bounds[-1]] * (rounded_count(len(bounds) - 1) - len(bounds) + 1)
     cu_seqlens = torch.tensor([*bounds, *empty], dtype=torch.int32).to(device, non_blocking=True)
@@ -93,7 +95,7 @@ def _bounds(bounds: Sequence[int], device: torch.device) -> dict[str, Any]:
 
 
 def rounded_count(sequences: int) -> int:
-    """Powers of two from 32 to 512, and multiples of 512 beyond.
+    """Round the number of sequences up to a power of two from 32 to 512, or to a multiple of 512 beyond.
 
     Transformer Engine 2.11 rounds so itself (`get_max_batch_size` in its fused attention), but not beyond 512.
     """
@@ -101,7 +103,7 @@ def rounded_count(sequences: int) -> int:
 
 
 def equal_sequences(runs: Sequence[Run], usual: int) -> int:
-    """Return how many first sequences, all of the usual length, make a batch: up to 31, or a multiple of 32."""
+    """Return how many of the first sequences, all of the usual length, form a batch: up to 31, or a multiple of 32."""
     _, count, length = runs[0]
     if length != usual:
         return 0
@@ -109,7 +111,7 @@ def equal_sequences(runs: Sequence[Run], usual: int) -> int:
 
 
 def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
-    """Runs of equally long sequences; empty ones are left out."""
+    """Return the runs of equally long sequences, without empty ones."""
     lengths = [end - start for start, end in pairwise(bounds)]
     runs, start = [], 0
     for length, group in groupby(lengths):
@@ -121,21 +123,21 @@ def runs_of(bounds: Sequence[int]) -> tuple[Run, ...]:
 
 
 def in_sequence(packing: Packing, x: Tensor) -> Tensor:
-    """[S, B, heads, D] → [T, heads, D]: rows one after the other, then in the packing's order."""
+    """Return [T, heads, D] from [S, B, heads, D]: one row after the other, then in the packing's order."""
     # `squeeze` has a view as its gradient; that of an index is a tensor of zeros into which autograd copies.
     flat = x.squeeze(1) if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1)
     return flat if packing.order is None else _Reordered.apply(flat, *packing.order)
 
 
 def in_rows(packing: Packing, out: Tensor, rows: int) -> Tensor:
-    """[T, N·D] in the packing's order → [S, B, N·D]."""
+    """Return [S, B, N·D] from [T, N·D] in the packing's order."""
     if packing.order is not None:
         out = _Reordered.apply(out, *reversed(packing.order))
     return out.view(rows, -1, out.shape[-1]).transpose(0, 1).contiguous()
 
 
 class _Reordered(torch.autograd.Function):
-    """x[order]. The gradient is read in the inverse order, where autograd's own would add it up row by row."""
+    """x[order], with the gradient read in the inverse order, where autograd would add it up row by row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -148,18 +150,18 @@ class _Reordered(torch.autograd.Function):
 
 
 WIDEST = 256  # heads that the kernels take, in multiples of 8
-# Tokens up to which these kernels are faster than Transformer Engine's attention, which computes faster, but takes its
-# host 0.7 ms longer to start: on an H100, forward and backward over 8 images of 577 tokens take 0.3 ms against 0.9, and
-# over 2 of 3,888 and 2,852 tokens 2.1 against 1.7.
+# Tokens up to which these kernels are faster than Transformer Engine's attention, which computes faster but takes the
+# host 0.7 ms longer to launch: on an H100, forward and backward over 8 images of 577 tokens take 0.3 ms against 0.9,
+# and over 2 of 3,888 and 2,852 tokens 2.1 against 1.7.
 SHORT = 2048
 
 
 @cache
 def flash_kernel() -> Callable[..., Any] | None:
-    """Return the operator, or None on a CPU and on devices older than Ampere.
+    """Return FlashAttention's operator, or None on a CPU and on devices older than Ampere.
 
-    `torch.nn.attention.varlen.varlen_attn` is the same, wrapped in Python: forward and backward take the host 0.2 ms,
-    the wrapper 0.55 ms.
+    `torch.nn.attention.varlen.varlen_attn` wraps it in Python: forward and backward then take the host 0.55 ms in place
+    of 0.2 ms.
     """
     if (device_at_hand().capability or (0, 0)) < (8, 0):
         return None
@@ -168,20 +170,20 @@ def flash_kernel() -> Callable[..., Any] | None:
 
 
 def fits_one_call(query: Tensor, key: Tensor) -> bool:
-    """Return whether one call can attend in all sequences."""
+    """Return whether FlashAttention's kernels can attend in all sequences with one call."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= WIDEST and flash_kernel() is not None
 
 
 def is_faster_at_once(query: Tensor, key: Tensor, packing: PackedSeqParams) -> bool:
-    """Return whether one call is there and faster than Transformer Engine's attention."""
+    """Return whether FlashAttention's kernels can take one call, and are faster than Transformer Engine's attention."""
     return packing.max_seqlen_q <= SHORT and fits_one_call(query, key)
 
 
 def attend_in_all(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams, *, causal: bool, scale: float | None
 ) -> Tensor:
-    """query [T, N, D], key and value [T, G, D] → [T, N·D]."""
+    """Return the attention [T, N·D] of query [T, N, D] to key and value [T, G, D], in one call."""
     attend = flash_kernel()
     assert attend is not None
     out: Tensor = attend(

@@ -1,7 +1,6 @@
-"""Say which part of a weight of the model a tensor-parallel rank holds, where ranks do not simply divide its rows, or
-hold more to align them.
+"""Shards of weights whose rows tensor-parallel ranks do not divide evenly, or pad to align them.
 
-Checkpoints, initial weights and imports then see the model's rows only: neither padding nor how heads are shared.
+With them, checkpoints, initial weights and imports see the model's rows alone, and neither padding nor shared heads.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from megavlm.config.schema import ModelConfig
 
 
 def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | None:
-    """Return what a rank holds of a weight with this global name; None if it is whole, or divided evenly, or padded at
-    its end (`vlm.is_padded_for_tp`).
+    """Return a rank's shard of the weight of this global name.
+
+    It is None if the weight is replicated, divided evenly, or padded at its end (`vlm.is_padded_for_tp`).
     """
     kind = kind_of(key)
     leaf = key.removeprefix(kind).lstrip("0123456789.")
@@ -73,7 +73,7 @@ def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: i
 
 
 def laid_out(entry: ShardedTensor | ShardedTensorFactory, part: Part) -> ShardedTensorFactory:
-    """Return the entry of a sharded state dict that saves and loads a rank's rows of the model, and no padding."""
+    """Return the entry of a sharded state dict that saves and loads the model's rows on a rank, without padding."""
 
     def build(key: str, held: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         return [
@@ -92,10 +92,10 @@ def laid_out(entry: ShardedTensor | ShardedTensorFactory, part: Part) -> Sharded
         ]
 
     def merge(pieces: list[Tensor]) -> Tensor:
-        found = torch.zeros_like(entry.data, dtype=pieces[0].dtype if pieces else None)
+        rows = torch.zeros_like(entry.data, dtype=pieces[0].dtype if pieces else None)
         for run, piece in zip(part.runs, pieces, strict=True):
-            found.narrow(part.axis, run.local, run.count).copy_(piece)
-        return found
+            rows.narrow(part.axis, run.local, run.count).copy_(piece)
+        return rows
 
     return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
 

@@ -1,4 +1,4 @@
-"""The layers of which resamplers consist, tensor-parallel and whole along the sequence (`arch/resampler.py`).
+"""Tensor-parallel layers that resamplers consist of, on whole sequences (`arch/resampler.py`).
 
 Legend: I images, Q queries of an image, K patches of an image, W width of queries.
 """
@@ -23,7 +23,7 @@ from megavlm.arch.tensor_split import share_of
 
 
 class ResamplerPart(MegatronModule):
-    """A module of parallel layers, or a list of such modules: it is saved layer by layer."""
+    """A module of parallel layers, or a list of such modules, which is saved layer by layer."""
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, parts: Sequence[MegatronModule] = ()) -> None:
         super().__init__(config=config)
@@ -32,11 +32,11 @@ class ResamplerPart(MegatronModule):
             self.add_module(str(number), part)
 
     def shared(self, x: Tensor) -> Tensor:
-        """Return `x` as the input of layers that ranks divide: its gradient is the sum of what each of them says."""
+        """Return `x` as the input of sharded layers: the backward pass sums its gradient over ranks."""
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
     def columns(self, inputs: int, outputs: int, *, bias: bool) -> ColumnParallelLinear:
-        """Return a linear layer of which each rank has an equal part of the outputs. Its input is `shared`."""
+        """Return a linear layer whose outputs are sharded over ranks. Its input must be `shared`."""
         return ColumnParallelLinear(
             inputs,
             outputs * self.tp_group.size(),
@@ -49,7 +49,7 @@ class ResamplerPart(MegatronModule):
         )
 
     def rows(self, inputs: int, outputs: int, *, bias: bool) -> RowParallelLinear:
-        """Return a linear layer of which each rank has an equal part of the inputs; the outputs are added up."""
+        """Return a linear layer whose inputs are sharded over ranks. Its outputs are summed over them."""
         return RowParallelLinear(
             inputs * self.tp_group.size(),
             outputs,
@@ -64,7 +64,7 @@ class ResamplerPart(MegatronModule):
 
 
 class ResamplerAttention(ResamplerPart):
-    """Multi-head attention of each image's queries over what belongs to that image."""
+    """Multi-head attention of each image's queries to the rows of that image."""
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, block: AttentionBlock) -> None:
         super().__init__(config, group)
@@ -98,31 +98,31 @@ class ResamplerAttention(ResamplerPart):
             )
             image += images
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        found: Tensor = self.output(out.reshape(-1, 1, out.shape[2] * out.shape[3]))[0]
-        return found
+        output: Tensor = self.output(out.reshape(-1, 1, out.shape[2] * out.shape[3]))[0]
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[rows, 1, heads · D] → [rows, heads, D]."""
+        """Return [rows, heads, D] from [rows, 1, heads · D]."""
         return x.squeeze(1).unflatten(1, (-1, self.head_width))
 
 
 def _of_images(contexts: Sequence[Tensor], begins: Sequence[int], images: int, sizes: Sequence[int]) -> Tensor:
-    """[ΣK, heads, D] of each context → [images, K of all contexts, heads, D]."""
-    found = [
+    """Return [images, K of all contexts, heads, D] from [ΣK, heads, D] of each context."""
+    parts = [
         rows[begin : begin + images * size].unflatten(0, (images, size))
         for rows, begin, size in zip(contexts, begins, sizes, strict=True)
     ]
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[I, Q, heads, D], [I, K, groups, D] twice → [I, Q, heads, D]."""
+    """Return [I, Q, heads, D] from query [I, Q, heads, D], key and value [I, K, groups, D]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 class ResamplerMlp(ResamplerPart):
-    """An MLP of any shape (`MlpBlock`)."""
+    """The MLP that an `MlpBlock` describes."""
 
     def __init__(
         self, config: TransformerConfig, group: ProcessGroup, block: MlpBlock, activation: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Queries, keys and values out of the one tensor that a product gives, and their rotary positions.
+"""Rotary positions, and the split of the fused projection into queries, keys and values.
 
 Legend: S positions, B rows, G local key/value heads with R query heads each, N = G·R, D head width. `mixed`
 [S, B, G, (R + 2)·D] has for each key/value head its queries, its key and its value; `sizes` are R·D, D and D.
@@ -21,7 +21,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B
 
 
 class Rotation(NamedTuple):
-    """What layers need of rotary angles, once for all of them: [S, B or 1, 1, D], both channels of a pair alike.
+    """Rotary angles with cos and sin, once for all layers: [S, B or 1, 1, D], the same for both channels of a pair.
 
     D may be less than a head's width: then its other channels do not rotate.
     """
@@ -32,11 +32,12 @@ class Rotation(NamedTuple):
 
 
 def rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotary angles with their cos and sin in `dtype`."""
     return Rotation(angles, angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 class Rotary:
-    """With torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
+    """Rotation with torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
 
     Pairs of channels are those of the two halves of a head, or `interleaved`: neighbours.
     """
@@ -48,16 +49,17 @@ class Rotary:
         self._interleaved = interleaved
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
+        """Return queries, keys and values from the fused projection."""
         query, key, value = mixed.split(sizes, dim=-1)
         return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Heads [S, B, heads, D], turned by the angles."""
-        found: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
-        return found
+        """Return heads [S, B, heads, D], rotated by the angles."""
+        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
+        return out
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
-        """Return `split`'s tensors with queries and keys rotated. Values are copied, so `mixed` can be freed."""
+        """Return the tensors of `split` with queries and keys rotated. Values are copied, to free `mixed`."""
         heads: Heads = _SplitAndRotate.apply(
             *(mixed, sizes[1], rotation.cos, rotation.sin), *(self._split, self._joined, self._interleaved)
         )
@@ -65,14 +67,14 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward turns by −θ."""
+    """Rotation by θ, whose backward pass rotates by −θ."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.turn, ctx.interleaved = turn, interleaved
-        found: Tensor = turn(x, cos, sin, 1, interleaved)
-        return found
+        out: Tensor = turn(x, cos, sin, 1, interleaved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -80,7 +82,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Backward writes the gradient of `mixed` in its place, where autograd would join three tensors afterwards."""
+    """Split and rotation. The backward pass writes into one gradient of `mixed`; autograd would join three tensors."""
 
     @staticmethod
     def forward(
@@ -97,7 +99,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
-    """Queries and keys turned by θ, and a copy of the values."""
+    """Return queries and keys rotated by θ, and a copy of the values."""
     parts = mixed.unflatten(-1, (-1, width))
     queries, keys, values = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
     turned_queries = mixed.new_empty(queries.shape)
@@ -107,7 +109,7 @@ def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interl
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return the inverse: queries and keys turned by −θ, in one tensor with the values."""
+    """Return the inverse of `split_and_turned`: queries and keys rotated by −θ, in one tensor with the values."""
     queries = query.unflatten(2, (key.shape[2], -1))  # [S, B, G, R, D]
     mixed = key.new_empty(*key.shape[:3], queries.shape[3] + 2, key.shape[3])
     out = mixed[..., :-2, :]
@@ -118,12 +120,15 @@ def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, 
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
+    """Return `x` rotated by θ, or by −θ if `sense` is −1."""
     return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense, interleaved=interleaved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1, interleaved: bool = False) -> Tensor:
-    """x·cos θ + sense·(−x₂, x₁)·sin θ, written to `out`: x₁ and x₂ are the halves of the last dimension, or interleaved
-    its even and odd channels. Channels past the last angle stay as they are.
+    """Write x·cos θ + sense·(−x₂, x₁)·sin θ to `out` and return it.
+
+    x₁ and x₂ are the halves of the last dimension, or if `interleaved` its even and odd channels. Channels past the
+    last angle are copied.
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:
@@ -139,7 +144,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, sense: int = 1, 
 
 
 def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
-    """Return the rotary angles (Su et al. 2021) of each position: [B or 1, S] → [S, B or 1, 1, channels].
+    """Return the rotary angles (Su et al. 2021) of positions [B or 1, S], as [S, B or 1, 1, channels].
 
     With M-RoPE (Wang et al. 2024, Qwen2-VL) positions are [3, B, S], and each pair of channels follows one of the axes.
     """
@@ -156,7 +161,7 @@ def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
 
 
 def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
-    """Return which axis (0 time, 1 height, 2 width) each pair of channels turns with, fastest pair first.
+    """Return the axis (0 time, 1 height, 2 width) that each pair of channels rotates with, fastest pair first.
 
     Sections divide the pairs (Qwen2-VL): all of time, then height, then width. Interleaved (Qwen3-VL), pairs alternate
     time, height, width, so that each axis has fast and slow ones, until an axis has its number; time has the rest.
@@ -169,7 +174,7 @@ def mrope_axes(section: tuple[int, ...], *, interleaved: bool) -> list[int]:
 
 
 def frequencies(language: LanguageConfig, *, device: torch.device) -> Tensor:
-    """Angle per position of each pair of the D channels that rotate, [D/2]: base^(−2i/D), slower where scaled.
+    """Return the angle per position of each pair of the D rotating channels, [D/2]: base^(−2i/D), lower where scaled.
 
     Llama 3.1's scaling by s (its reference implementation, `apply_scaling`): with w the wavelength 2π/f, a wave shorter
     than L/high keeps its frequency, one longer than L/low turns s times slower, and in between the two are mixed in

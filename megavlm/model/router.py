@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token takes, and the losses that balance experts.
+"""Router of a mixture of experts, and the losses that balance experts.
 
 Of each row r of a step, with n_r tokens and m_r terms of the loss, which are trained tokens or, of embeddings, pairs or
 queries, and for each layer with E experts of which a token takes k:
@@ -38,7 +38,7 @@ from megavlm.config.schema import ExpertsConfig
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """What balance needs to know of a micro-batch's rows, of which this rank has a part."""
+    """What balance losses must know of a micro-batch's rows, of which this rank has a part."""
 
     counted: Tensor  # [S, B] float32: 1 for tokens, 0 for padding
     tokens: Tensor  # [B] float32: tokens of the whole row, at least 1
@@ -46,7 +46,7 @@ class RoutedRows:
 
 
 class Router(MegatronModule):
-    """Returns the weights [T, E] of the experts that each token takes, 0 for others, and which these are [T, E].
+    """Router of one layer. It returns weights [T, E], 0 for experts that a token does not take, and the choice [T, E].
 
     It computes in fp32. `tally` sums, over the micro-batches of a step, this rank's share of the load of each expert,
     and of Σ_r m_r·L_r and Σ_r m_r·Z_r.
@@ -70,11 +70,11 @@ class Router(MegatronModule):
         self.number = 0  # of the layer, from 0
 
     def set_layer_number(self, number: int) -> None:
-        """megatron-core counts layers from 1."""
+        """Set the number of the layer, which megatron-core counts from 1."""
         self.number = number - 1
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """hidden [S, B, H]."""
+        """Return the weights and the choice of experts for hidden states [S, B, H]."""
         experts = self.experts
         logits = router_gating_linear(hidden.contiguous(), self.weight, None, torch.float32)
         if experts.router_force_load_balancing:
@@ -96,20 +96,20 @@ class Router(MegatronModule):
         return weights, chosen
 
     def _balanced(self, weights: Tensor, logits: Tensor, chosen: Tensor, rows: RoutedRows) -> Tensor:
-        """Return the weights, through which the gradients of the balance losses pass; sum up what is reported."""
+        """Return the weights, with the balance losses attached to their gradient, and add to the tally."""
         counted = rows.counted[..., None]
         load = (chosen * counted).sum(0)  # [B, E]
         losses = torch.zeros(2, device=logits.device)
         if self.weight.requires_grad and (self.experts.aux_loss_coeff or self.experts.z_loss_coeff):
-            each = torch.stack([self._balance(logits, load, rows), _z(logits, rows)])
-            losses = (each * rows.terms).sum(-1)
+            row_losses = torch.stack([self._balance(logits, load, rows), _z(logits, rows)])
+            losses = (row_losses * rows.terms).sum(-1)
             coefficients = losses.new_tensor([self.experts.aux_loss_coeff, self.experts.z_loss_coeff])
             weights = MoEAuxLossAutoScaler.apply(weights, (losses * coefficients).sum())
         self.tally += torch.cat([load.sum(0), losses.detach()])
         return weights
 
     def _balance(self, logits: Tensor, load: Tensor, rows: RoutedRows) -> Tensor:
-        """Return this rank's share of L_r of each row, [B]: f is that of whole rows, P of this rank's tokens."""
+        """Return this rank's share of L_r of each row, [B], from f of whole rows and P of this rank's tokens."""
         whole = load.clone()
         if self.group.size() > 1:
             dist.all_reduce(whole, group=self.group)
@@ -138,7 +138,7 @@ def _z(logits: Tensor, rows: RoutedRows) -> Tensor:
 
 
 def _in_turn(logits: Tensor, topk: int) -> Tensor:
-    """Return what, added to the logits [S, B, E], lets tokens take all experts in turn."""
+    """Return what must be added to the logits [S, B, E] so that tokens take all experts in turn."""
     count, experts = logits[..., 0].numel(), logits.shape[-1]
     chosen = torch.arange(count * topk, device=logits.device).view(count, topk) % experts
     return torch.zeros(count, experts, device=logits.device).scatter_(1, chosen, 1e3).view(logits.shape)

@@ -1,4 +1,4 @@
-"""Layer specs and megatron-core configs for both towers: chosen once, here.
+"""Layer specs and megatron-core configurations of the vision tower and the language model.
 
 Legend of the layers these build: hidden states are [S, B, H]; packed vision sequences lie along S with B = 1.
 """
@@ -42,12 +42,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def common_config(config: Config, *, tp: int, padded: bool = False, **overrides: Any) -> TransformerConfig:
-    """Return what vision layers, language layers and the pipeline share.
+    """Return the configuration that vision layers, language layers and the pipeline share.
 
-    Weights are not drawn here (`weights.py` does, by name), but the initialisers must run: they mark the
-    tensor-parallel weights, which the gradient norm relies on. `padded` ones begin as zeros, and what is no padding is
-    drawn later. So do weights that are kept in FP8: Transformer Engine rounds them at once, and what memory held by
-    chance would enter the histories of scales.
+    `weights.py` draws the weights, but the initialisers here must run: they mark tensor-parallel weights, which the
+    gradient norm relies on. `padded` weights begin as zeros, so that their padding is zero. So do weights that are kept
+    in FP8: Transformer Engine rounds them at once, and uninitialised memory would enter the histories of scales.
     """
     dtype = DTYPES[config.precision.dtype]
     begin = nn.init.zeros_ if padded or overrides.get("fp8_param") else _leave_as_is
@@ -84,7 +83,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 
 def vision_config(config: Config, *, tp: int) -> TransformerConfig:
-    """megatron-core's view of the vision tower."""
+    """Return megatron-core's configuration of the vision tower."""
     vision = config.model.vision
     ffn = mlp_share(vision.ffn_hidden_size, tp) * tp
     return common_config(
@@ -107,7 +106,7 @@ def vision_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def language_config(config: Config, *, tp: int) -> TransformerConfig:
-    """megatron-core's view of the language model."""
+    """Return megatron-core's configuration of the language model."""
     language = config.model.language
     split, ffn = language_split(language, tp), mlp_share(language.ffn_hidden_size, tp) * tp
     return common_config(
@@ -133,9 +132,10 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
 
 
 def projector_config(config: Config, *, tp: int) -> TransformerConfig:
-    """Return the configuration of connectors' linear layers, which TP divides and sequence parallelism does not.
+    """Return the configuration of connectors' linear layers: tensor-parallel, without sequence parallelism.
 
-    It has no heads, but megatron-core wants a number that TP divides; the language model's may have another TP.
+    It has no heads, but megatron-core requires a number that TP divides. That of the language model may not be, because
+    a colocated encoder has a TP of its own.
     """
     layer_config = common_config(
         config,
@@ -152,7 +152,7 @@ def projector_config(config: Config, *, tp: int) -> TransformerConfig:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """What building a chunk's layers needs. `ties_locally`: the chunk also holds the embedding."""
+    """What is needed to build the layers of a chunk. `ties_locally`: the chunk also holds the embedding."""
 
     config: Config
     groups: Groups
@@ -161,27 +161,32 @@ class LayerBuilder:
 
     @cached_property
     def vision(self) -> TransformerConfig:
+        """Return the configuration of the vision tower."""
         return vision_config(self.config, tp=self.groups.dims.tp)
 
     @cached_property
     def language(self) -> TransformerConfig:
+        """Return the configuration of the language model."""
         return language_config(self.config, tp=self.groups.dims.tp)
 
     @cached_property
     def connector(self) -> TransformerConfig:
+        """Return the configuration of connectors."""
         return projector_config(self.config, tp=self.groups.dims.tp)
 
     @cached_property
     def vision_layers(self) -> TransformerConfig:
+        """Return the configuration of vision layers, with gradient accumulation."""
         return replace(self.vision, **accumulation_fields(self.config, "vision"))
 
     @cached_property
     def language_layers(self) -> TransformerConfig:
+        """Return the configuration of language layers, with gradient accumulation."""
         return replace(self.language, **accumulation_fields(self.config, "language"))
 
 
 def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Vision layer `number` (from 0): no mask, images packed block-diagonally."""
+    """Build vision layer `number` (from 0): without a mask, images packed block-diagonally."""
     vision = config.model.vision
     branch: Any = get_bias_dropout_add
     if vision.layer_scale:
@@ -208,7 +213,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
-    """Language layer `number` (from 0): causal, or by masks where it has a window or images attend both ways."""
+    """Build language layer `number` (from 0): causal, or masked for a window or bidirectional images."""
     language = config.model.language
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     split, rank = language_split(language, groups.dims.tp), groups.tp.rank()
@@ -290,16 +295,16 @@ def _submodules(
 
 
 def _qkv_linear(linear: Any, inputs: int, outputs: int, *, rows: int, qkv_bias: bool, bias: bool, **kwargs: Any) -> Any:
-    """Return the fused projection with `rows` outputs, and with a bias only where the configuration says so.
+    """Return the fused projection with `rows` outputs, and with a bias only if the configuration has one.
 
-    megatron-core gives it the rows of whole keys and values, of which slots of one head have a part each; and a bias
-    wherever any other linear layer has one; InternViT-6B has none here alone.
+    megatron-core passes the rows of whole keys and values, but slots of one head have a part each. It also passes a
+    bias wherever other linear layers have one, but InternViT-6B has none here.
     """
     return build_module(linear, inputs, rows, bias=qkv_bias, **kwargs)
 
 
 def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) -> TransformerConfig:
-    """Return the config of a layer with experts: what megatron-core's layer and its token dispatchers read."""
+    """Return the configuration of a layer with experts, for megatron-core's layer and token dispatchers."""
     experts = config.model.experts
     return replace(
         layer_config,
@@ -317,7 +322,7 @@ def with_experts(layer_config: TransformerConfig, config: Config, dims: Dims) ->
 
 
 def experts_spec(modules: LayerModules, config: Config, dense: MLPSubmodules) -> ModuleSpec:
-    """Return the spec of a router with its experts; a shared expert is an MLP as `dense` layers have."""
+    """Return the spec of a router with its experts. A shared expert is an MLP like those of `dense` layers."""
     activation = dense.activation_func
     submodules = MoESubmodules(
         router=partial(Router, experts=config.model.experts),

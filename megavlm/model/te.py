@@ -1,7 +1,7 @@
-"""Transformer Engine's parts of a layer, through megatron-core's wrappers, and FP8 around them.
+"""Transformer Engine's modules of a layer, through megatron-core's wrappers, and its FP8 contexts.
 
-Imported only where they were chosen. Written against megatron-core 0.16.1, Transformer Engine 2.9 to 2.11 (0.19.2 and
-2.20.2 have the same names). Tests on a CPU put other classes in the place of theirs; `tests/gpu` runs theirs.
+Imported only if it is chosen. Written against megatron-core 0.16.1, Transformer Engine 2.9 to 2.11 (0.19.2 and 2.20.2
+have the same names). Tests on a CPU replace its classes by stand-ins; `tests/gpu` runs the originals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megavlm.model.packing import Packing, attend_in_all, in_rows, in_sequence, 
 from megavlm.model.rotary import Heads, Rotary, Rotation
 from megavlm.parallel.groups import Groups
 
-# A norm inside the linear layer after it; checkpoints know it by its place in the layer.
+# Norms that are fused into the next linear layer. Checkpoints name them as if they were separate.
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -40,7 +40,7 @@ _FUSED = {
 
 
 def te_modules(extension: Any, *, fused_norm: bool, interleaved: bool = False) -> LayerModules:
-    """Return the parts out of `megatron.core.extensions.transformer_engine`, or what stands for it."""
+    """Return the modules of `megatron.core.extensions.transformer_engine`, or of a stand-in for tests."""
     column = extension.TELayerNormColumnParallelLinear if fused_norm else extension.TEColumnParallelLinear
     return LayerModules(
         norm=IdentityOp if fused_norm else extension.TENorm,
@@ -57,7 +57,7 @@ def te_modules(extension: Any, *, fused_norm: bool, interleaved: bool = False) -
 
 
 def te_activations() -> dict[str, Activation]:
-    """SwiGLU, GeGLU and quick GELU, one kernel forward and one backward. Its GELU is the tanh approximation."""
+    """Return SwiGLU, GeGLU (tanh approximation) and quick GELU, with one kernel forward and one backward."""
     import transformer_engine_torch as tex
 
     def kernel(forward: Any, backward: Any) -> Activation:
@@ -72,13 +72,13 @@ def te_activations() -> dict[str, Activation]:
 
 
 class TeRotary(Rotary):
-    """One kernel forward and one backward for all of it where queries and keys need no norm, else one for each tensor.
+    """Rotation with one kernel forward and one backward, or with one for each tensor if queries and keys have norms.
 
-    Its kernels take angles in fp32, [S, 1, 1, D]: where rows have their own, they are laid one after the other.
+    The kernels take fp32 angles [S, 1, 1, D]. If rows have angles of their own, the rows are concatenated.
     """
 
     def __init__(self, rotate: Any, *, interleaved: bool = False) -> None:
-        """`rotate` is megatron-core's `fused_apply_rotary_pos_emb`."""
+        """Take megatron-core's `fused_apply_rotary_pos_emb` as `rotate`."""
         from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
         from transformer_engine.pytorch.utils import SplitAlongDim
 
@@ -86,7 +86,7 @@ class TeRotary(Rotary):
         self._pairs = {"interleaved": interleaved}
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
-        """Backward copies nothing where attention's gradients lie in one tensor as these do."""
+        """Return queries, keys and values. The backward pass copies nothing if gradients lie in one tensor likewise."""
         query, key, value = self._split.apply(mixed, 3, sizes)
         return query.reshape(*query.shape[:2], -1, sizes[1]), key, value
 
@@ -102,15 +102,16 @@ class TeRotary(Rotary):
 
 
 def _in_one_row(x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, B, …] and angles [S, B or 1, 1, D], as [S·B, 1, …] where each row has its own angles."""
+    """Return x [S, B, …] and angles [S, B or 1, 1, D], both as [S·B, 1, …] where each row has its own angles."""
     if angles.shape[1] == 1:
         return x, angles
     return x.flatten(0, 1)[:, None], angles.flatten(0, 1)[:, None]
 
 
 def _without_idle_generator(attention: type) -> type:
-    """Transformer Engine's attention class below megatron-core's: without dropout it enters no random state, which
-    took each call a tenth of a millisecond on the host.
+    """Return Transformer Engine's attention class, without random state if there is no dropout.
+
+    It is the base of `attention`. Entering the state took 0.1 ms of each call on the host.
     """
 
     class TEAttention(attention.__base__):  # type: ignore[name-defined]
@@ -125,10 +126,9 @@ def _without_idle_generator(attention: type) -> type:
 
 @cache
 def flattened(attention: type) -> type:
-    """`TEDotProductAttention` for packed rows, which are laid one after the other: see `calls`.
+    """Return a subclass of `TEDotProductAttention` for packed rows, which are flattened: see `calls`.
 
-    megatron-core's attention would only do so for one row, and takes "thd" for the rotary positions' layout too, which
-    are ours.
+    megatron-core's attention flattens a single row alone, and takes "thd" for the layout of rotary positions as well.
     """
 
     class FlattenedAttention(attention, _without_idle_generator(attention)):  # type: ignore[misc, unused-ignore]
@@ -160,9 +160,9 @@ def flattened(attention: type) -> type:
             else:
                 outputs = [
                     super(FlattenedAttention, self)
-                    .forward(*given, attention_mask, attn_mask_type, *args, packed_seq_params=how, **kwargs)
+                    .forward(*tensors, attention_mask, attn_mask_type, *args, packed_seq_params=layout, **kwargs)
                     .flatten(0, -2)
-                    for given, how in calls(packing, inputs)
+                    for tensors, layout in calls(packing, inputs)
                 ]
             return in_rows(packing, torch.cat(outputs) if len(outputs) > 1 else outputs[0], rows=rows)
 
@@ -170,11 +170,11 @@ def flattened(attention: type) -> type:
 
 
 def calls(packing: Packing, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], PackedSeqParams]]:
-    """Tensors and layout of each call that attends in all sequences of query, key and value [T, heads, D].
+    """Yield tensors and layout of each call that attends in all sequences of query, key and value [T, heads, D].
 
-    Equal sequences at the beginning are a batch ("bshd"), the others lie between bounds ("thd"): cuDNN takes those of
-    "thd" for as long as all their tokens together, and hundreds of short ones for mostly nothing. Transformer Engine
-    takes contiguous tensors only where they begin their memory: what lies behind a batch is copied.
+    Equal sequences at the beginning are a batch ("bshd"), the others lie between bounds ("thd"). cuDNN computes "thd"
+    as if each sequence were as long as all tokens together, which is mostly wasted on hundreds of short ones.
+    Transformer Engine takes contiguous tensors only if they begin their storage, so those behind a batch are copied.
     """
     count, length = packing.batch
     split, total = count * length, inputs[0].shape[0]
@@ -189,11 +189,11 @@ def calls(packing: Packing, inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[
 
 
 class Fp8Execution(Execution):
-    """FP8 around the layers that run in it.
+    """Transformer Engine's FP8 contexts around the layers that run in FP8.
 
-    Delayed scaling moves its histories on where the outermost region ends, for every layer that ran inside: one region
-    spans the chunk, and layers in high precision are regions without FP8 in it. Other recipes know no past: each
-    layer is a region of its own, as in megatron-core's own block of layers.
+    Delayed scaling updates its histories at the end of the outermost region, for every layer that ran inside: so one
+    region spans the chunk, and layers in high precision are regions without FP8 in it. Other recipes have no history:
+    each layer is a region of its own, as in megatron-core's own block of layers.
     """
 
     def __init__(self, config: Config, groups: Groups) -> None:
@@ -213,7 +213,9 @@ class Fp8Execution(Execution):
         return _high_region() if self.delayed else nullcontext()
 
     def recomputed(self, layer: Any, run: Any, hidden: Tensor) -> Tensor:
-        """Transformer Engine's own: the second run must read the scales of the first, and record nothing."""
+        """Recompute with Transformer Engine's checkpoint: the second run reads the scales of the first and records
+        none.
+        """
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
         return te_checkpoint(run, False, get_cuda_rng_tracker, self.groups.tp, hidden)

@@ -1,4 +1,4 @@
-"""From pixels to patch embeddings, and where each patch stands.
+"""Patch embedding, and the layout of patches in the packed vision sequence.
 
 Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + rows·columns) + padding, H width.
 """
@@ -21,13 +21,13 @@ from megavlm.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class VisionLayout:
-    """Where the tokens of a micro-batch's images lie in the packed vision sequence.
+    """Layout of the tokens of a micro-batch's images in the packed vision sequence.
 
     A micro-batch without images still sends one empty image of `blank` patches through the tower: every rank then
     runs the same collectives and every parameter gets a (zero) gradient, so nothing hangs and nothing changes.
-    The sequence is padded to a multiple of `multiple` (sequence parallelism) with a sequence of its own.
-    With windows of `window` × `window` patches (0: none) patches lie window by window, those of equal size together
-    (`windows.py`); without, and everywhere outside the tower, they lie image by image, row-major.
+    The sequence is padded to a multiple of `multiple` (for sequence parallelism), by a sequence of its own. With
+    windows of `window` × `window` patches (0: none), patches are in window order, windows of equal size together
+    (`vision_ops.py`). Without windows, and everywhere outside the tower, they are in order of images, row-major.
     """
 
     grids: tuple[Grid, ...]
@@ -40,6 +40,7 @@ class VisionLayout:
     def of(
         cls, grids: tuple[Grid, ...], *, class_token: bool, multiple: int, blank: Grid, window: int = 0
     ) -> VisionLayout:
+        """Return the layout of images with these grids of patches."""
         assert not (window and class_token), "the configuration rules refuse this"
         is_blank = not grids
         grids = grids or (blank,)
@@ -48,24 +49,24 @@ class VisionLayout:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each image."""
+        """Return the number of tokens of each image."""
         return [self.class_tokens + rows * columns for rows, columns in self.grids]
 
     @property
     def bounds(self) -> list[int]:
-        """Return where sequences begin and end: images, then the padding's own sequence where there is any."""
+        """Return the bounds of sequences: images, then the padding as a sequence of its own, if there is any."""
         return self._bounds(self.lengths)
 
     @property
     def window_bounds(self) -> list[int]:
-        """Return the same of the windows of each image."""
+        """Return the bounds of sequences where each window of an image is one."""
         return self._bounds(list(self._windows[1]))
 
     def _bounds(self, lengths: list[int]) -> list[int]:
         return list(accumulate(lengths + [self.padding] * bool(self.padding), initial=0))
 
     def patch_index(self, device: torch.device) -> Tensor:
-        """[P] int64: which vision tokens are patches, in row-major patch order."""
+        """Return the vision tokens that are patches, in row-major order of patches, [P] int64."""
         if self.window:
             return self._windows[0].argsort().to(device, non_blocking=True)
         starts = [0, *accumulate(self.lengths)]
@@ -73,14 +74,15 @@ class VisionLayout:
         return torch.cat(spans)
 
     def in_tower_order(self, patches: Tensor) -> Tensor:
-        """Row-major patches of all images [P, …] in the order that the tower has them."""
+        """Return the row-major patches of all images [P, …] in the order of the tower."""
         if not self.window:
             return patches
         return patches.index_select(0, self._windows[0].to(patches.device, non_blocking=True))
 
     def image_order(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """In which order an image's tokens follow each other, and its inverse, [V] int64 each; None where they do so in
-        the tower. Attention over an image does not ask for the order of its tokens.
+        """Return the order that joins each image's tokens, and its inverse, [V] int64; None if they are joined.
+
+        Attention over an image does not depend on the order of its tokens.
         """
         if not self.window or len(self.grids) == 1:
             return None
@@ -93,7 +95,7 @@ class VisionLayout:
         return joint_window_order(self.grids, self.window)
 
     def coordinates(self, device: torch.device) -> Tensor:
-        """[V, 2] (row, column) of each token; class tokens and padding stand at (0, 0)."""
+        """Return (row, column) of each token, [V, 2]; class tokens and padding have (0, 0)."""
         spans = []
         for rows, columns in self.grids:
             grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2)
@@ -103,8 +105,9 @@ class VisionLayout:
 
 
 class PatchEmbed(nn.Module):
-    """Linear patch embedding, class token, learned positions and a first norm after (CLIP) or before these (GLM-4.1V):
-    [P, D] → [V(/TP), 1, H].
+    """Linear patch embedding with class token, learned positions and first norm: [P, D] → [V(/TP), 1, H].
+
+    The norm comes after the positions (CLIP) or before them (GLM-4.1V).
 
     Computed whole on every tensor-parallel rank, then scattered: the scatter's backward gathers, so the replicated
     parameters get equal gradients everywhere and need no reduction.
@@ -159,14 +162,14 @@ class PatchEmbed(nn.Module):
         return hidden
 
     def _weight_of_stills(self) -> Tensor:
-        """[H, C·p·p]."""
+        """Return the weight for still images, [H, C·p·p]."""
         frames = self.vision.temporal_patch_size
         if frames == 1:
             return self.proj.weight
         return self.proj.weight.unflatten(1, (self.vision.in_channels, frames, -1)).sum(2).flatten(1)
 
     def _positions(self, grid: Grid) -> Tensor | None:
-        """[C + rows·columns, H]: the learned table, resized or looked up for other grids than its own."""
+        """Return learned positions, [C + rows·columns, H], resized or looked up for grids of other sizes."""
         if self.position is None:
             return None
         side = self.vision.image_size // self.vision.patch_size
@@ -174,8 +177,8 @@ class PatchEmbed(nn.Module):
         if self.vision.position_interpolation == "bucket":
             rows, columns = (position_buckets(length, side) for length in grid)
             entries = count + (rows[:, None] * side + columns).flatten()
-            found = self.position.index_select(0, entries.to(self.position.device, non_blocking=True))
-            return torch.cat([self.position[:count], found])
+            grid_positions = self.position.index_select(0, entries.to(self.position.device, non_blocking=True))
+            return torch.cat([self.position[:count], grid_positions])
         if grid == (side, side):
             return self.position
         resized = resized_table(self.position[count:], side, grid, self.vision.position_interpolation)
@@ -183,7 +186,7 @@ class PatchEmbed(nn.Module):
 
 
 def position_buckets(length: int, side: int) -> Tensor:
-    """[length] int64: of `side` equal parts of an image, the one that each of `length` patches begins in.
+    """Return the part of an image, of `side` equal ones, in which each of `length` patches begins, [length] int64.
 
     Patch i of L begins at i/L, part j of S at j/S (NaViT's fractional positions; Idefics2). Both are rounded to fp32 as
     in the reference, i/L as i·(1/L), because rounding decides where they meet: at 19 of 19, patch 12 takes part 11.
@@ -194,7 +197,7 @@ def position_buckets(length: int, side: int) -> Tensor:
 
 
 def rope2d(coordinates: Tensor, *, head_width: int, base: float, interleaved: bool = False) -> Tensor:
-    """2-D rotary angles (Qwen2-VL): the first quarter of the pairs turns with the row, the next with the column.
+    """Return 2-D rotary angles (Qwen2-VL): the first quarter of the pairs follows the row, the next the column.
 
     Args:
         coordinates: [V, 2] rows and columns.

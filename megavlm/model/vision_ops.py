@@ -1,4 +1,4 @@
-"""Operations on the patches and features of images: windows, pixel shuffle, tiles. They need torch alone."""
+"""Operations on patches and features of images: windows, pixel shuffle, tiles. They need torch alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def window_order(grid: Grid, side: int) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def joint_window_order(grids: Sequence[Grid], side: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the same for consecutive images, the largest windows first and windows of one size together."""
+    """Return the window order of consecutive images, largest windows first and windows of one size together."""
     orders: list[Tensor] = []
     lengths: list[int] = []
     start = 0
@@ -65,7 +65,7 @@ def pixel_shuffle(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tens
 
 
 def channels_first_blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tensor:
-    """Return what `pixel_shuffle` does, but inside a block (channel, row, column), as a convolution's weight has it."""
+    """Return `pixel_shuffle` in the order (channel, row, column) inside a block, as convolution weights have it."""
     return torch.cat(
         [blocks.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1) for blocks in _blocks(patches, grids, factor)]
     )
@@ -83,7 +83,7 @@ def _blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Iterator[T
 
 
 def images_of(patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
-    """Yield [images, rows, columns, H] of [P, H]: images after one another of one size are one tensor."""
+    """Yield [images, rows, columns, H] from [P, H], consecutive images of one size as one tensor."""
     start = 0
     for (rows, columns), group in groupby(grids):
         count = len(list(group))
@@ -103,9 +103,10 @@ def resized_table(table: Tensor, side: int, grid: Grid, mode: str) -> Tensor:
 def unpad_and_concat(
     features: Tensor, groups: Sequence[TileGroup], counts: Sequence[int], *, newline: Tensor, max_tiles: int
 ) -> Tensor:
-    """Return images' features [F, H] from their tiles' [Σ counts, H]: of each image the base tile, then the grid of
-    tiles as one map without its padding, each row closed by a newline [H] (LLaVA-OneVision). Of each
-    frame of a video the reduced map, and a newline after the last.
+    """Return the features of images [F, H] from those of their tiles [Σ counts, H] (LLaVA-OneVision).
+
+    Of an image these are the base tile, then the grid of tiles as one map without its padding, each row followed by a
+    newline [H]. Of each frame of a video it is the reduced map, and a newline follows the last.
 
     Args:
         counts: features of each tile.
@@ -129,7 +130,7 @@ def unpad_and_concat(
 
 
 def _halved(frames: Tensor) -> Tensor:
-    """Return features [frames, ⌈side/2⌉², H]: those of frames [frames, side², H], halved in height and width."""
+    """Return features [frames, ⌈side/2⌉², H]: frames [frames, side², H] halved in height and width."""
     side = round(frames.shape[1] ** 0.5)
     maps = frames.unflatten(1, (side, side)).permute(0, 3, 1, 2).contiguous()
     reduced = F.interpolate(maps, (half(side), half(side)), mode="bilinear", align_corners=False)

@@ -1,8 +1,8 @@
-"""`VLMChunk`: the layers of one pipeline chunk, whichever they are, as one module that the schedule runs.
+"""`VLMChunk`: the layers of one pipeline chunk as one module that the schedule runs.
 
-What travels between chunks is one tensor: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features
-[F, 1, Hl] between projector and embedding, language states [S(/TP), B, Hl] after it. Where a cut lies between a vision
-layer that DeepStack taps and the language layer that takes its features, they travel in the same tensor (`deepstack`).
+A chunk sends one tensor to the next: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features [F, 1, Hl]
+between projector and embedding, language states [S(/TP), B, Hl] after it. If a cut lies between a DeepStack merger and
+the language layer that takes its features, they are in the same tensor (`language.pack`).
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class HoldsWeights(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device that computes and communicates."""
+        """Return the device that computes and communicates."""
 
     def shards(self) -> Iterator[ShardedTensor]:
         """Yield each slice of a parameter that this rank holds: name, global shape, offset, and a view of the data."""
 
 
 class VLMChunk(MegatronModule):
-    """Chunk `index` of the plan. `forward(batch)` gives the tensor for the next chunk, the last one the losses."""
+    """Chunk `index` of the plan. `forward(batch)` returns the tensor for the next chunk, or at last the losses."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class VLMChunk(MegatronModule):
         pipeline: TransformerConfig,
         place: Callable[[nn.Module], object] = lambda part: None,
     ) -> None:
-        """`place` puts each part where its parameters belong as soon as it is built, so before the next one is."""
+        """Build the layers. `place` moves each to its memory as soon as it is built, before the next one."""
         super().__init__(config=pipeline)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = index // plan.dims.pp if plan.dims.vpp > 1 else None
@@ -112,13 +112,13 @@ class VLMChunk(MegatronModule):
             self.parts[name] = part
             _attach(self, name, part)
         self.transformer_layers = [(n, part) for n, part in self.parts.items() if isinstance(part, TransformerLayer)]
-        self.offload: Offload | None = None  # set by who builds all chunks of a rank, which share one
+        self.offload: Offload | None = None  # set by the builder of a rank's chunks, which share one
         self.has_tied_copy = ties_output(config.model) and (EMBEDDING in self.names) != (OUTPUT in self.names)
         if self.has_tied_copy:
             _mark_tied_copy(self.parts)
 
     def _choose_trained(self, name: str, part: nn.Module) -> None:
-        """Freeze what is not trained; where a part of the model has adapters, all but those."""
+        """Freeze what is not trained. If a part of the model has adapters, that is all but the adapters."""
         config, module = self.run_config, part_of(name)
         part.requires_grad_(trains_weights(name, config))
         if isinstance(part, Representation):  # scalars of the loss, which no option freezes
@@ -128,7 +128,7 @@ class VLMChunk(MegatronModule):
             add_adapters(part, name, config.lora, gated=gated)
 
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Shapes of what this chunk receives from the one before and sends to the next; None at the ends."""
+        """Return the shapes of what this chunk receives from the previous one and sends on; None at the ends."""
         context = self._context(batch, device=batch.text.tokens.device)
         received = None if self.is_first else _shape_before(self.names[0], self.carried, context)
         return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, context)
@@ -137,17 +137,17 @@ class VLMChunk(MegatronModule):
         return MicroBatchContext(batch, self.run_config, self.groups, device=device, wants_logits=wants_logits)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
-        """Called by the schedule before forward: what the previous chunk sent."""
+        """Take what the previous chunk sent; the schedule calls it before `forward`."""
         self.input_tensor = tensors[0] if isinstance(tensors, list) else tensors
 
     def forward(self, batch: MicroBatch, *, logits: bool = False) -> Tensor:
         """Run this chunk's layers on a micro-batch.
 
         Returns:
-            The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], or the vectors and
-            scalars of `Representation`, or with
-            `logits=True` the logits [B, S, vocabulary] (whole on every tensor-parallel rank); of a batch with a
-            continuation those after the last position of each row, [B, 1, vocabulary].
+            The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], the vectors and
+            scalars of `Representation`, or with `logits=True` the logits [B, S, vocabulary] (whole on every
+            tensor-parallel rank). A batch with a continuation has those of the last position of each row alone,
+            [B, 1, vocabulary].
         """
         if self.offload is None or not torch.is_grad_enabled():
             return self._forward(batch, logits=logits)
@@ -188,7 +188,7 @@ class VLMChunk(MegatronModule):
         packing: Packing | None,
         routed: RoutedRows | None = None,
     ) -> Tensor:
-        """Return the output of a transformer layer, offloading or recomputing what it saves as configured.
+        """Return the output of a transformer layer, with offloading or recomputation as configured.
 
         `routed` are the micro-batch's rows, if the layer has experts whose load is counted.
         """
@@ -210,13 +210,13 @@ class VLMChunk(MegatronModule):
 
     @property
     def tied_weight(self) -> Tensor | None:
-        """Return the embedding's weight, if the output layer of this chunk uses it in place of its own; else None."""
+        """Return the embedding's weight if the output layer of this chunk uses it in place of its own; else None."""
         if not ties_output(self.run_config.model) or self.has_tied_copy:
             return None
         return self.parts[EMBEDDING].word_embeddings.weight  # type: ignore[union-attr, return-value]
 
     def _received(self, context: MicroBatchContext) -> tuple[Any, list[Tensor]]:
-        """Hidden states and carried features from the previous chunk; what nothing trained lies before is cut off.
+        """Return hidden states and carried features from the previous chunk, detached if nothing before is trained.
 
         The schedule sends `input.grad` back in any case. Zeros that are already there spare the backward pass
         through this chunk's frozen layers, and the previous chunk, which needs no gradient, ignores them.
@@ -235,7 +235,7 @@ class VLMChunk(MegatronModule):
         return hidden if self.hidden_trained else hidden.detach(), carried
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Parameters by local name. Transformer Engine's extra state is a pickle: none is written, none is read."""
+        """Load parameters by local name. Transformer Engine's extra state is a pickle, and is never written or read."""
         extra = {
             f"{name}._extra_state": None
             for name, module in self.named_modules()
@@ -259,7 +259,7 @@ class VLMChunk(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Parameters by global name, with how each is sharded: read by checkpoints and initialisation."""
+        """Return parameters by global name, with their sharding, for checkpoints and initialisation."""
         metadata = {**(metadata or {}), "dp_cp_group": self.groups.dp_cp}
         state: dict[str, Any] = {}
         for name, part in self.parts.items():
@@ -286,7 +286,7 @@ class VLMChunk(MegatronModule):
 
 
 def bare_chunk(chunk: Any) -> VLMChunk:
-    """Return the chunk inside what makes it data-parallel, if anything does."""
+    """Return the chunk without its data-parallel wrapper, if it has one."""
     while not isinstance(chunk, VLMChunk):
         chunk = chunk.module
     return chunk
@@ -299,7 +299,7 @@ def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[
 
 
 def is_padded_for_tp(key: str) -> bool:
-    """Return whether a parameter may be padded for TP at its end: vocabulary rows, vision heads."""
+    """Return whether a parameter may have TP padding at its end: vocabulary rows, vision heads."""
     if kind_of(key) == VISION_LAYER:
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)
@@ -317,7 +317,7 @@ def _attach(root: nn.Module, name: str, part: nn.Module) -> None:
 
 
 def _mark_tied_copy(parts: dict[str, nn.Module]) -> None:
-    """Both copies of tied embeddings: same optimizer partition on both stages, and counted once in the norm."""
+    """Mark both copies of tied embeddings: same optimizer partition on both stages, counted once in the norm."""
     if EMBEDDING in parts:
         parts[EMBEDDING].word_embeddings.weight.shared_embedding = True  # type: ignore[union-attr]
     else:

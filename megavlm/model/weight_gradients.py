@@ -1,8 +1,8 @@
-"""Weight gradients that wait: a backward pass computes the gradients of its inputs, and those of weights come later.
+"""Delayed weight gradients: a backward pass computes the gradients of inputs, and those of weights follow later.
 
 The backward pass of a linear layer y = x·Wᵀ has two products. gradₓ = g·W is what the previous pipeline stage waits
-for; grad_W = gᵀ·x is needed at the end of the step alone, and can fill a time in which the stage would wait ("Zero
-Bubble Pipeline Parallelism", Qi et al. 2023). Until then x and g are kept.
+for; grad_W = gᵀ·x is needed at the end of the step alone, and can fill a bubble of the pipeline ("Zero Bubble
+Pipeline Parallelism", Qi et al. 2023). Until then x and g are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Weights = tuple[Tensor, ...]  # of one layer: its weight, and its bias where one
 
 
 class WeightGradients:
-    """The weight gradients that backward passes of a rank's chunks have left."""
+    """The weight gradients that backward passes of a rank's chunks have delayed."""
 
     def __init__(self) -> None:
         self._left: dict[tuple[int, int], list[tuple[Weights, Compute]]] = {}  # by chunk and micro-batch
@@ -34,7 +34,7 @@ class WeightGradients:
 
     @contextmanager
     def left_by(self, chunk: int, micro_batch: int) -> Iterator[None]:
-        """Let the backward pass in this context leave its weight gradients until they are computed."""
+        """Let the backward pass in this context delay its weight gradients until `compute` is called."""
         self._now = self._left[chunk, micro_batch] = []
         try:
             yield
@@ -42,26 +42,28 @@ class WeightGradients:
             self._now = None
 
     def leave(self, weights: Weights, compute: Compute) -> None:
-        """Take what computes the gradients of a layer's weights; at once if the running backward pass leaves none."""
+        """Take the function that computes a layer's weight gradients; call it at once if nothing is delayed now."""
         if self._now is None:
             _accumulate(weights, compute)
         else:
             self._now.append((weights, compute))
 
     def compute(self, chunk: int, micro_batch: int) -> None:
-        """Compute what a backward pass left, in its order, and free what was kept for it."""
+        """Compute the weight gradients that a backward pass delayed, in its order, and free what they needed."""
         left = self._left.pop((chunk, micro_batch))[::-1]
         while left:
             _accumulate(*left.pop())
 
     def clear(self) -> None:
-        """Forget what is left of a step that did not end."""
+        """Discard the delayed gradients of a step that did not finish."""
         self._left.clear()
 
 
 def _accumulate(weights: Weights, compute: Compute) -> None:
-    """Add gradients to their weights' as autograd does, so that hooks meet them as in any other backward pass: data
-    parallelism's adds them to `main_grad`, and reduces a bucket whose gradients are complete.
+    """Add gradients to those of their weights through autograd.
+
+    Hooks then see them as in any other backward pass: those of data parallelism add them to `main_grad`, and reduce a
+    bucket whose gradients are complete.
     """
     with torch.no_grad():
         gradients = compute()
@@ -70,20 +72,21 @@ def _accumulate(weights: Weights, compute: Compute) -> None:
 
 @dataclass(frozen=True)
 class LaterGradient:
-    """A weight whose gradient is left. Autograd, which sees no tensor in it, knows of no path to the weight."""
+    """A weight whose gradient is delayed. It is no tensor to autograd, which therefore has no path to the weight."""
 
     weight: Tensor
     gradients: WeightGradients
 
     def leave(self, compute: Callable[[], Tensor]) -> None:
+        """Delay the gradient of the weight, which `compute` returns."""
         self.gradients.leave((self.weight,), lambda: (compute(),))
 
 
 class _Linear(torch.autograd.Function):
-    """y = x·Wᵀ + b as in megatron-core's parallel linears, without a path to W: its gradient is left.
+    """y = x·Wᵀ + b as in megatron-core's parallel linear layers, without a path to W, whose gradient is delayed.
 
-    x is a part of the sequence on each rank of `gathered`, if there is such a group; else its gradient is summed over
-    the ranks of `summed`.
+    x is sharded along the sequence over the ranks of `gathered`, if there is such a group; else its gradient is summed
+    over the ranks of `summed`.
     """
 
     @staticmethod
@@ -117,7 +120,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _whole(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return all positions [S, B, H] of x, a part of which is on each rank of a group."""
+    """Return all positions [S, B, H] of x, which is sharded over the ranks of a group."""
     if group is None:
         return x
     whole = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
@@ -131,7 +134,7 @@ def has_halves(x: Tensor, weight: Tensor) -> bool:
 
 
 class _LeavesGradient:
-    """Stands before megatron-core's parallel linears."""
+    """Base class in front of megatron-core's parallel linear layers."""
 
     weight_gradients: WeightGradients
 
@@ -147,7 +150,7 @@ class _LeavesGradient:
 
 
 class _Product(torch.autograd.Function):
-    """Any differentiable product of x and a weight: the half of its backward pass that is the weight's is left."""
+    """Any differentiable product of x and a weight, with the weight's gradient delayed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, later: LaterGradient, product: Product) -> Tensor:
@@ -167,7 +170,7 @@ class _Product(torch.autograd.Function):
 
 
 def product_leaving_gradient(product: Product, x: Tensor, weight: Tensor, gradients: WeightGradients | None) -> Tensor:
-    """Return `product(x, weight)`; the gradient of the weight is left with `gradients`, if there are any."""
+    """Return `product(x, weight)`; the weight's gradient is delayed by `gradients`, unless that is None."""
     if gradients is None or not has_halves(x, weight):
         return product(x, weight)
     output: Tensor = _Product.apply(x, LaterGradient(weight, gradients), product)
@@ -175,29 +178,30 @@ def product_leaving_gradient(product: Product, x: Tensor, weight: Tensor, gradie
 
 
 class _Store:
-    """Takes what the backward pass of a layer of Transformer Engine leaves, in place of its `WeightGradStore`.
+    """Replacement of Transformer Engine's `WeightGradStore` that takes the delayed products of a layer.
 
-    Theirs is a queue for each layer, whose `backward_dw` sets `grad` and runs hooks that DDP has to be told of; of
-    biases it keeps the gradient of one micro-batch.
+    The original is a queue for each layer. Its `backward_dw` sets `grad` and runs hooks that DDP would have to
+    register, and it keeps the bias gradient of one micro-batch alone.
     """
 
     def __init__(self, weights: Weights, gradients: WeightGradients) -> None:
         self._weights, self._gradients = weights, gradients
 
     def delay_wgrad_compute(self) -> bool:
+        """Return True, so that the layer calls `put`."""
         return True
 
     def put(self, inputs: Sequence[Tensor], product: Callable[..., Sequence[Tensor]]) -> None:
-        """Leave a product of inputs that returns the gradient of the weight, then that of the bias or None."""
+        """Delay a product that returns the gradient of the weight, then that of the bias or None."""
         count = len(self._weights)
         self._gradients.leave(self._weights, lambda: tuple(product(*inputs))[:count])
 
 
 class LeavesToStore:
-    """Stands before Transformer Engine's `Linear` and `LayerNormLinear`.
+    """Base class in front of Transformer Engine's `Linear` and `LayerNormLinear`.
 
-    A forward pass sees copies of weight and bias that share their memory: its backward pass reaches these with no
-    gradient, so that DDP's hooks on the parameters run once the gradients are there.
+    A forward pass sees copies of weight and bias that share their memory, so that its backward pass gives the
+    parameters no gradient, and DDP's hooks on them run once the gradients are computed.
     """
 
     weight_gradients: WeightGradients
@@ -221,9 +225,10 @@ class LeavesToStore:
 
 
 def leave_weight_gradients(chunk: nn.Module, gradients: WeightGradients) -> None:
-    """Let a chunk's linear layers leave their weight gradients with `gradients`: those of megatron-core and, without
-    FP8, of Transformer Engine, and modules with an attribute `weight_gradients`. The weights of others get theirs in
-    the backward pass.
+    """Let the linear layers of a chunk delay their weight gradients by `gradients`.
+
+    These are layers of megatron-core and, without FP8, of Transformer Engine, and modules with an attribute
+    `weight_gradients`. Other weights get their gradients in the backward pass.
     """
     module: Any
     for module in chunk.modules():

@@ -1,4 +1,4 @@
-"""Initial weights from a seed and each tensor's global name: every layout starts from the same numbers.
+"""Initial weights from a seed and the global name of each tensor, so that they are the same in every layout.
 
 The sharding that checkpoints use says which slice of which named tensor a rank holds; the whole tensor is drawn
 from a generator seeded by the name, and the rank keeps its slice. Experts are one tensor, and each of them has a
@@ -25,9 +25,9 @@ from megavlm.model.vlm import HoldsWeights, is_padded_for_tp
 def initialize(
     chunk: HoldsWeights, config: Config, *, vocab_size: int, drawn: Callable[[str], bool] = lambda key: True
 ) -> None:
-    """Fill a chunk's parameters: N(0, σ²), σ/√(2L) for the layers that end a residual branch (GPT-2), zero biases.
+    """Initialise a chunk's parameters: N(0, σ²), σ/√(2L) for layers that end a residual branch (GPT-2), zero biases.
 
-    `drawn` says by name which parameters; the others stay as they are.
+    `drawn` selects parameters by name; the others stay as they are.
     """
     last_key, last = "", torch.empty(0)
     for shard in chunk.shards():
@@ -45,14 +45,14 @@ def initialize(
 
 
 def index_of(shard: ShardedTensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor a shard is."""
+    """Return the slices of the whole tensor that a shard has."""
     return tuple(
         slice(start, start + length) for start, length in zip(shard.global_offset, shard.local_shape, strict=True)
     )
 
 
 def _whole(key: str, shape: tuple[int, ...], config: Config, *, vocab_size: int) -> Tensor:
-    """Return a whole parameter: drawn at its real shape, padded with zeros to the shape that TP needs."""
+    """Return a whole parameter: drawn with its real shape, padded with zeros to the shape that TP needs."""
     real = real_shape(key, shape, config.model, vocab_size=vocab_size)
     whole = torch.zeros(shape)
     whole[tuple(slice(size) for size in real)] = _draw(key, real, config)
@@ -65,7 +65,7 @@ def _experts(key: str, shape: tuple[int, ...], config: Config, numbers: range) -
 
 
 def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_size: int) -> tuple[int, ...]:
-    """Return a parameter's shape without the padding that TP may have needed (vocabulary rows, vision heads)."""
+    """Return a parameter's shape without TP padding (vocabulary rows, vision heads)."""
     if not is_padded_for_tp(key):
         return shape
     if kind_of(key) != VISION_LAYER:

@@ -1,1 +1,1 @@
-"""Losses of training: of each token, or of the embeddings of a global batch."""
+"""Training losses: of each token, or of the embeddings of a global batch."""

@@ -1,4 +1,4 @@
-"""What losses over a global batch work with: its embedded texts, gathered from all ranks, and what a rank returns.
+"""Texts of a global batch, gathered from all ranks, for losses over whole batches.
 
 Legend: R texts of this rank, L of the rank with the most, N ranks, H width, Q queries, D documents, P positives, I
 positives of a query at most, T terms of the loss that this rank counts.
@@ -23,7 +23,7 @@ BLOCK = 2**21  # scores that a rank has in memory at a time
 
 @dataclass(frozen=True, eq=False)
 class Representations:
-    """This rank's part of the embedded texts of a global batch, with the scalars that the loss learns."""
+    """This rank's vectors of the texts of a global batch, with the learned scalars of the loss."""
 
     vectors: Tensor  # [R, H] fp32, not normalised
     members: Tensor  # [R, 4] int64, columns of `data/types.py`; records are numbered within this rank
@@ -32,7 +32,7 @@ class Representations:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """This rank's share of a loss over the global batch, and the gradient of the whole with respect to its vectors.
+    """This rank's share of a loss over the global batch, and the gradient of the whole loss for its own vectors.
 
     Losses are a sum, not a mean: over all ranks they add up to that of the batch, and so do the scalars' gradients.
     """
@@ -43,7 +43,7 @@ class Loss:
     scalars: Tensor  # this rank's share of the gradient
 
     def totals(self, num_sources: int) -> Tensor:
-        """Return what `Schedule.train` returns: [2 + 2·num_sources] float64."""
+        """Return the sums [2 + 2·num_sources] float64 that `Schedule.train` returns."""
         sums = self.losses.new_zeros(2, num_sources)
         if num_sources:
             sums[0].index_add_(0, self.sources, self.losses)
@@ -56,44 +56,44 @@ WholeBatchLoss = Callable[[Representations, ObjectiveConfig, dist.ProcessGroup],
 
 
 def widths_of(options: ObjectiveConfig, width: int) -> tuple[int, ...]:
-    """Return the widths that a loss is applied to: all channels, and beginnings of them (Kusupati et al. 2022)."""
+    """Return the widths that a loss is applied to: all channels, and the first ones of them (Kusupati et al. 2022)."""
     return tuple(sorted({*options.matryoshka_widths, width}))
 
 
 def normalized(vectors: Tensor, width: int) -> Tensor:
-    """Return the first channels [R, width] of vectors, with length 1."""
+    """Return the first `width` channels of vectors, [R, width], normalised to length 1."""
     return F.normalize(vectors[:, :width], dim=-1)
 
 
 def blocks(count: int, across: int) -> Iterator[slice]:
-    """Yield consecutive ranges of `count` rows whose scores with `across` others fit into memory together."""
+    """Yield consecutive ranges of `count` rows whose scores with `across` others fit into memory at a time."""
     size = max(1, BLOCK // max(across, 1))
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What is known of the texts of a batch: [R, 4] int64, the columns of `data/types.py`.
+    """The texts of a batch: [R, 4] int64, with the columns of `data/types.py`.
 
-    A record's number is its own in the whole batch. A row whose role is none of the three is padding.
+    Record numbers are unique in the whole batch. A row with none of the three roles is padding.
     """
 
     members: Tensor
 
     @cached_property
     def queries(self) -> Tensor:
-        """Return [Q], the rows that are queries."""
+        """Return the rows that are queries, [Q]."""
         return torch.nonzero(self.members[:, ROLE] == QUERY).flatten()
 
     @cached_property
     def documents(self) -> Tensor:
-        """Return [D], the rows that are documents: positives and negatives of all queries."""
+        """Return the rows that are documents, [D]: positives and negatives of all queries."""
         role = self.members[:, ROLE]
         return torch.nonzero((role == POSITIVE) | (role == NEGATIVE)).flatten()
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return for each positive the index of its query among the queries, and its own among the documents: [P] each.
+        """Return for each positive the index of its query among queries, and its own among documents, [P] each.
 
         Positives are in the order of their rows.
         """
@@ -103,12 +103,12 @@ class Texts:
 
     @cached_property
     def identities(self) -> Tensor:
-        """Return [D], what each document is."""
+        """Return the identity of each document, [D]."""
         return self.members[self.documents, ID]
 
     @cached_property
     def wanted(self) -> Tensor:
-        """Return [Q, I], what the positives of each query are; −1 where a query has fewer than others."""
+        """Return the identities of each query's positives, [Q, I], with −1 where a query has fewer than others."""
         query, document = self.pairs
         by_query = query.argsort(stable=True)
         counts = torch.bincount(query, minlength=len(self.queries))
@@ -119,18 +119,16 @@ class Texts:
         return table
 
     def answers(self, queries: Tensor | slice = slice(None), documents: Tensor | slice = slice(None)) -> Tensor:
-        """Return [q, d] bool: whether each of these documents answers each of these queries, as one of its positives or
-        as a document that is the same as one.
-        """
+        """Return whether each document is a positive of each query, or identical to one, [q, d] bool."""
         return same(self.wanted[queries], self.identities[documents])
 
 
 def same(wanted: Tensor, identities: Tensor) -> Tensor:
-    """Return [q, d] bool: whether a document is what one of the positives [q, I] of a query is."""
-    found = torch.zeros(len(wanted), len(identities), dtype=torch.bool, device=identities.device)
+    """Return whether each document is identical to a positive of each query, [q, d] bool."""
+    matches = torch.zeros(len(wanted), len(identities), dtype=torch.bool, device=identities.device)
     for column in wanted.unbind(1):
-        found |= column[:, None] == identities
-    return found
+        matches |= column[:, None] == identities
+    return matches
 
 
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -143,7 +141,7 @@ def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int = 0) -> Tensor:
-    """Return the rows [N·L, …] of all ranks: of rank n those from n·L on, then padding up to the `length` L."""
+    """Return the rows of all ranks, [N·L, …]: those of rank n from n·L on, padded to the `length` L."""
     if group.size() == 1:
         return own
     padded = own.new_full((length, *own.shape[1:]), padding)
@@ -154,14 +152,14 @@ def gathered(own: Tensor, length: int, group: dist.ProcessGroup, *, padding: int
 
 
 def gathered_members(members: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the members [N·L, 4] of all ranks' texts, with records that no two ranks share."""
+    """Return the members of all ranks' texts, [N·L, 4], with record numbers that differ between ranks."""
     members = members.clone()
     members[:, RECORD] += group.rank() << 32
     return gathered(members, length, group, padding=PADDING)
 
 
 def own_sum(gradients: Tensor, texts: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of the gradients [N·L, H] for this rank's `texts`, [R, H]."""
+    """Return the sum over ranks of the gradients [N·L, H] for the `texts` texts of this rank, [R, H]."""
     ranks = group.size()
     if ranks == 1:
         return gradients

@@ -1,4 +1,4 @@
-"""Losses: of the next token, and over the embedded texts of a global batch (InfoNCE, sigmoid).
+"""Losses of the next token, and of the embedded texts of a global batch (InfoNCE, sigmoid).
 
 **InfoNCE** (van den Oord et al. 2018; CLIP, DPR), a share of the work on each rank. Of a query q and a positive p of
 it, with cosines s and temperature τ:
@@ -11,21 +11,21 @@ are the same as a positive of q. In the other direction, over all queries i that
     ℓ(p→q) = −s(q,p)/τ + log( e^{s(q,p)/τ} + Σ_i e^{s(i,p)/τ} )
 
 A pair's loss is ℓ(q→p), or with `model.objective.symmetric` the mean of both. The batch's is their sum, which is
-divided by the number of pairs where the sums over tokens are, at the update.
+divided by the number of pairs at the update, like sums over tokens.
 
-Each rank has the vectors of all ranks, of length 1, and computes the losses of the pairs whose positive is its own. The
-gradients of these with respect to all vectors are summed over ranks, and a rank goes on with those of its own. So each
-term is in one rank's loss, and the sum is that of one process.
+Each rank gathers the normalised vectors of all ranks, and computes the losses of the pairs whose positive is its own. A
+reduce-scatter sums their gradients with respect to all vectors, and each rank continues with those of its own vectors.
+So each term is in one rank's loss, and the sum is that of one process.
 
 **Sigmoid** (Zhai et al. 2023, SigLIP), documents passed around a ring of ranks. With cosines s of all queries
 q and documents d, a learned scale t and bias b, and y = 1 for a positive of q, else −1:
 
     L = Σ_q Σ_d −log σ( y·(t·s(q,d) + b) )
 
-without documents that are the same as a positive of q; L is divided by the number of queries. Terms need no other
-terms, so a rank needs one block of documents at a time: its own first, then those of the rank before it, and so on. The
-gradient of a block travels with it and arrives at home complete. A rank has at most two blocks, the one that it
-computes with and the one that arrives.
+without documents that are the same as a positive of q; L is divided by the number of queries. Terms are independent,
+so a rank needs one block of documents at a time: its own first, then that of the previous rank, and so on. The gradient
+of a block is sent with it, and is complete when it returns. A rank has at most two blocks, the one that it computes
+with and the one that arrives.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ _LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
 
 
 def next_token(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed cross entropy of trained tokens, their number, and the sums [2 + 2·num_sources] that
-    `Schedule.train` returns.
+    """Return the summed cross entropy of trained tokens, their number, and the sums for `Schedule.train`.
 
-    `losses` are the cross entropies [B, S].
+    `losses` are the cross entropies [B, S], the sums [2 + 2·num_sources].
     """
     mask = batch.text.loss_mask
     masked = losses * mask
@@ -80,7 +79,7 @@ def next_token(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Ten
 
 
 def info_nce(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
-    """Return this rank's share of the loss over the texts of all ranks of a group."""
+    """Return this rank's share of the InfoNCE loss over the texts of all ranks of a group."""
     length = longest(len(own.members), group, own.members.device)
     members = gathered_members(own.members, length, group)
     texts = Texts(members)
@@ -105,20 +104,23 @@ def info_nce(own: Representations, options: ObjectiveConfig, group: dist.Process
 def _add_pairs(
     texts: Texts, unit: Tensor, scalars: Tensor, options: ObjectiveConfig, *, pairs: Tensor, losses: Tensor
 ) -> Tensor:
-    """Add the losses of some of `texts.pairs` to `losses` [N], and the gradient of their sum to that of `scalars`;
-    return it with respect to the vectors of length 1, [T, w].
+    """Add the losses of some of `texts.pairs` to `losses` [N], and return the gradient of their sum, [T, w].
+
+    It is the gradient with respect to the vectors of length 1. That with respect to `scalars` is added to theirs.
 
     Scores are computed a block of pairs at a time, so that their memory does not grow with the square of the batch.
     """
-    query, document = (each[pairs] for each in texts.pairs)
-    asked, found = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
+    query, document = (indices[pairs] for indices in texts.pairs)
+    query_vectors, document_vectors = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
     gradient = torch.zeros_like(unit)
-    for part in blocks(len(pairs), max(len(asked), len(found))):
-        block = _block(texts, asked, found, query[part], document[part], scale_of(scalars, options), options)
+    for part in blocks(len(pairs), max(len(query_vectors), len(document_vectors))):
+        block = _block(
+            texts, query_vectors, document_vectors, query[part], document[part], scale_of(scalars, options), options
+        )
         block.sum().backward()
         losses[part] += block.detach()
-    gradient[texts.queries] = gradient_of(asked)
-    gradient[texts.documents] = gradient_of(found)
+    gradient[texts.queries] = gradient_of(query_vectors)
+    gradient[texts.documents] = gradient_of(document_vectors)
     return gradient
 
 
@@ -131,23 +133,23 @@ def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
 
 def _block(
     texts: Texts,
-    asked: Tensor,
-    found: Tensor,
+    query_vectors: Tensor,
+    document_vectors: Tensor,
     query: Tensor,
     document: Tensor,
     scale: Tensor,
     options: ObjectiveConfig,
 ) -> Tensor:
     """Return the losses [n] of n pairs among all queries [Q, w] and documents [D, w], all of length 1."""
-    forth = _ranked(scale * asked[query] @ found.t(), texts.answers(queries=query), document)
+    forth = _ranked(scale * query_vectors[query] @ document_vectors.t(), texts.answers(queries=query), document)
     if not options.symmetric:
         return forth
-    back = _ranked(scale * found[document] @ asked.t(), texts.answers(documents=document).t(), query)
+    back = _ranked(scale * document_vectors[document] @ query_vectors.t(), texts.answers(documents=document).t(), query)
     return (forth + back) / 2
 
 
 def _ranked(scores: Tensor, answers: Tensor, right: Tensor) -> Tensor:
-    """Return the cross entropies [n] of scores [n, m] with the right one, in which other answers are left out."""
+    """Return the cross entropy [n] of scores [n, m] for column `right`, without the columns of other answers."""
     others = answers.scatter(1, right[:, None], False)
     return F.cross_entropy(scores.masked_fill(others, -math.inf), right, reduction="none")
 
@@ -167,34 +169,35 @@ class LossBlock:
 
 
 def sigmoid_loss(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
-    """Return this rank's share of the loss over the texts of all ranks of a group."""
+    """Return this rank's share of the sigmoid loss over the texts of all ranks of a group."""
     texts = Texts(own.members)
-    asked = own.vectors[texts.queries].detach().clone().requires_grad_(True)
+    queries = own.vectors[texts.queries].detach().clone().requires_grad_(True)
     scalars = own.scalars.detach().clone().requires_grad_(True)
     block = _padded(own.vectors[texts.documents], own.members[texts.documents], group)
-    losses = torch.zeros(len(asked), dtype=torch.float64, device=asked.device)
+    losses = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
     for turn in range(group.size()):
-        losses += _add_terms(texts, asked, block, scalars, options, home=turn == 0)
+        losses += _add_terms(texts, queries, block, scalars, options, home=turn == 0)
         block = _passed_on(block, group)
     gradient = torch.zeros_like(own.vectors)
-    gradient[texts.queries] = gradient_of(asked)
+    gradient[texts.queries] = gradient_of(queries)
     gradient[texts.documents] = block.gradient[: len(texts.documents)]
     sources = own.members[texts.queries, SOURCE]
     return Loss(losses=losses, sources=sources, vectors=gradient, scalars=gradient_of(scalars))
 
 
 def _add_terms(
-    texts: Texts, asked: Tensor, block: LossBlock, scalars: Tensor, options: ObjectiveConfig, *, home: bool
+    texts: Texts, queries: Tensor, block: LossBlock, scalars: Tensor, options: ObjectiveConfig, *, home: bool
 ) -> Tensor:
-    """Return the sums [Q] of the terms of this rank's queries with a block, and add their gradients to all that they
-    depend on. Records of the `home` block are numbered as the queries' are.
+    """Return the sums of terms [Q] of this rank's queries with a block, and add their gradients to all inputs.
+
+    Records of the `home` block have the same numbers as those of the queries.
     """
-    losses = torch.zeros(len(asked), dtype=torch.float64, device=asked.device)
+    losses = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
     records = texts.members[texts.queries, RECORD]
-    for width in widths_of(options, asked.shape[1]):
-        for part in blocks(len(asked), len(block.vectors)):
-            found = block.vectors.detach().requires_grad_(True)
-            scores = normalized(asked[part], width) @ normalized(found, width).t()
+    for width in widths_of(options, queries.shape[1]):
+        for part in blocks(len(queries), len(block.vectors)):
+            documents = block.vectors.detach().requires_grad_(True)
+            scores = normalized(queries[part], width) @ normalized(documents, width).t()
             bias = scalars[1] if len(scalars) else options.sigmoid_bias
             logits = scores * scale_of(scalars, options) + bias
             answers = same(texts.wanted[part], block.members[:, ID])
@@ -203,28 +206,28 @@ def _add_terms(
             left_out = (answers & ~right) | (block.members[:, ROLE] == PADDING)
             terms = -F.logsigmoid(torch.where(right, logits, -logits)).masked_fill(left_out, 0.0)
             terms.sum().backward()
-            block.gradient.add_(gradient_of(found))
+            block.gradient.add_(gradient_of(documents))
             losses[part] += terms.detach().sum(1)
     return losses
 
 
 def _padded(vectors: Tensor, members: Tensor, group: dist.ProcessGroup) -> LossBlock:
-    """Return a rank's documents as a block that is as long as the longest of all ranks."""
+    """Return a rank's documents as a block, padded to the length of the longest block of all ranks."""
     missing = longest(len(vectors), group, vectors.device) - len(vectors)
     vectors = F.pad(vectors.detach(), (0, 0, 0, missing))
     return LossBlock(vectors, F.pad(members, (0, 0, 0, missing), value=PADDING), torch.zeros_like(vectors))
 
 
 def _passed_on(block: LossBlock, group: dist.ProcessGroup) -> LossBlock:
-    """Send a block to the next rank of the ring, and return that of the rank before."""
+    """Send a block to the next rank of the ring, and return the block of the previous rank."""
     ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return block
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, ranks - 1))
     sent = (torch.cat([block.vectors, block.gradient], dim=1), block.members)
     received = tuple(map(torch.empty_like, sent))
-    operations = [dist.P2POp(dist.isend, each, after, group) for each in sent]
-    operations += [dist.P2POp(dist.irecv, each, before, group) for each in received]
+    operations = [dist.P2POp(dist.isend, tensor, after, group) for tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, before, group) for tensor in received]
     for request in dist.batch_isend_irecv(operations):
         request.wait()
     vectors, gradient = received[0].chunk(2, dim=1)
@@ -238,10 +241,10 @@ if WHOLE_BATCH.keys() != {name for name, objective in OBJECTIVES.items() if obje
 
 
 def whole_batch(kind: str) -> WholeBatchLoss:
-    """Return the loss of an objective of embeddings: the package's own, or an extension's."""
+    """Return the loss function of an objective of embeddings, of this package or of an extension."""
     if kind in WHOLE_BATCH:
         return WHOLE_BATCH[kind]
     entry = registered("objectives")[kind]
     assert isinstance(entry, Entry), kind
-    found: WholeBatchLoss = entry.load()
-    return found
+    loss: WholeBatchLoss = entry.load()
+    return loss

@@ -56,9 +56,7 @@ class Mlp(Connector):
         return self.normed or model.projector.input_norm
 
     def convolution(self, model: ModelConfig) -> int:
-        """Return the number of weights of the convolution that merges patches, which is replicated on tensor-parallel
-        ranks.
-        """
+        """Return the number of weights of the convolution that merges patches, which is replicated."""
         learned = model.projector.merge == "convolution"
         return block_channels(model) * projector_inputs(model) if learned else 0
 

@@ -1,1 +1,1 @@
-"""The torch halves of the connectors in `megavlm/arch/connectors`, one module each."""
+"""Torch halves of the connectors in `megavlm/arch/connectors`, one module each."""

@@ -1,4 +1,4 @@
-"""Average pooling of any grid, and a tensor-parallel MLP (`megavlm/arch/connectors/adaptive_pool.py`)."""
+"""Average pooling of any grid and a tensor-parallel MLP (`megavlm/arch/connectors/adaptive_pool.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megavlm.model.vision_ops import images_of
 
 
 class AdaptivePool(ConnectorModule):
-    """Means over rectangles of patches, row by row, and an MLP."""
+    """Means over rectangles of patches, in row-major order, and an MLP."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         super().__init__(builder)

@@ -1,8 +1,8 @@
 """Honeybee's C-Abstractor, tensor-parallel (`megavlm/arch/connectors/c_abstractor.py`).
 
-Its channels are divided among tensor-parallel ranks, also in a layer norm over the channels of all ranks and in a
-convolution of each channel by itself. Legend: P positions of all images, C channels of the model, c those that each
-rank holds, padding included, of which the first n are the model's.
+Channels are sharded over tensor-parallel ranks, also in the layer norm over all channels and in the depthwise
+convolution. Legend: P positions of all images, C channels of the model, c channels of a rank with padding, the first n
+of which are the model's.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class _Divided(nn.Module):
         self.held = share_of(channels, group.size())
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """Return a parameter of a rank's channels, which counts in norms on each rank."""
+        """Return a parameter for this rank's channels, marked as sharded for gradient norms."""
         param = nn.Parameter(torch.zeros(self.held, *shape, dtype=self.dtype))
         set_tensor_model_parallel_attributes(param, True, 0, 1)
         return param
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return how ranks divide the parameters, for checkpoints and initial weights."""
+        """Return the sharded state dict, for checkpoints and initial weights."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -56,7 +56,7 @@ class _Divided(nn.Module):
 
 
 class DividedLayerNorm(_Divided):
-    """Layer norm over all channels of all ranks: [..., c] → same shape. Padding holds zeros and stays out of it."""
+    """Layer norm over the channels of all ranks: [..., c] → same shape. Padding channels are zero and not counted."""
 
     def __init__(self, config: TransformerConfig, channels: int, epsilon: float, group: dist.ProcessGroup) -> None:
         super().__init__(config, channels, group)
@@ -71,13 +71,13 @@ class DividedLayerNorm(_Divided):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """x̂·w + b, with x̂ = (x − μ)/σ over C channels, n of which are here. It keeps what torch's keeps: x, μ and 1/σ."""
+    """x̂·w + b with x̂ = (x − μ)/σ over C channels, n of which are here. It saves x, μ and 1/σ, as torch's does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: DividedLayerNorm) -> Tensor:
         group = layer.tp_group
-        each = [min(layer.held, layer.channels - rank * layer.held) for rank in range(group.size())]
-        ctx.group, ctx.channels, ctx.own = group, layer.channels, each[group.rank()]
+        counts = [min(layer.held, layer.channels - rank * layer.held) for rank in range(group.size())]
+        ctx.group, ctx.channels, ctx.own = group, layer.channels, counts[group.rank()]
         own = x[..., : ctx.own].float()
         variances, means = torch.var_mean(own, -1, correction=0, keepdim=True)
         moments = torch.stack([means, variances])
@@ -85,7 +85,7 @@ class _LayerNorm(torch.autograd.Function):
         dist.all_gather_into_tensor(gathered, moments, group=group)
         all_moments = gathered.unflatten(0, (-1, len(moments)))
         # Of ranks r with n_r channels: μ = Σ n_r μ_r / C and σ² = Σ n_r (σ_r² + (μ_r − μ)²) / C (Chan et al. 1979).
-        share = all_moments.new_tensor(each).view(-1, *[1] * x.dim()) / layer.channels
+        share = all_moments.new_tensor(counts).view(-1, *[1] * x.dim()) / layer.channels
         mean = (share * all_moments[:, 0]).sum(0)
         variance = (share * (all_moments[:, 1] + (all_moments[:, 0] - mean).square())).sum(0)
         scale = torch.rsqrt(variance + layer.epsilon)
@@ -109,7 +109,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class DividedConvolution(_Divided):
-    """A 3 × 3 convolution of each channel by itself, with zeros around the image: [images, rows, columns, c] → same."""
+    """A depthwise 3 × 3 convolution with zero padding: [images, rows, columns, c] → same shape."""
 
     def __init__(self, config: TransformerConfig, channels: int, group: dist.ProcessGroup) -> None:
         super().__init__(config, channels, group)
@@ -121,7 +121,7 @@ class DividedConvolution(_Divided):
 
 
 class CAbstractorBlock(ResamplerPart):
-    """silu(x + norm(conv3(gated(silu(norm(conv2(silu(norm(conv1(x)))))))))), channels divided from conv1 to conv3."""
+    """silu(x + norm(conv3(gated(silu(norm(conv2(silu(norm(conv1(x)))))))))), channels sharded from conv1 to conv3."""
 
     def __init__(self, config: Any, group: Any, block: ConvBlock, epsilon: float) -> None:
         super().__init__(config, group)
@@ -140,7 +140,7 @@ class CAbstractorBlock(ResamplerPart):
             self.shortcut_norm = Norm(config, block.width, epsilon)
 
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """[P, 1, inputs] → [P, 1, width]; positions are those of images of these grids, row by row."""
+        """Return [P, 1, width] for [P, 1, inputs], the row-major positions of images with these grids."""
         shared = self.shared(x)
         inner = F.silu(self.norm1(self.conv1(shared)[0]))
         inner = F.silu(self.norm2(_each_size(self.conv2, inner, grids)))
@@ -151,25 +151,25 @@ class CAbstractorBlock(ResamplerPart):
         return F.silu(out + x)
 
     def _gated(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Return each channel of an image times a gate, which an MLP makes of the means of all channels (SENet)."""
+        """Return channels times gates, which an MLP computes from the means of all channels of an image (SENet)."""
         means = torch.cat([images.mean((1, 2)) for images in images_of(x[:, 0], grids)])
         squeezed = F.silu(self.squeeze(means[:, None])[0])
-        gates, start, found = torch.sigmoid(self.excite(self.shared(squeezed))[0])[:, 0], 0, []
+        gates, start, outputs = torch.sigmoid(self.excite(self.shared(squeezed))[0])[:, 0], 0, []
         for images in images_of(x[:, 0], grids):
-            found.append(images * gates[start : start + len(images), None, None])
+            outputs.append(images * gates[start : start + len(images), None, None])
             start += len(images)
-        return _joined(found)
+        return _joined(outputs)
 
 
 def _each_size(function: Callable[[Tensor], Tensor], x: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Apply a function of images [images, rows, columns, c] to [P, 1, c], consecutive images of one size at once."""
+    """Apply a function of images [images, rows, columns, c] to [P, 1, c], to consecutive images of one size at once."""
     return _joined([function(images) for images in images_of(x[:, 0], grids)])
 
 
 def _joined(groups: Sequence[Tensor]) -> Tensor:
-    """[images, rows, columns, c] of each group → [P, 1, c]."""
-    found = [images.flatten(0, 2) for images in groups]
-    return (torch.cat(found) if len(found) > 1 else found[0])[:, None]
+    """Return [P, 1, c] from groups of [images, rows, columns, c]."""
+    flat = [images.flatten(0, 2) for images in groups]
+    return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
 
 class CAbstractor(ConnectorModule):

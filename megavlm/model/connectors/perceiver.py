@@ -20,7 +20,7 @@ from megavlm.model.specs import LayerBuilder
 
 
 class PerceiverLayer(ResamplerPart):
-    """x + attention(norm(x) over [norm(patches); norm(x)]), then x + mlp(norm(x))."""
+    """x + attention(norm(x) to [norm(patches); norm(x)]), then x + mlp(norm(x))."""
 
     def __init__(self, config: Any, group: Any, model: ModelConfig) -> None:
         super().__init__(config, group)
@@ -32,7 +32,7 @@ class PerceiverLayer(ResamplerPart):
         self.mlp = ResamplerMlp(config, group, PERCEIVER.mlp(model), F.silu)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[I·Q, 1, W] → the same; `patches` [P, 1, W], `lengths` of them each image's."""
+        """Return [I·Q, 1, W] for latents [I·Q, 1, W] and `patches` [P, 1, W], `lengths[i]` of them for image i."""
         own, context = self.shared(self.latents_norm(x)), self.shared(self.context_norm(patches))
         x = x + self.attention(own, count, (context, lengths), (own, [count] * len(lengths)))
         out: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -40,7 +40,7 @@ class PerceiverLayer(ResamplerPart):
 
 
 class Perceiver(ConnectorModule):
-    """A gated MLP for patches, learned latents [Q, W], layers, and a norm."""
+    """An MLP for patches, learned latents [Q, W], layers, and a norm."""
 
     def __init__(self, builder: LayerBuilder) -> None:
         super().__init__(builder)

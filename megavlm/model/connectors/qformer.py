@@ -19,7 +19,7 @@ from megavlm.model.specs import LayerBuilder
 
 
 class QFormerLayer(ResamplerPart):
-    """norm(x + block(x)) of attention among queries, attention over patches where the layer has it, and the MLP."""
+    """norm(x + block(x)) for self-attention of queries, attention to patches if the layer has it, and the MLP."""
 
     def __init__(self, config: Any, group: Any, model: ModelConfig, *, cross: bool) -> None:
         super().__init__(config, group)
@@ -34,7 +34,7 @@ class QFormerLayer(ResamplerPart):
         self.mlp_norm = Norm(config, own.hidden_size, own.norm_epsilon)
 
     def forward(self, x: Tensor, count: int, patches: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[I·Q, 1, W] → the same; `patches` [P, 1, Hv] are `shared`, `lengths` of them each image's."""
+        """Return [I·Q, 1, W] for queries [I·Q, 1, W] and `shared` patches [P, 1, Hv], `lengths[i]` of image i."""
         own = self.shared(x)
         x = self.self_norm(x + self.self_attention(own, count, (own, [count] * len(lengths))))
         if self.cross_attention is not None and self.cross_norm is not None:
