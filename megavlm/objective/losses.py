@@ -111,16 +111,14 @@ def _add_pairs(
     Scores are computed a block of pairs at a time, so that their memory does not grow with the square of the batch.
     """
     query, document = (indices[pairs] for indices in texts.pairs)
-    query_vectors, document_vectors = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
+    queries, documents = (unit[rows].requires_grad_(True) for rows in (texts.queries, texts.documents))
     gradient = torch.zeros_like(unit)
-    for part in blocks(len(pairs), max(len(query_vectors), len(document_vectors))):
-        block = _block(
-            texts, query_vectors, document_vectors, query[part], document[part], scale_of(scalars, options), options
-        )
+    for part in blocks(len(pairs), max(len(queries), len(documents))):
+        block = _block(texts, queries, documents, query[part], document[part], scale_of(scalars, options), options)
         block.sum().backward()
         losses[part] += block.detach()
-    gradient[texts.queries] = gradient_of(query_vectors)
-    gradient[texts.documents] = gradient_of(document_vectors)
+    gradient[texts.queries] = gradient_of(queries)
+    gradient[texts.documents] = gradient_of(documents)
     return gradient
 
 
@@ -133,18 +131,18 @@ def scale_of(scalars: Tensor, options: ObjectiveConfig) -> Tensor:
 
 def _block(
     texts: Texts,
-    query_vectors: Tensor,
-    document_vectors: Tensor,
+    queries: Tensor,
+    documents: Tensor,
     query: Tensor,
     document: Tensor,
     scale: Tensor,
     options: ObjectiveConfig,
 ) -> Tensor:
     """Return the losses [n] of n pairs among all queries [Q, w] and documents [D, w], all of length 1."""
-    forth = _ranked(scale * query_vectors[query] @ document_vectors.t(), texts.answers(queries=query), document)
+    forth = _ranked(scale * queries[query] @ documents.t(), texts.answers(queries=query), document)
     if not options.symmetric:
         return forth
-    back = _ranked(scale * document_vectors[document] @ query_vectors.t(), texts.answers(documents=document).t(), query)
+    back = _ranked(scale * documents[document] @ queries.t(), texts.answers(documents=document).t(), query)
     return (forth + back) / 2
 
 

@@ -26,9 +26,9 @@ def retrieval_sums(vectors: Tensor, members: Tensor, queries: Tensor) -> dict[st
     documents, places = normalized(vectors[rows], vectors.shape[1]), torch.searchsorted(texts.documents, rows)
     sums = dict.fromkeys(SCORES, 0.0)
     for part in blocks(len(queries), len(rows)):
-        query_vectors = normalized(vectors[texts.queries[queries[part]]], vectors.shape[1])
+        unit = normalized(vectors[texts.queries[queries[part]]], vectors.shape[1])
         answers = texts.answers(queries=queries[part], documents=places)
-        for name, values in _scores(answers, query_vectors @ documents.t()).items():
+        for name, values in _scores(answers, unit @ documents.t()).items():
             sums[name] += float(values.double().sum())
     return sums | {"queries": float(len(queries))}
 
