@@ -40,6 +40,15 @@ class Route:
     send: tuple[Rows, ...]  # [M] indices of the rows held before that go to each rank
     receive: tuple[Rows, ...]  # [M] indices of the rows held after that come from each rank
 
+    @classmethod
+    def of(cls, rank: int, *, held: Mask, sent: Mask, received: Mask) -> Route:
+        """Return a rank's route, given which rows [M, R] each rank holds, sends and receives."""
+        before, after = np.flatnonzero(held[rank]), np.flatnonzero(received[rank])
+        return cls(
+            send=tuple(np.flatnonzero((sent[rank] & rows)[before]) for rows in received),
+            receive=tuple(np.flatnonzero((rows & received[rank])[after]) for rows in sent),
+        )
+
     @property
     def received(self) -> int:
         return sum(len(rows) for rows in self.receive)
@@ -53,26 +62,17 @@ class FeatureExchange:
     gradient, and one of them returns it.
     """
 
-    owner: Rows  # [R] the rank that encodes each row
+    encodes: Mask  # [M, R] whether a rank encodes a row
     wants: Mask  # [M, R] whether a rank merges a row
     returns: Mask  # [M, R] whether a rank returns the gradient of a row: one rank per row
 
     def features(self, rank: int) -> Route:
         """Return how a rank turns the rows that it encoded, in order, into the rows that it merges, in order."""
-        made, merged = np.flatnonzero(self.owner == rank), np.flatnonzero(self.wants[rank])
-        return Route(
-            send=tuple(np.flatnonzero(wanted[made]) for wanted in self.wants),
-            receive=tuple(np.flatnonzero(self.owner[merged] == source) for source in range(len(self.wants))),
-        )
+        return Route.of(rank, held=self.encodes, sent=self.encodes, received=self.wants)
 
     def gradients(self, rank: int) -> Route:
         """Return how a rank turns gradients of the rows that it merges into those of the rows that it encoded."""
-        made, merged = np.flatnonzero(self.owner == rank), np.flatnonzero(self.wants[rank])
-        mine = self.returns[rank][merged]
-        return Route(
-            send=tuple(np.flatnonzero(mine & (self.owner[merged] == target)) for target in range(len(self.wants))),
-            receive=tuple(np.flatnonzero(returned[made]) for returned in self.returns),
-        )
+        return Route.of(rank, held=self.wants, sent=self.returns, received=self.encodes)
 
 
 def senders(encoder: Rows, *, width: int) -> Rows:
@@ -92,26 +92,11 @@ def feature_exchange_of(owner: Sequence[int] | Rows, shards: Rows, reads: Sequen
         reads: [M] the shard whose rows each rank merges, -1 for none. Ranks of the same shard merge the same rows, and
             divide the sending of gradients evenly.
     """
-    owners, count = np.asarray(owner, dtype=np.int64), len(owner)
-    wants = np.asarray(reads)[:, None] == np.asarray(shards)[None]
+    count = len(owner)
+    encodes = np.arange(len(reads))[:, None] == np.asarray(owner)
+    wants = np.asarray(reads)[:, None] == np.asarray(shards)
     turn = np.arange(count) * wants.sum(axis=0) // max(count, 1)  # which of the ranks that want a row returns it
-    return FeatureExchange(owners, wants, wants & (wants.cumsum(axis=0) - 1 == turn))
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """A step whose features are in the language model's pipeline."""
-
-    exchange: FeatureExchange
-    leaves: tuple[Tensor, ...]  # per micro-batch [F', 1 + DeepStack layers, Hl]; none on ranks without the embedding
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """The next step, whose passes are queued one by one while the model trains on this step."""
-
-    batches: Sequence[MicroBatch]
-    passes: EncoderPasses
+    return FeatureExchange(encodes, wants, wants & (wants.cumsum(axis=0) - 1 == turn))
 
 
 class ColocatedEncoder:
@@ -122,9 +107,11 @@ class ColocatedEncoder:
         self._config = config
         self._groups = groups
         self._assignment = ImageAssignment.of(config, ranks=groups.replica.size())
-        self._encoded: _Encoded | None = None
+        # Of a step in the language model's pipeline: per micro-batch features [F', 1 + DeepStack layers, Hl], none on
+        # ranks without the embedding.
+        self._encoded: tuple[FeatureExchange, tuple[Tensor, ...]] | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: tuple[Sequence[MicroBatch], EncoderPasses] | None = None  # the next step and its passes
         self._side_stream = side_stream(encoder.device) if config.placement.encode_ahead else SideStream()
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
@@ -139,8 +126,9 @@ class ColocatedEncoder:
         """Queue a pass of the next step, if it is encoded ahead; return whether there may be more."""
         if self._ahead is None:
             return False
-        with self._side_stream.run(_patches(self._ahead.batches)):
-            return self._ahead.passes.advance()
+        batches, passes = self._ahead
+        with self._side_stream.run(_patches(batches)):
+            return passes.advance()
 
     def encode(self, batches: Sequence[MicroBatch], split: RowSplit) -> list[MicroBatch]:
         """Return the micro-batches for the language model: on the host, without images, and with the features that
@@ -158,7 +146,7 @@ class ColocatedEncoder:
         if self._groups.coords.pp == 0:
             parts = features.split([len(each) for each in positions])
             values = leaves = tuple(part.detach().requires_grad_(self._needs_gradients()) for part in parts)
-        self._encoded = _Encoded(exchange, leaves) if self._needs_gradients() else None
+        self._encoded = (exchange, leaves) if self._needs_gradients() else None
         return [
             replace(batch, images=None, features=LocalFeatures(where, value))
             for batch, where, value in zip(batches, positions, values, strict=True)
@@ -169,10 +157,10 @@ class ColocatedEncoder:
         if not self.encoder.trained:
             return
         if self._encoded is not None:
-            encoded, self._encoded = self._encoded, None
-            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in encoded.leaves]
+            (exchange, leaves), self._encoded = self._encoded, None
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             gradients = torch.cat(found) if found else self.encoder.no_features()
-            self.encoder.backward(self._send(gradients, encoded.exchange.gradients(self._groups.replica_rank)))
+            self.encoder.backward(self._send(gradients, exchange.gradients(self._groups.replica_rank)))
         self.encoder.reduce()
 
     def with_own_images(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -196,10 +184,10 @@ class ColocatedEncoder:
 
     def _own_features(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the features [R, 1 + DeepStack layers, Hl] that this rank sends, encoded ahead or now."""
-        if self._ahead is None or self._ahead.batches is not batches:
+        if self._ahead is None or self._ahead[0] is not batches:
             return self._passes(batches).finish()
         with self._side_stream.run(_patches(batches)):
-            features = self._ahead.passes.finish()
+            features = self._ahead[1].finish()
         self._ahead = None
         self._side_stream.join([features])
         return features
@@ -211,7 +199,7 @@ class ColocatedEncoder:
         if self._upcoming is None:
             return
         batches, self._upcoming = self._upcoming, None
-        self._ahead = _Ahead(batches, self._passes(batches))
+        self._ahead = batches, self._passes(batches)
         self._side_stream.fork()
 
     def _needs_gradients(self) -> bool:
