@@ -56,49 +56,33 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name)
 
 
-def side_stream(device: torch.device) -> SideStream:
-    """Return the side stream of a device: on a CPU, one that runs everything at once."""
-    return CudaStream(device) if device.type == "cuda" else SideStream()
-
-
 class SideStream:
-    """Fork, run, join. The computing stream waits for nothing that runs between a fork and its join.
+    """A second stream: fork, run, join. The computing stream waits for nothing that runs between a fork and its join.
 
-    A CPU has no streams: work runs where it is queued.
-    """
-
-    def fork(self) -> None:
-        """Order the work after everything that the computing stream has queued so far, and after nothing later."""
-
-    def run(self, inputs: Iterable[Tensor] = ()) -> AbstractContextManager[Any]:
-        """Return a context that queues its operations on this stream; the caller may free `inputs` afterwards."""
-        return nullcontext()
-
-    def join(self, outputs: Iterable[Tensor]) -> None:
-        """Let the computing stream wait for the work, and use its `outputs`."""
-
-
-class CudaStream(SideStream):
-    """A CUDA stream. One thread queues work on it and on the computing stream, so global state (FP8's switch, random
-    generators) is never used by two threads.
+    One thread queues work on it and on the computing stream, so global state (FP8's switch, random generators) is never
+    used by two threads. A CPU's streams are torch's stand-ins: work runs where it is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._on: Any = torch.get_device_module(device)
+        self._stream = self._on.Stream(device)
         give_each_stream_a_workspace()
 
     def fork(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Order the work after everything that the computing stream has queued so far, and after nothing later."""
+        self._stream.wait_stream(self._on.current_stream(self._device))
 
     @contextmanager
     def run(self, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
+        """Return a context that queues its operations on this stream; the caller may free `inputs` afterwards."""
+        with self._on.stream(self._stream):
             yield
         _record_stream(self._stream, inputs)
 
     def join(self, outputs: Iterable[Tensor]) -> None:
-        computing = torch.cuda.current_stream(self._device)
+        """Let the computing stream wait for the work, and use its `outputs`."""
+        computing = self._on.current_stream(self._device)
         computing.wait_stream(self._stream)
         _record_stream(computing, outputs)
 

@@ -29,44 +29,23 @@ def unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def host_copies_of(device: torch.device) -> HostCopies:
-    """Return the implementation for a device."""
-    return StreamCopies(device) if device.type == "cuda" else HostCopies()
-
-
 class HostCopies:
     """Copies of contiguous tensors. Computation queued after `wait(ticket)` runs after the ticket's copies.
 
-    On a CPU they are synchronous, within host memory.
+    On a GPU there is one stream per direction, since each direction has its own copy engine; tickets are events. On a
+    CPU, whose streams are torch's stand-ins, copies are synchronous.
     """
 
-    kind = "cpu"  # of the device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on: Any = torch.get_device_module(device)
+        self._out, self._back = self._on.Stream(device), self._on.Stream(device)
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Start copies to the host and return the host tensors and a ticket to wait for.
 
         The copies begin after the computation that is queued so far. `sources` must not change until the wait ends.
         """
-        return [empty_on_host(source).copy_(source) for source in sources], None
-
-    def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
-        return [host.clone() for host in hosts], None
-
-    def wait(self, ticket: Any) -> None:
-        """Let computation that is queued from now on wait for copies."""
-
-
-class StreamCopies(HostCopies):
-    """On a GPU: one stream per direction, since each direction has its own copy engine. Tickets are CUDA events."""
-
-    kind = "cuda"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         hosts = [empty_on_host(source) for source in sources]
         with self._queued_on(self._out) as copied:
             for host, source in zip(hosts, sources, strict=True):
@@ -74,21 +53,23 @@ class StreamCopies(HostCopies):
         return hosts, copied
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Start copies to the device, after the computation queued so far. Returns the tensors and the ticket."""
         # Allocated on the computing stream, which also frees it: `record_stream` is not needed.
-        tensors = [torch.empty(host.shape, dtype=host.dtype, device=self._device) for host in hosts]
+        tensors = [torch.empty(host.shape, dtype=host.dtype, device=self.device) for host in hosts]
         with self._queued_on(self._back) as copied:
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.copy_(host, non_blocking=True)
         return tensors, copied
 
     def wait(self, ticket: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+        """Let computation that is queued from now on wait for copies."""
+        self._on.current_stream(self.device).wait_event(ticket)
 
     @contextmanager
     def _queued_on(self, stream: Any) -> Iterator[Any]:
         """Queue the copies inside on `stream`, after the current stream's work; the event marks their end."""
-        copied = torch.cuda.Event()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        copied = self._on.Event()
+        stream.wait_stream(self._on.current_stream(self.device))
+        with self._on.stream(stream):
             yield copied
         copied.record(stream)

@@ -125,8 +125,11 @@ class _Layer:
             return self._saved(tensor)
 
     def _goes(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type == self._copies.kind
-        return plain and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        here = tensor.device.type == self._copies.device.type
+        return (
+            plain and here and tensor.numel() >= self._smallest and tensor.untyped_storage()._cdata not in self._stays
+        )
 
     def _saved(self, tensor: Tensor) -> _Saved:
         """Return a tensor as a view of stored bytes: its whole storage, or the tensor alone if it is under half of it.

@@ -108,14 +108,13 @@ class StatePiece:
         self.values = [_to_host(part.value) for part in self.parts]
         self.gradients = [_to_host(part.gradient) for part in self.parts]
         device = self.parts[0].value.device
-        if device.type == "cuda":
-            self._sent = torch.cuda.Event()
-            self._sent.record(torch.cuda.current_stream(device))
+        on = torch.get_device_module(device)
+        self._sent = on.Event()
+        self._sent.record(on.current_stream(device))
 
     def arrived(self, states: Sequence[dict[str, Tensor]]) -> list[Shard]:
         """Wait until they are on the host; return them with these states."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        self._sent.synchronize()
         return [Shard(*each) for each in zip(self.values, self.gradients, states, strict=True)]
 
     def send_back(self) -> None:

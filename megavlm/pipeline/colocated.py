@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
-from megavlm.backend.accelerator import SideStream, side_stream
+from megavlm.backend.accelerator import SideStream
 from megavlm.config.derived import sequence_parallel
 from megavlm.config.schema import Config
 from megavlm.data.context_parts import in_parts
@@ -112,7 +113,10 @@ class ColocatedEncoder:
         self._encoded: tuple[FeatureExchange, tuple[Tensor, ...]] | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: tuple[Sequence[MicroBatch], EncoderPasses] | None = None  # the next step and its passes
-        self._side_stream = side_stream(encoder.device) if config.placement.encode_ahead else SideStream()
+
+    @cached_property
+    def _beside(self) -> SideStream:
+        return SideStream(self.encoder.device)
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode the next step's images during this step, a pass at each call of `advance`.
@@ -127,7 +131,7 @@ class ColocatedEncoder:
         if self._ahead is None:
             return False
         batches, passes = self._ahead
-        with self._side_stream.run(_patches(batches)):
+        with self._beside.run(_patches(batches)):
             return passes.advance()
 
     def encode(self, batches: Sequence[MicroBatch], split: RowSplit) -> list[MicroBatch]:
@@ -186,10 +190,10 @@ class ColocatedEncoder:
         """Return the features [R, 1 + DeepStack layers, Hl] that this rank sends, encoded ahead or now."""
         if self._ahead is None or self._ahead[0] is not batches:
             return self._passes(batches).finish()
-        with self._side_stream.run(_patches(batches)):
+        with self._beside.run(_patches(batches)):
             features = self._ahead[1].finish()
         self._ahead = None
-        self._side_stream.join([features])
+        self._beside.join([features])
         return features
 
     def _passes(self, batches: Sequence[MicroBatch]) -> EncoderPasses:
@@ -200,7 +204,7 @@ class ColocatedEncoder:
             return
         batches, self._upcoming = self._upcoming, None
         self._ahead = batches, self._passes(batches)
-        self._side_stream.fork()
+        self._beside.fork()
 
     def _needs_gradients(self) -> bool:
         return self.encoder.trained and torch.is_grad_enabled()

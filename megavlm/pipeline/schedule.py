@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megavlm.arch.dims import Dims, RowSplit
 from megavlm.backend import Backend
-from megavlm.backend.host_copies import host_copies_of
+from megavlm.backend.host_copies import HostCopies
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
@@ -110,7 +110,7 @@ class Schedule:
         self.num_sources = num_sources
         self.phases = phases if phases is not None else Phases()
         self.timers = StepTimers(dims, rank=groups.coords.pp, phases=self.phases)
-        self._host_copies = host_copies_of(backend.device)
+        self._host_copies = HostCopies(backend.device)
         self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
         self.no_sync = NoSync(self.chunks)
         self._walk = None

@@ -14,7 +14,7 @@ from torch import nn
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.plan import Plan
 from megavlm.backend import Backend
-from megavlm.backend.host_copies import host_copies_of
+from megavlm.backend.host_copies import HostCopies
 from megavlm.config.derived import offloaded, sequence_multiple, sequence_parallel, shards_gradients
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
@@ -65,7 +65,7 @@ def build_engine(
     encoder = _EncoderModel.of(config, plan, groups, vocab_size=vocab_size, backend=backend)
     every = [*bare, *([encoder.chunk] if encoder else [])]
     if "activations" in offloaded(config):
-        offload = Offload(host_copies_of(backend.device))
+        offload = Offload(HostCopies(backend.device))
         for chunk in every:
             chunk.offload = offload
     sharded = shard_chunks(bare, config, groups, backend.device) if shards else []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavlm.backend.host_copies import host_copies_of
+from megavlm.backend.host_copies import HostCopies
 from megavlm.model.offload import Offload
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.rules import ADAMW
@@ -63,7 +63,7 @@ def test_gradients_are_the_same_and_memory_is_less(world: Any) -> None:
 
     step(None)
     expected, whole = step(None)
-    offload = Offload(host_copies_of(device))
+    offload = Offload(HostCopies(device))
     for _ in range(3):
         found, less = step(offload)
         for mine, other in zip(found, expected, strict=True):

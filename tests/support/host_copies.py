@@ -62,7 +62,7 @@ class LateCopies:
     Until then, memory that they fill is full of NaN (bytes 0xFF). Knows what it keeps alive, and what happened.
     """
 
-    kind = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.out: list[tuple[Tensor, Tensor]] = []

@@ -17,8 +17,8 @@ QUESTION = re.compile(
 # The doctor, `arch` and the planner only report; tests/fake runs all of a step on a device that is not there.
 ASKED = {
     "backend/__init__.py": "chooses the backend: tests/unit/backend/test_mcore_patches.py, tests/fake",
-    "backend/accelerator.py": "events, a stream, peak memory: tests/unit/backend/test_accelerator.py, tests/fake",
-    "backend/host_copies.py": "pins memory, copies on streams: tests/unit/backend/test_accelerator.py with stand-ins",
+    "backend/accelerator.py": "events, peak memory: tests/unit/backend/test_accelerator.py, tests/fake",
+    "backend/host_copies.py": "pins memory: tests/gpu/test_offload.py",
     "backend/installed.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "programs/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
@@ -31,7 +31,6 @@ ASKED = {
     "model/attention.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
     "model/layer_modules.py": "Transformer Engine's: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/packing.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
-    "optim/stores.py": "waits for a copy: tests/unit/model/test_offload.py, tests/parity/test_adamw.py",
     "parallel/groups.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
     "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.backend.accelerator import CudaStream, SideStream, clock_of, give_each_stream_a_workspace, side_stream
-from megavlm.backend.host_copies import HostCopies, StreamCopies, empty_on_host, host_copies_of
+from megavlm.backend.accelerator import SideStream, clock_of, give_each_stream_a_workspace
+from megavlm.backend.host_copies import HostCopies, empty_on_host
 from megavlm.errors import UserError
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, OTHER, Phases
 from tests.support.host_copies import Streams
@@ -38,8 +38,7 @@ def _tensor(streams: Streams, name: str) -> Any:
 
 
 def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(streams: Streams) -> None:
-    side = side_stream(torch.device("cuda", 0))
-    assert isinstance(side, CudaStream)
+    side = SideStream(torch.device("cuda", 0))
     side.fork()
     assert streams.log == [("beside", "waits for", "computing")]
     streams.log.clear()
@@ -51,10 +50,6 @@ def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(s
     streams.log.clear()
     side.join([_tensor(streams, "features")])
     assert streams.log == [("computing", "waits for", "beside"), ("features", "is used by", "computing")]
-
-
-def test_a_cpu_works_at_once() -> None:
-    assert type(side_stream(torch.device("cpu"))) is SideStream
 
 
 def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +142,10 @@ def test_a_step_that_the_device_has_not_ended_is_read_with_a_later_one(phases: P
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.stream_of(next(found.names)))
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
-    monkeypatch.setattr(torch.cuda, "stream", found.entered)
+    monkeypatch.setattr(torch.cpu, "Stream", lambda device: found.stream_of(next(found.names)))
+    monkeypatch.setattr(torch.cpu, "Event", found.event)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(torch.cpu, "stream", found.entered)
     plain = torch.Tensor.copy_
 
     def copy(self: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -163,7 +158,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_copies_wait_for_what_was_computed_and_are_waited_for(copying: Streams) -> None:
-    copies = StreamCopies(torch.device("cpu"))
+    copies = HostCopies(torch.device("cpu"))
     sources = [torch.arange(4.0), torch.arange(3)]
     hosts, sent = copies.to_host(sources)
     copied = [("copies",)] * 2
@@ -183,13 +178,6 @@ def test_copies_wait_for_what_was_computed_and_are_waited_for(copying: Streams) 
     for tensor, host, source in zip(tensors, hosts, sources, strict=True):
         assert torch.equal(tensor, source)
         assert len({tensor.data_ptr(), host.data_ptr(), source.data_ptr()}) == 3
-
-
-def test_each_device_has_its_own_kind_of_copies(copying: Streams) -> None:
-    assert type(host_copies_of(torch.device("cpu"))) is HostCopies
-    found = host_copies_of(torch.device("cuda", 0))
-    assert isinstance(found, StreamCopies)
-    assert found.kind == "cuda"
 
 
 def test_host_memory_of_a_cpu_is_not_pinned() -> None:

@@ -85,7 +85,7 @@ def test_gradients_are_the_same_in_any_order_of_passes(blocks, order: str, recom
     late = LateCopies()
     expected = play(None)
     assert_same(play(Offload(late)), expected)
-    assert_same(play(Offload(HostCopies())), expected)
+    assert_same(play(Offload(HostCopies(torch.device("cpu")))), expected)
     assert late.events.count("fetch") > 0
 
 
