@@ -2,8 +2,8 @@
 
 A thread of each rank publishes a report to the store every few seconds, in larger worlds less often. The first and the
 last rank (which are on two hosts if the run is) read all reports, so that either may be the one that stopped. What they
-find goes to the store, for which a second thread of each rank waits without asking again, and ends the process: the
-training thread may wait in a collective for ever.
+find goes to the store, where the thread of each rank without progress looks, and ends the process: the training thread
+may wait in a collective for ever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INTERVAL = 5.0  # seconds between reports, at least
 MOST_REPORTS = 900  # of all ranks in a second: one store serves them, on a processor of rank 0's host
 _ROUNDS = 6  # intervals without progress that are no hang: fewer tell no slow report from a missing one
 _WRITE = 20.0  # seconds in which ranks write their stacks
-_LONGEST_WAIT = timedelta(days=20)  # in the store: torch counts milliseconds in 32 bits
+_VERDICT = "verdict"  # its key in the store
 _STEPS = 50  # steps whose median time gives the default of --hang-timeout
 
 
@@ -86,7 +86,6 @@ class Watchdog:
         self._limits = limits
         self._memory = memory
         self._end = end
-        self._verdicts = store.clone()  # a connection that waits does nothing else
         self._interval = seconds_between_reports(member.world, limits.hang)
         self._trained = threading.get_ident()
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -97,10 +96,7 @@ class Watchdog:
         self._changes = -1
         self._silent: dict[int, float] = {}
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("watchdog", self._watch), ("watchdog verdict", self._listen))
-        ]
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Publish a first report at once, then start the thread.
@@ -108,8 +104,7 @@ class Watchdog:
         Reports are judged when every rank has one: a rank that stopped before its first would never be named.
         """
         self._store.set(_key(self._member.rank), self._report(0.0).dumps())
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def step_done(self, seconds: float) -> None:
         """Note the duration of a step."""
@@ -119,10 +114,7 @@ class Watchdog:
         """Stop watching, and let the others know that this rank is done."""
         self._phases.enter(END)
         self._closed.set()
-        with contextlib.suppress(Exception):  # the store may be gone
-            self._store.set(_verdict(self._member.rank), "")
-        for thread in self._threads:
-            thread.join(timeout=10)
+        self._thread.join(timeout=10)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -132,7 +124,10 @@ class Watchdog:
             passed, before = min(now - before, 2 * self._interval), now
             try:
                 with self._answering():
-                    self._round(passed)
+                    verdict = self._round(passed)
+                if verdict is not None:
+                    self._finish(verdict)
+                    return
             except Exception as error:  # the store is gone with torchrun: others notice that
                 if not self._closed.is_set():
                     print(f"watchdog of rank {self._member.rank} ends: {error}", file=sys.stderr, flush=True)
@@ -165,27 +160,16 @@ class Watchdog:
             answered.set()
             timer.cancel()
 
-    def _round(self, passed: float) -> None:
+    def _round(self, passed: float) -> dict[str, Any] | None:
+        """Publish a report; return the verdict, if there is one and this rank makes no progress or judges itself."""
         report = self._report(passed)
         self._store.set(_key(report.rank), report.dumps())
         if self._member.reads:
             self._read(passed)
             self._judge()
-
-    def _listen(self) -> None:
-        """Wait for the verdict, and end this process by it; an empty one comes from `close`."""
-        key = _verdict(self._member.rank)
-        while True:
-            began = time.monotonic()
-            try:
-                self._verdicts.wait([key], _LONGEST_WAIT)
-                verdict = self._verdicts.get(key)
-                break
-            except Exception:
-                if time.monotonic() - began < _LONGEST_WAIT.total_seconds():
-                    return  # the store is gone with torchrun: others notice that
-        if verdict and not self._closed.is_set():
-            self._finish(json.loads(verdict))
+        elif report.idle <= self._interval:
+            return None
+        return json.loads(self._store.get(_VERDICT)) if self._store.check([_VERDICT]) else None
 
     def _timeout(self) -> float:
         """Return the seconds without progress that are a hang."""
@@ -247,8 +231,7 @@ class Watchdog:
             "folder": f"hang-{time.strftime('%Y%m%d-%H%M%S')}-attempt-{events.attempt()}",
             "by": self._member.rank,
         }
-        first = self._store.compare_set("hang", "", json.dumps(verdict)).decode()  # of the two ranks that judge
-        self._store.multi_set([_verdict(rank) for rank in range(self._member.world)], [first] * self._member.world)
+        self._store.compare_set(_VERDICT, "", json.dumps(verdict))  # the first of the two ranks that judge sets it
 
     def _finish(self, verdict: Mapping[str, Any]) -> None:
         """Write the stacks, let the rank that found the hang say it, and end this process."""
@@ -265,7 +248,7 @@ class Watchdog:
             self._store.set("said", "")
         else:
             with contextlib.suppress(Exception):  # it did not say it in time, or is gone
-                self._verdicts.wait(["said"], timedelta(seconds=2 * _WRITE))
+                self._store.wait(["said"], timedelta(seconds=2 * _WRITE))
         sys.stdout.flush()
         sys.stderr.flush()
         self._end(HUNG)
@@ -294,10 +277,6 @@ class Watchdog:
 
 def _key(rank: int) -> str:
     return f"rank-{rank}"
-
-
-def _verdict(rank: int) -> str:
-    return f"verdict-{rank}"
 
 
 # Files whose functions wait for other ranks, and what a line that waits for a transfer looks like elsewhere.
