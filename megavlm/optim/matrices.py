@@ -1,4 +1,4 @@
-"""Update matrices as wholes, at any layout, by a rule that needs them so (`MatrixRule`).
+"""Update matrices as wholes, at any layout, by a rule that needs them so (`optim.rules.Muon`).
 
 Vectors, embeddings and the output layer stay with the elementwise rule of the same optimizer.
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +26,8 @@ from megavlm.arch.kinds import hidden_weight_of
 from megavlm.config.schema import ModelConfig
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, Round, matrices_of, plan_rounds
+from megavlm.optim.rules import Muon
 from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
-
-
-class MatrixRule(Protocol):
-    """An update rule for which a matrix is a whole, with weight decay decoupled from it."""
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """Return the names of the numbers that are kept of each element, which begin with zeros."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of assembled matrices, and of what ranks send one another."""
-
-    def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update the state with a part of a gradient, which becomes what the update is computed from, element by
-        element.
-        """
-
-    def update_of(self, matrices: Tensor) -> Tensor:
-        """Return the updates, but for the learning rate, of matrices [B, rows, columns] that are assembled of such."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class MatrixUpdates:
         self,
         shards: Sequence[MatrixShard],
         model: ModelConfig,
-        rule: MatrixRule,
+        rule: Muon,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:

@@ -35,7 +35,6 @@ from megavlm.config.optimizer_schema import RULES
 from megavlm.config.schema import OptimizerConfig
 from megavlm.model.specs import DTYPES
 from megavlm.optim.elementwise import ElementwiseRule
-from megavlm.optim.matrices import MatrixRule
 from megavlm.optim.stores import Shard
 
 
@@ -94,7 +93,10 @@ _EPSILON = 1e-7  # added to the norm: zeros stay zeros
 
 @dataclass(frozen=True)
 class Muon:
-    """Updates matrices as a `MatrixRule`: `steps` Newton-Schulz iterations, computed in `dtype`."""
+    """Updates matrices as wholes, with decoupled weight decay: `steps` Newton-Schulz iterations, computed in `dtype`.
+
+    Another rule of matrices has the same methods and `dtype`, the type of assembled matrices and of what ranks send.
+    """
 
     momentum: float
     steps: int
@@ -107,10 +109,11 @@ class Muon:
 
     @property
     def state(self) -> tuple[str, ...]:
+        """Return the names of the numbers that are kept of each element, which begin with zeros."""
         return optimizer_schema.MUON.state
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Update the momentum with a part of a gradient, which becomes that part of U."""
+        """Update the momentum with a part of a gradient, which becomes that part of U, element by element."""
         momentum = state["momentum"]
         momentum.mul_(self.momentum).add_(gradient)
         gradient.add_(momentum, alpha=self.momentum)
@@ -137,7 +140,7 @@ def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
 
 
 ELEMENTWISE: Mapping[str, ElementwiseRule] = {"adamw": ADAMW, "lion": LION}
-OF_MATRICES: Mapping[str, Callable[[OptimizerConfig], MatrixRule]] = {"muon": Muon.of}
+OF_MATRICES: Mapping[str, Callable[[OptimizerConfig], Muon]] = {"muon": Muon.of}
 
 assert {rule.name: rule.others is None for rule in RULES.values()} == {
     **dict.fromkeys(ELEMENTWISE, True),
