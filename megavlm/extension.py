@@ -1,5 +1,6 @@
 """What an extension is made of: import it from here ([docs](../docs/extensions.md))."""
 
+# ruff: noqa: F401 (extensions import these names from here)
 from __future__ import annotations
 
 from megavlm.arch.connector import Connector, Split
@@ -12,30 +13,3 @@ from megavlm.config.registry import Entry, Extension, ObjectiveEntry
 from megavlm.config.schema import Config, ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.inputs.vision_inputs import Channels, VisionInput
-
-__all__ = [
-    "AT_LEAST_0",
-    "AT_LEAST_1",
-    "FRACTION",
-    "POSITIVE",
-    "Channels",
-    "Communication",
-    "Config",
-    "Connector",
-    "Entry",
-    "Extension",
-    "Grid",
-    "LayerCost",
-    "ModelConfig",
-    "ObjectiveEntry",
-    "ProjectorConfig",
-    "Scenario",
-    "Split",
-    "Stream",
-    "UserError",
-    "Valid",
-    "VisionInput",
-    "Workload",
-    "option",
-    "stream_bytes",
-]

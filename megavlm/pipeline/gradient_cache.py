@@ -12,6 +12,7 @@ pipeline keeps) whatever the batch, and the gradient is that of the whole batch 
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,22 +39,17 @@ class Draws:
 
     def __init__(self, *, kept: bool) -> None:
         self._kept = kept
-        self._before: dict[int, list[dict[str, Any]]] = {}
-        self._again: dict[int, Iterator[dict[str, Any]]] = {}
+        self._before = defaultdict[int, deque[dict[str, Any]]](deque)  # by chunk
 
     def first(self, chunk: Any) -> None:
         """Note the state before a chunk's next micro-batch of the first pass."""
         if self._kept:
-            self._before.setdefault(id(chunk), []).append(random_states())
-
-    def begin_again(self) -> None:
-        """Begin the second pass."""
-        self._again = {chunk: iter(states) for chunk, states in self._before.items()}
+            self._before[id(chunk)].append(random_states())
 
     def again(self, chunk: Any) -> None:
         """Set the generators to the state before a chunk's next micro-batch of the second pass."""
         if self._kept:
-            set_random_states(next(self._again[id(chunk)]))
+            set_random_states(self._before[id(chunk)].popleft())
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ class GradientCache:
             outputs = run(partial(_first_forward, draws), False)
         loss = self.loss(batches, outputs)
         after = random_states() if self.draws else None
-        draws.begin_again()
         gradients = iter(self._gradients(batches, loss) if loss is not None else ())
         run(partial(_second_forward, draws, gradients), True)
         if after is not None:

@@ -8,6 +8,7 @@ checkpoint, so a run that resumes decides like one that never stopped.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -77,13 +78,9 @@ class BadSteps:
 def iterations(ranges: Iterable[str]) -> frozenset[int]:
     """Return the numbers that texts such as "12", "40-45" and "3,5" name. Raises ValueError for other texts."""
     found: set[int] = set()
-    for text in ",".join(ranges).split(","):
-        if not text:
-            continue
-        first, _, last = text.partition("-")
-        if not (first.isdecimal() and (not last or last.isdecimal()) and text.count("-") <= 1):
+    for text in filter(None, ",".join(ranges).split(",")):
+        match = re.fullmatch(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?", text)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(text)
-        if text.endswith("-") or int(first) < 1 or (last and int(last) < int(first)):
-            raise ValueError(text)
-        found.update(range(int(first), int(last or first) + 1))
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(found)

@@ -22,21 +22,9 @@ FILE = "events.jsonl"
 _LONGEST = 2**24  # bytes of a line
 
 # Every kind of event; docs/long-runs.md has a table of what each means.
-KINDS = (
-    *(
-        "start",
-        "started",
-        "stop",
-        "finish",
-        "failure",
-        "save",
-        "save_failed",
-        "upload",
-        "upload_failed",
-        "download",
-        "damage",
-    ),
-    *("skip", "mismatch", "rewind", "worker", "slow", "hang", "takeover"),
+KINDS = tuple(
+    "start started stop finish failure save save_failed upload upload_failed download damage skip mismatch rewind "
+    "worker slow hang takeover".split()
 )
 
 
