@@ -70,14 +70,14 @@ class Coded:
         return found.flatten(1)[:, :numbers]
 
 
-def reduce_scatter(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> int:
+def reduce_scatter(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> None:
     """Sum a contiguous fp32 tensor over a group; this rank's part of it becomes its part of the sum, the rest is lost.
 
-    `error` is the residual, of the same size, which is updated; None: no error feedback. Returns the bytes sent.
+    `error` is the residual, of the same size, which is updated; None: no error feedback.
     """
     ranks, own = group.size(), group.rank()
     if ranks == 1:
-        return 0
+        return
     rows = numbers.view(ranks, -1)
     sent = _coded_with_feedback(rows, coded, None if error is None else error.view(ranks, -1), own)
     received = torch.empty_like(sent)
@@ -85,10 +85,9 @@ def reduce_scatter(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, erro
     decoded = coded.decode(received, rows.shape[1])
     decoded[own] = rows[own]
     torch.sum(decoded, dim=0, out=rows[own])
-    return sent.numel() // ranks * (ranks - 1)
 
 
-def reduce_scatter_in_two_levels(numbers: Tensor, levels: Levels, coded: Coded, error: Tensor | None) -> int:
+def reduce_scatter_in_two_levels(numbers: Tensor, levels: Levels, coded: Coded, error: Tensor | None) -> None:
     """As `reduce_scatter`, over a group of k subgroups of g ranks: exact within a subgroup, codes between them.
 
     Rank (a, l), the l-th of subgroup a, owns part a·g + l. Within its subgroup it sums the parts of all (·, l), and
@@ -99,41 +98,36 @@ def reduce_scatter_in_two_levels(numbers: Tensor, levels: Levels, coded: Coded, 
     parts = numbers.view(count, size, -1)
     sums = numbers.new_empty(numbers.numel() // size)
     dist.reduce_scatter_tensor(sums, parts.transpose(0, 1).contiguous().view(-1), group=levels.inside)
-    bytes_sent = reduce_scatter(sums, levels.across, coded, error)
+    reduce_scatter(sums, levels.across, coded, error)
     own = levels.across.rank()
     parts[own, levels.inside.rank()] = sums.view(count, -1)[own]
-    return bytes_sent
 
 
-def all_reduce(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> int:
+def all_reduce(numbers: Tensor, group: dist.ProcessGroup, coded: Coded, error: Tensor | None) -> None:
     """Set a contiguous fp32 tensor to its sum over a group, the same on all ranks: the sums are coded as well.
 
-    Arguments as in `reduce_scatter`; the tensor has a multiple of the group's size. Returns the bytes sent.
+    Arguments as in `reduce_scatter`; the tensor has a multiple of the group's size.
     """
     ranks, own = group.size(), group.rank()
     if ranks == 1:
-        return 0
-    bytes_sent = reduce_scatter(numbers, group, coded, error)
+        return
+    reduce_scatter(numbers, group, coded, error)
     rows = numbers.view(ranks, -1)
     kept = None if error is None else error.view(ranks, -1)[own : own + 1]  # what is not coded before is coded here
     part = _coded_with_feedback(rows[own : own + 1], coded, kept, None)
-    return bytes_sent + _gather(rows, part, group, coded)
+    _gather(rows, part, group, coded)
 
 
-def all_gather(numbers: Tensor, group: dist.ProcessGroup, coded: Coded) -> int:
-    """Gather each rank's part of a contiguous tensor as codes, its own part too, so that all have the same numbers.
-
-    Returns the bytes sent.
-    """
+def all_gather(numbers: Tensor, group: dist.ProcessGroup, coded: Coded) -> None:
+    """Gather each rank's part of a contiguous tensor as codes, its own part too, so that all have the same numbers."""
     rows = numbers.view(group.size(), -1)
-    return _gather(rows, coded.encode(rows[group.rank() : group.rank() + 1]), group, coded)
+    _gather(rows, coded.encode(rows[group.rank() : group.rank() + 1]), group, coded)
 
 
-def _gather(rows: Tensor, part: Tensor, group: dist.ProcessGroup, coded: Coded) -> int:
+def _gather(rows: Tensor, part: Tensor, group: dist.ProcessGroup, coded: Coded) -> None:
     gathered = part.new_empty(group.size(), part.shape[1])
     dist.all_gather_into_tensor(gathered, part, group=group)
     rows.copy_(coded.decode(gathered, rows.shape[1]))
-    return part.numel() * (group.size() - 1)
 
 
 def _coded_with_feedback(rows: Tensor, coded: Coded, error: Tensor | None, own: int | None) -> Tensor:

@@ -70,7 +70,7 @@ class _Done:
 
 
 class Reduction:
-    """Sums gradients as codes, and keeps the residuals of `feedback` and how much it has sent.
+    """Sums gradients as codes, and keeps the residuals of `feedback`.
 
     With `levels`, the ranks of the inner one sum exact gradients first.
     """
@@ -78,20 +78,19 @@ class Reduction:
     def __init__(self, coded: Coded, levels: Levels | None = None, *, feedback: bool = True) -> None:
         self.coded, self.levels, self.feedback = coded, levels, feedback
         self.errors: dict[int, Tensor] = {}  # by what they are residuals of
-        self.sent = 0  # bytes by this rank so far, of codes
 
     def scatter(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> None:
         """Set this rank's part of gradients, those of number `index`, to its sum over a group."""
         if self.levels is None:
-            self.sent += reduce_scatter(gradients, group, self.coded, self._error(index, gradients))
+            reduce_scatter(gradients, group, self.coded, self._error(index, gradients))
             return
         error = self._error(index, gradients[: gradients.numel() // self.levels.inside.size()])
-        self.sent += reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
+        reduce_scatter_in_two_levels(gradients, self.levels, self.coded, error)
 
     def total(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the sum of gradients [numbers], those of number `index`, over a group."""
         padded = pad(gradients, (0, -gradients.numel() % group.size()))
-        self.sent += all_reduce(padded, group, self.coded, self._error(index, padded))
+        all_reduce(padded, group, self.coded, self._error(index, padded))
         return padded[: gradients.numel()]
 
     def _error(self, index: int, gradients: Tensor) -> Tensor | None:
@@ -148,7 +147,6 @@ class CodedGather:
 
     def __init__(self, group: Any, coded: Coded) -> None:
         self.group, self.coded = group, coded
-        self.sent = 0  # bytes by this rank so far
 
     def __call__(self, force_sync: bool = False) -> None:
         group = self.group
@@ -157,7 +155,7 @@ class CodedGather:
             return
         shards = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
-            self.sent += all_gather(bucket.param_data, shards, self.coded)
+            all_gather(bucket.param_data, shards, self.coded)
         group.param_gather_handle = _Done() if group.ddp_config.overlap_param_gather and not force_sync else None
         group.param_gather_dispatched = True
 
@@ -174,7 +172,6 @@ class CodedUnitGather(_Comm):
 
     def __init__(self, coded: Coded, shards: int) -> None:
         self.coded, self.shards = coded, shards
-        self.sent = 0  # bytes by this rank so far, of codes
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -182,7 +179,7 @@ class CodedUnitGather(_Comm):
         if group.size() < self.shards or not output_tensor.is_floating_point():  # types mixed as bytes
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         output_tensor.view(self.shards, -1)[group.rank()].copy_(input_tensor)
-        self.sent += all_gather(output_tensor, group, self.coded)
+        all_gather(output_tensor, group, self.coded)
         return None
 
 
