@@ -122,23 +122,17 @@ def refuse_shared_devices(met: Meeting, *, device: str) -> None:
     """Raise UserError, on all ranks of the world alike, if two of them gave the same name of a device."""
     met.store.set(f"{_PLACE}/device/{met.rank}", device)
     if met.rank == 0:
-        devices = met.store.multi_get([f"{_PLACE}/device/{rank}" for rank in range(met.world)])
-        met.store.set(f"{_PLACE}/devices", shared_device([name.decode() for name in devices]) or "")
+        first: dict[bytes, int] = {}
+        complaint = ""
+        for rank, each in enumerate(met.store.multi_get([f"{_PLACE}/device/{rank}" for rank in range(met.world)])):
+            if first.setdefault(each, rank) < rank:
+                complaint = (
+                    f"ranks {first[each]} and {rank} have the same GPU ({each.decode()}): start as many processes on a "
+                    "machine as it has GPUs, and let each see all of them, or only its own"
+                )
+        met.store.set(f"{_PLACE}/devices", complaint)
     if complaint := met.store.get(f"{_PLACE}/devices").decode():
         raise UserError(complaint)
-
-
-def shared_device(devices: Sequence[str]) -> str | None:
-    """Return a line on the first two ranks that have one device, given the devices by rank; None if there are none."""
-    first: dict[str, int] = {}
-    for rank, device in enumerate(devices):
-        if device in first:
-            return (
-                f"ranks {first[device]} and {rank} have the same GPU ({device}): start as many processes on a machine "
-                "as it has GPUs, and let each see all of them, or only its own"
-            )
-        first[device] = rank
-    return None
 
 
 def _answer(store: dist.Store, rank: int, word: str, *, deadline: float) -> str:
