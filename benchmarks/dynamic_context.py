@@ -187,13 +187,12 @@ class Costs:
 
     def _capacity(self) -> int:
         """Return how many tokens one rank can hold of a micro-batch, by the memory model; 0 if none."""
-        modes = [self.layout.recompute]
 
         def taken(tokens: int) -> tuple[float, float]:
             scenario = self.scenario(1, tokens, tokens)
             skip, bounds = scenario.names.index(EMBEDDING), [0, len(scenario.names)]
-            device = rank_memory(scenario, bounds, 0, recompute=modes, skip=skip).total
-            return device, host_memory(scenario, bounds, 0, recompute=modes, skip=skip).total
+            device = rank_memory(scenario, bounds, 0, recompute=self.layout.recompute, skip=skip).total
+            return device, host_memory(scenario, bounds, 0, recompute=self.layout.recompute, skip=skip).total
 
         node = min(self.hardware.devices_per_node, self._scenario.dims.world)
         rooms = (self.hardware.memory, self.hardware.own_host.memory / node)

@@ -213,7 +213,7 @@ def predicted_memory(shape: Shape, *, precision: str, on_gpu: bool, flags: str =
     """Return the planner's peak memory of a step."""
     config = run_config(shape, precision="fp32" if precision == "fp32" else "bf16", flags=flags)
     case = replace(scenario_of(config, Dims(), on_gpu=on_gpu), work=workload(shape))
-    return rank_memory(case, (0, len(case.names)), 0, recompute=(config.execution.recompute_granularity,))
+    return rank_memory(case, (0, len(case.names)), 0, recompute=config.execution.recompute_granularity)
 
 
 def layers_that_fit(shape: Shape, *, memory: float) -> int:

@@ -33,7 +33,7 @@ import gantt
 from record import append, circumstances
 
 from megavlm.arch.dims import Dims, ScheduleName
-from megavlm.arch.scenario import Recompute, scenario_of
+from megavlm.arch.scenario import scenario_of
 from megavlm.arch.schedules import Durations, PipelineShape, Times, simulate
 from megavlm.config.schema import Config, DataConfig, ExecutionConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
@@ -158,11 +158,10 @@ def durations_of(shape: PipelineShape, *, frozen: bool) -> Durations:
     )
     hardware = for_precision(PROFILES["h100"], "bf16")
     scenario = scenario_of(config, Dims(pp=shape.pp), on_gpu=True)
-    profiles = layer_profiles(scenario, hardware, modes=("none",))
+    profiles = layer_profiles(scenario, hardware)
     best = best_partition(profiles, shape)
     assert isinstance(best, Partition)
-    mode: Recompute = "none"
-    found = profiles.durations([(a, b, mode) for a, b in pairwise((0, *best.cuts, profiles.count))], [], shape=shape)
+    found = profiles.durations(list(pairwise((0, *best.cuts, profiles.count))), [], shape=shape)
     slower = MEAN / found.forward[:, 0].mean() / shape.vpp
     assert found.weight is not None
     return Durations(slower * found.forward, slower * found.backward, slower * found.weight)

@@ -51,14 +51,13 @@ def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
     hardware = for_precision(hardware, config.precision.dtype)
     plan, scenario = make_plan(config, dims), scenario_of(config, dims, on_gpu=hardware.on_gpu)
     first = encoder_layers(scenario) if plan.placement == "colocated" else 0
-    modes = (config.execution.recompute_granularity,) * len(plan.chunks)
     cuts = tuple(accumulate(len(names) for names in plan.chunks))[:-1]
-    profiles = layer_profiles(scenario, hardware, modes=modes[:1], first=first)
+    profiles = layer_profiles(scenario, hardware, recompute=config.execution.recompute_granularity, first=first)
     encoder = None
     if first:
         images = typical_images(config) * config.train.micro_batch_size
         encoder = colocated_encoder(scenario, hardware=hardware, config=config, images=images, vision_tp=plan.vision_tp)
-    return step_of(profiles, hardware, cuts, modes, encoder=encoder)
+    return step_of(profiles, hardware, cuts, encoder=encoder)
 
 
 def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]:

@@ -27,7 +27,7 @@ class Space:
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     placement: tuple[Literal["stages", "colocated"], ...] = ("stages", "colocated")
-    sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full", "none")
+    sharding: tuple[Sharding, ...] = ("optimizer", "optimizer_gradients", "full")
     # Tried in this order where a layout lacks memory.
     offload: tuple[tuple[Offloaded, ...], ...] = (
         ("optimizer",),
@@ -93,13 +93,11 @@ def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
 def candidates(
     world: int, space: Space, *, length: int, vision_tp: int = 1, offload: tuple[Offloaded, ...] = (), experts: int = 0
 ) -> Iterator[Candidate]:
-    """Everything in a space, but whole optimizer state only where nothing else is asked for: it saves a little of the
-    optimizer's time at best, and a search tries it last. `length` are the positions of a row, `vision_tp` is that of
-    colocated encoders; `offload` is what a run offloads in any case, `experts` are those of a mixture.
+    """Yield everything in a space. `length` are the positions of a row, `vision_tp` is that of colocated encoders;
+    `offload` is what a run offloads in any case, `experts` are those of a mixture.
     """
-    kinds = tuple(kind for kind in space.sharding if kind != "none") or space.sharding
-    if experts:  # the ranks that hold the same experts are others than those that ZeRO-2 and 3 share among
-        kinds = tuple(kind for kind in kinds if kind in ("optimizer", "none"))
+    # The ranks that hold the same experts are others than those that ZeRO-2 and 3 share among.
+    kinds = tuple(kind for kind in space.sharding if not experts or kind in ("optimizer", "none"))
     for dims in _degrees(world, space, length=length, experts=experts):
         for micro_batch in space.micro_batch:
             for placement in space.placement:

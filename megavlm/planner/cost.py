@@ -10,7 +10,6 @@ shows depends on the layers before it (`tables.relay`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.kind import FP32, Stream, stream_bytes
@@ -60,13 +59,6 @@ class Seconds:
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Return a layer's forward and backward seconds; the backward pass includes what `recompute` computes again."""
-    return seconds_by_mode(name, scenario, hardware, (recompute,))[recompute]
-
-
-def seconds_by_mode(
-    name: str, scenario: Scenario, hardware: Hardware, modes: Sequence[Recompute]
-) -> dict[Recompute, Seconds]:
-    """Return `layer_seconds` for each of the `modes`, which differ by their backward passes."""
     passes, host = program_of(scenario), host_of(scenario)
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
@@ -85,25 +77,20 @@ def seconds_by_mode(
     if exchanges:  # the host asks the device how many rows each rank gets, and so is never ahead of it
         forward = max(forward, issue)
     if not (trained or reached):
-        return dict.fromkeys(modes, Seconds(forward, 0.0, (issue, 0.0)))
+        return Seconds(forward, 0.0, (issue, 0.0))
     # The input's gradient goes the opposite ways, and sequence-sharded inputs are gathered once more for the weight's;
     # the output layer keeps its whole input.
     backward = sum(pair[1] for pair in terms.values()) + exchange + gathers(again, group)
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
     weight = _weight_seconds(name, scenario, terms, host) if leaves_weight_gradient(name, scenario) else (0.0, 0.0)
     weight = (weight[0] + gathers(again, group), weight[1]) if weight[0] else weight
-    found: dict[Recompute, Seconds] = {}
-    for mode in modes:
-        more, issue_more = 0.0, 0.0
-        if mode == "full" and kind_in(scenario.model, name).is_recomputed(scenario.model):
-            if reached or not is_transformer(name):
-                more, issue_more = forward, issue
-        elif mode == "selective" and "attention" in terms:
-            more = terms["attention"][0] + across
-            issue_more = _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
-        seconds = Seconds(forward, backward + more, (issue, issue_back + issue_more), weight)
-        found[mode] = _with_copies(name, scenario, hardware, mode, seconds)
-    return found
+    if recompute == "full" and kind_in(scenario.model, name).is_recomputed(scenario.model):
+        if reached or not is_transformer(name):
+            backward, issue_back = backward + forward, issue_back + issue
+    elif recompute == "selective" and "attention" in terms:
+        backward += terms["attention"][0] + across
+        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
+    return _with_copies(name, scenario, hardware, recompute, Seconds(forward, backward, (issue, issue_back), weight))
 
 
 def _with_copies(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, seconds: Seconds) -> Seconds:

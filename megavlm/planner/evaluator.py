@@ -10,24 +10,22 @@ from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import kind_in, step_flops
 from megavlm.arch.layers import layer_names
-from megavlm.arch.scenario import BYTES, Recompute, Scenario, Sharding, expert_imbalance, scenario_of
+from megavlm.arch.scenario import BYTES, Scenario, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
-from megavlm.arch.workload import times, typical_workload
+from megavlm.arch.workload import times, typical_images, typical_workload
 from megavlm.config.lora_config import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
-from megavlm.planner.cost import gradient_seconds, held_parameters, optimizer_seconds, trained_parameters
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import node_memory_error
-from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles, sharded
+from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
 from megavlm.planner.memory import batch_bytes, batches_at_once, communicator_bytes
-from megavlm.planner.partition import NoPartition, Partition, best_partition
+from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.step_time import (
     EncoderEstimate,
     StepEstimate,
     colocated_encoder,
     encoder_layers,
-    exposed_seconds,
     least_pipeline_time,
     step_of,
 )
@@ -76,12 +74,10 @@ class LayoutEvaluator:
         self.tokens = step.tokens
         self.flops = step_flops(config, step)
         self.expert_bytes = _expert_bytes(config)
-        self.images = round(sum(config.data.images_per_sample) / max(1, len(config.data.images_per_sample)))
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._profiles = lru_cache(maxsize=None)(self._make_profiles)
         # Times and bytes of the layers that a candidate's pipeline holds.
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
-        self._parameters = lru_cache(maxsize=None)(self._count_parameters)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
@@ -97,7 +93,7 @@ class LayoutEvaluator:
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
         held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(profiles.scenario))]
         most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
-        return self._no_free_memory() if profiles.modes[candidate.recompute].saved[-1] > most else None
+        return self._no_free_memory() if profiles.saved[-1] > most else None
 
     def _experts_are_too_large(self, dims: Dims) -> str | None:
         """Return why the fullest rank lacks memory for its experts alone: it has at least the mean of all stages."""
@@ -154,25 +150,15 @@ class LayoutEvaluator:
         """Return a lower bound of the candidate's step time in seconds, over all partitions."""
         profiles, pp = self.profiles(candidate), candidate.dims.pp
         fastest = profiles.stages or (profiles,)  # no rank has a faster device than each of these
-        work = path = min(each.least_work(candidate.recompute, pp=pp) for each in fastest)
+        work = path = min(each.least_work(pp=pp) for each in fastest)
         if (shape := scenario_shape(profiles.scenario)).splits_backward:
-            path = min(each.least_work(candidate.recompute, pp=pp, splits=True) for each in fastest)
+            path = min(each.least_work(pp=pp, splits=True) for each in fastest)
         pipeline = least_pipeline_time(shape, work=work, path=path)
-        return pipeline + self.non_pipeline_time(candidate, pipeline=pipeline)
+        return pipeline + self._encoder_seconds(candidate)
 
-    def non_pipeline_time(self, candidate: Candidate, *, pipeline: float) -> float:
-        """Return a lower bound of the seconds before and after a pipeline that takes at least `pipeline` seconds."""
-        profiles, encoder = self.profiles(candidate), self.encoder(candidate)
-        dims = candidate.dims
-        # The fullest rank has at least the average of all parameters, and pipeline + exposed never falls where the
-        # pipeline takes longer.
-        travel, update, scenario = 0.0, 0.0, profiles.scenario
-        parameters = self._parameters(dims.tp, dims.ep, dims.etp, profiles.first)
-        for layout, (trained, held) in zip(scenario.layouts, parameters, strict=True):
-            travel += gradient_seconds(trained / dims.pp, layout, self.hardware, held=held / dims.pp)
-            update += optimizer_seconds(trained / dims.pp, layout, self.hardware)
-        ending = exposed_seconds(travel, scenario, pipeline=pipeline) + update
-        return ending + (encoder.seconds if encoder else 0.0)
+    def _encoder_seconds(self, candidate: Candidate) -> float:
+        encoder = self.encoder(candidate)
+        return encoder.seconds if encoder else 0.0
 
     def estimate(
         self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1
@@ -182,34 +168,17 @@ class LayoutEvaluator:
         With more `simulations` the search for cuts takes longer, and the estimate has the memory of each rank.
         """
         profiles = self.profiles(candidate)
-        scenario, free_memory = profiles.scenario, self.free_memories(candidate)
-        own = _in_one_mode(profiles, candidate.recompute)
-        nodes = 4 * scenario.dims.chunks + 50 if simulations == 1 else 5_000
-        left = limit - self.non_pipeline_time(candidate, pipeline=limit)
         partition = best_partition(
-            own,
-            scenario_shape(scenario),
-            cap=free_memory,
-            limit=left,
+            profiles,
+            scenario_shape(profiles.scenario),
+            caps=self.free_memories(candidate),
+            limit=limit - self._encoder_seconds(candidate),
             simulations=simulations,
-            nodes=nodes,
-            descent=simulations > 1,
         )
-        if isinstance(partition, NoPartition):
-            if partition.bound < float("inf"):
-                return None
-            return Rejected(candidate, self._no_free_memory())
-        return self._estimate(candidate, partition, with_memory=simulations > 1)
-
-    def _estimate(self, candidate: Candidate, partition: Partition, *, with_memory: bool) -> Estimate:
-        step = step_of(
-            self.profiles(candidate),
-            self.hardware,
-            partition.cuts,
-            partition.recompute,
-            encoder=self.encoder(candidate),
-            with_memory=with_memory,
-        )
+        if isinstance(partition, float):
+            return None if partition < float("inf") else Rejected(candidate, self._no_free_memory())
+        encoder = self.encoder(candidate)
+        step = step_of(profiles, self.hardware, partition.cuts, encoder=encoder, with_memory=simulations > 1)
         peaks = [stage.hardware.peak for stage in self.stages] or [self.hardware.peak]
         known = [peak for peak in peaks if peak is not None]
         devices = candidate.dims.world / len(peaks)  # of each kind
@@ -217,7 +186,7 @@ class LayoutEvaluator:
         return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
 
     def _find_profiles(self, candidate: Candidate) -> LayerProfiles:
-        profiles, pp = self._profiles(replace(candidate, recompute="none", vision_tp=1)), candidate.dims.pp
+        profiles, pp = self._profiles(replace(candidate, vision_tp=1)), candidate.dims.pp
         own = tuple(stage.profiles(candidate) for stage in self.stages)
         return replace(profiles, stages=tuple(own[rank * len(own) // pp] for rank in range(pp))) if own else profiles
 
@@ -227,17 +196,6 @@ class LayoutEvaluator:
             return None
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
         return self._encoders(replace(candidate, recompute="none", dims=dims))
-
-    def _count_parameters(self, tp: int, ep: int, etp: int | None, first: int) -> tuple[tuple[float, float], ...]:
-        """Return the trained and all parameters that a rank holds of the layers from `first` on, without a pipeline, by
-        each of `Scenario.layouts`.
-        """
-        dims = Dims(tp=tp, dp=ep * (etp or 1), ep=ep, etp=etp)
-        scenario = self.scenario(Candidate(dims, 1, "none", "stages", "none"))
-        end = len(scenario.names)
-        return tuple(
-            (trained_parameters(each, first, end), held_parameters(each, first, end)) for each in scenario.layouts
-        )
 
     def scenario(self, candidate: Candidate) -> Scenario:
         """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
@@ -252,20 +210,15 @@ class LayoutEvaluator:
             profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1, schedule=None)))
             return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
         scenario = self.scenario(candidate)
-        # Layers take as long wherever their state is; where gradients are sharded, products cannot add to their sums.
-        alike: Sharding = "optimizer_gradients" if scenario.shards_gradients else "optimizer"
-        if (candidate.sharding, "optimizer" in candidate.offload) != (alike, False):
-            rest = tuple(each for each in candidate.offload if each == "activations")
-            return sharded(self._profiles(replace(candidate, sharding=alike, offload=rest)), scenario)
         first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
-        return layer_profiles(scenario, self.hardware, first=first)
+        return layer_profiles(scenario, self.hardware, recompute=candidate.recompute, first=first)
 
     def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
         return colocated_encoder(
             self.scenario(candidate),
             hardware=self.hardware,
             config=self.config,
-            images=self.images * candidate.micro_batch,
+            images=typical_images(self.config) * candidate.micro_batch,
             vision_tp=candidate.vision_tp,
         )
 
@@ -280,11 +233,6 @@ class LayoutEvaluator:
         if not kinds or pp % kinds == 0:
             return None
         return f"--pp {pp} does not divide into {kinds} equal runs of stages, one for each of --stage-gpus"
-
-
-def _in_one_mode(profiles: LayerProfiles, mode: Recompute) -> LayerProfiles:
-    stages = tuple(_in_one_mode(each, mode) for each in profiles.stages)
-    return replace(profiles, modes={mode: profiles.modes[mode]}, stages=stages)
 
 
 def _expert_bytes(config: Config) -> float:

@@ -7,16 +7,15 @@ Rates are what well-shaped work reaches, not peaks: those, which MFU is measured
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
-from megavlm.json_files import FLAG, TEXT, Expected, check, number, read_json, whole
+from megavlm.json_files import read_json
 from megavlm.planner.devices import MACHINES, SHEETS, DataSheet, Machine, find_machine, peak_tflops
 from megavlm.program import program
+from megavlm.rules.fields import record_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels
 _SHAPE_SHARE = 0.82  # of the best square product's rate that products of layers' shapes reach: 650 of 794, estimate
 _BUS_SHARE = 0.8  # of a bus's rate that copies of pinned memory reach: assumed, headers and flow control take the rest
 _HOST_SHARE = 0.7  # of a processor's memory rate that elementwise passes of all its cores reach: assumed
+_LARGEST = 2**20  # bytes of a profile's file
 _ROW_TILE = 128.0  # of CUTLASS's and cuBLAS's usual tiles for bf16
 HOST_USABLE = 0.75  # of a node's memory: the rest is the system, data loaders and the page cache
 
@@ -197,45 +197,10 @@ def profile(name: str) -> Hardware:
         )
         raise UserError(f"--gpu/--profile {plain(name)} is neither a known device nor a file{hint}")
     try:
-        return from_json(read_json(path, at_most=_LARGEST))
-    except (UserError, ValueError, KeyError, TypeError) as error:
+        found: Hardware = record_of(Hardware, read_json(path, at_most=_LARGEST), name="its")
+        return found
+    except (UserError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise UserError(
             f"--profile {plain(name)} is no hardware profile ({reason}): write one with {program('calibrate')}"
         ) from error
-
-
-_LARGEST = 2**20  # bytes of a profile
-_RATE, _TIME = number(1e-3, 1e30), number(0, 1e6)
-_NUMBERS: dict[str, Expected] = {
-    **dict.fromkeys(("memory", "memory_bandwidth", "matmul", "attention", "bandwidth", "peak", "disk"), _RATE),
-    **dict.fromkeys(("overhead", "latency"), _TIME),
-    "row_tile": number(1, 2**16),
-    "devices_per_node": whole(1, 2**31),
-    "name": TEXT,
-    "source": TEXT,
-    "on_gpu": FLAG,
-}
-
-
-def from_json(data: Mapping[str, Any]) -> Hardware:
-    """Return the inverse. Raises UserError, ValueError, KeyError or TypeError if a value is missing or out of range."""
-    fields: dict[str, Any] = dict(data)
-    rates = {side: _part(Rates, fields.pop(side), side) for side in ("forward", "backward")}
-    links = {side: _part(Link, fields.pop(side), side) for side in ("near", "far")}
-    host = fields.pop("host")
-    if host is not None:
-        host = _part(Host, {**host, "link": _part(Link, host["link"], "host's link")}, "host")
-    hardware: Hardware = _part(Hardware, {**fields, **rates, **links, "host": host}, "the profile")
-    return hardware
-
-
-def _part(made: Any, values: Mapping[str, Any], where: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is no object")
-    check(values, _NUMBERS, where)
-    if none := [
-        name for name in _NUMBERS if name not in ("peak", "row_tile") and name in values and values[name] is None
-    ]:
-        raise ValueError(f"{where} has no {none[0]}")
-    return made(**values)

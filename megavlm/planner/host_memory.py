@@ -38,7 +38,7 @@ class HostMemory:
 
 
 def host_memory(
-    scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
+    scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Recompute, skip: int = 0
 ) -> HostMemory:
     """Peak of one pipeline rank; arguments as for `memory.rank_memory`."""
     spans = [(max(a, skip), b) for a, b in pairwise(bounds)]
@@ -46,7 +46,7 @@ def host_memory(
     saved = 0.0
     for chunk, count in zip(chunks, peak_in_flight(scenario_shape(scenario))[rank], strict=True):
         names = scenario.names[slice(*spans[chunk])]
-        saved += count * sum(pinned_bytes(name, scenario, recompute[chunk]) for name in names)
+        saved += count * sum(pinned_bytes(name, scenario, recompute) for name in names)
     own, held = (
         sum(sum(count(layout, *spans[chunk]) for chunk in chunks) / layout.shards for layout in scenario.layouts)
         for count in (trained_parameters, held_parameters)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
 from megavlm.config.derived import has_experts
-from megavlm.planner.cost import Seconds, carried_bytes, seconds_by_mode, transfer_seconds
+from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
 
@@ -24,80 +23,65 @@ Each = Callable[[Callable[[str], Any]], list[Any]]  # measures layers by name, e
 
 
 @dataclass(frozen=True)
-class RecomputeProfile:
-    """What depends on a chunk's recomputation: per layer, but for `transient` as prefix sums."""
-
-    backward: Array  # [layers + 1] seconds of the device
-    saved: Array  # [layers + 1] bytes of one micro-batch on the device
-    transient: Array  # [layers] bytes
-    launch: Array | float = (
-        0.0  # [layers + 1] seconds of the host for a backward pass; 0: a CPU, which launches nothing
-    )
-    # Of the backward pass: what weight gradients take that may wait, [layers + 1] seconds of the device and of the
-    # host, and the bytes that one micro-batch keeps for them.
-    weight: Array | float = 0.0
-    weight_launch: Array | float = 0.0
-    waiting: Array | float = 0.0
-
-
-@dataclass(frozen=True)
 class LayerProfiles:
-    """The layers of a pipeline that begins at layer `first` of the model's list, for one micro-batch."""
+    """The layers of a pipeline that begins at layer `first` of the model's list, for one micro-batch.
+
+    Arrays are prefix sums [layers + 1], but for `transient` and `transfer`.
+    """
 
     scenario: Scenario
+    recompute: Recompute
     first: int
-    forward: Array  # [layers + 1] prefix sums, seconds of the device
-    model_state: Array  # [layers + 1] prefix sums, bytes
+    forward: Array  # seconds of the device
+    backward: Array
+    launch: Array  # seconds of the host for a forward pass; 0 on a CPU, which launches nothing
+    launch_back: Array
+    weight: Array  # of the backward pass, what weight gradients take that may wait: seconds of the device
+    weight_launch: Array  # the same of the host
+    waiting: Array  # bytes that one micro-batch keeps for them
+    model_state: Array  # bytes
+    saved: Array  # bytes of one micro-batch on the device
+    transient: Array  # [layers] bytes
     transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
-    modes: dict[Recompute, RecomputeProfile]
-    launch: Array | float = 0.0  # [layers + 1] prefix sums, seconds of the host for a forward pass; 0: a CPU
     stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): all have this one
 
     @property
     def count(self) -> int:
         return len(self.forward) - 1
 
-    def sides(self, mode: Recompute, *, splits: bool = False) -> tuple[Array, Array, Array, Array]:
+    def sides(self, *, splits: bool = False) -> tuple[Array, Array, Array, Array]:
         """Prefix sums of seconds: the device's forward and backward, then the host's; backward without weight gradients
         that wait if it `splits`.
         """
-        values = self.modes[mode]
-        backward = values.backward - splits * self.prefix(values.weight)
-        issue_back = self.prefix(values.launch) - splits * self.prefix(values.weight_launch)
-        return self.forward, backward, self.prefix(self.launch), issue_back
+        backward, launch_back = self.backward - splits * self.weight, self.launch_back - splits * self.weight_launch
+        return self.forward, backward, self.launch, launch_back
 
     def of_rank(self, rank: int) -> LayerProfiles:
         """Return the layers on the device of a pipeline rank."""
         return self.stages[rank] if self.stages else self
 
-    def prefix(self, values: Array | float) -> Array:
-        """Return prefix sums of all layers, also where they are 0 everywhere."""
-        return values + np.zeros(len(self.forward))
-
-    def waits(self, mode: Recompute) -> Array:
+    def waits(self) -> Array:
         """[i, j]: seconds of the weight gradients of layers i … j−1 in a pass of their own."""
-        device, host = (self.prefix(each) for each in (self.modes[mode].weight, self.modes[mode].weight_launch))
-        found: Array = np.maximum(spans(device), spans(host))
-        return found
+        return np.maximum(spans(self.weight), spans(self.weight_launch))
 
-    def least_work(self, mode: Recompute, *, pp: int, splits: bool = False) -> float:
+    def least_work(self, *, pp: int, splits: bool = False) -> float:
         """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks; without those of weight
         gradients that wait if backward passes are split.
         """
-        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(mode, splits=splits))
+        forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(splits=splits))
         if pp == 1:
             return max(forward + backward, issue + issue_back)
         return max(forward, issue) + max(backward, issue_back)
 
-    def chunk_seconds(self, mode: Recompute, *, pp: int, splits: bool = False) -> Array:
+    def chunk_seconds(self, *, pp: int, splits: bool = False) -> Array:
         """[i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, of all but the first."""
-        forward, backward, issue, issue_back = self.sides(mode, splits=splits)
+        forward, backward, issue, issue_back = self.sides(splits=splits)
         if pp == 1:
             return np.maximum(spans(forward + backward), spans(issue + issue_back))
         return relays(issue, forward) + relays(backward, issue_back)
 
     def durations(
-        self, chunks: Sequence[tuple[int, int, Recompute]], transfer: Sequence[float], *, shape: PipelineShape
+        self, chunks: Sequence[tuple[int, int]], transfer: Sequence[float], *, shape: PipelineShape
     ) -> Durations:
         """Seconds of each pass of each chunk. Where gradients of weights have passes of their own, those of the first
         chunk are empty.
@@ -106,19 +90,17 @@ class LayerProfiles:
         it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
         """
         passes = [
-            self.of_rank(index % shape.pp)._passes(a, b, mode, shape, splits=shape.splits_backward and index > 0)
-            for index, (a, b, mode) in enumerate(chunks)
+            self.of_rank(index % shape.pp)._passes(a, b, shape, splits=shape.splits_backward and index > 0)
+            for index, (a, b) in enumerate(chunks)
         ]
         forward, backward, weight = (np.stack(each) for each in zip(*passes, strict=True))
         return Durations(forward, backward, weight=weight, transfer=transfer)
 
-    def _passes(
-        self, a: int, b: int, mode: Recompute, shape: PipelineShape, *, splits: bool
-    ) -> tuple[Array, Array, Array]:
+    def _passes(self, a: int, b: int, shape: PipelineShape, *, splits: bool) -> tuple[Array, Array, Array]:
         """[micro-batches]: seconds of layers a … b−1: forward, backward, and of weight gradients that wait
         if the chunk `splits`.
         """
-        forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(mode, splits=splits))
+        forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(splits=splits))
         ahead, back, waits = np.zeros((3, shape.micro_batches))
         ahead[:], back[:] = relay(issue, forward), relay(backward, issue_back)
         if shape.pp == 1:
@@ -126,10 +108,7 @@ class LayerProfiles:
             host = issue[-1] - issue[0] + issue_back[-1] - issue_back[0]
             back = np.maximum(backward[-1] - backward[0], host - ahead)
         if splits:
-            waits[:] = max(
-                float(sums[b] - sums[a])
-                for sums in (self.prefix(self.modes[mode].weight), self.prefix(self.modes[mode].weight_launch))
-            )
+            waits[:] = max(self.weight[b] - self.weight[a], self.weight_launch[b] - self.weight_launch[a])
         return ahead, back, waits
 
 
@@ -154,43 +133,29 @@ def relays(ahead: Array, behind: Array) -> Array:
 
 
 def layer_profiles(
-    scenario: Scenario,
-    hardware: Hardware,
-    *,
-    modes: Sequence[Recompute] = ("none", "selective", "full"),
-    first: int = 0,
+    scenario: Scenario, hardware: Hardware, *, recompute: Recompute = "none", first: int = 0
 ) -> LayerProfiles:
     """Return the tables of a scenario's layers from `first` on."""
-    places = range(first, len(scenario.names))
-    each = measured_once(scenario, places)
+    each = measured_once(scenario, range(first, len(scenario.names)))
     carried = carried_bytes(scenario)[first + 1 : -1]
     sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
     sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
-    seconds = each(partial(seconds_by_mode, scenario=scenario, hardware=hardware, modes=modes))
-    ahead = [of_modes[modes[0]] for of_modes in seconds]  # forward passes are the same in all modes
+    seconds = each(lambda n: layer_seconds(n, scenario, hardware, recompute))
     return LayerProfiles(
         scenario=scenario,
+        recompute=recompute,
         first=first,
-        forward=_prefix([s.forward for s in ahead]),
+        forward=_prefix([s.forward for s in seconds]),
+        backward=_prefix([s.backward for s in seconds]),
+        launch=_prefix([s.launch[0] for s in seconds]),
+        launch_back=_prefix([s.launch[1] for s in seconds]),
+        weight=_prefix([s.weight[0] for s in seconds]),
+        weight_launch=_prefix([s.weight[1] for s in seconds]),
+        waiting=_prefix(each(lambda n: waiting_bytes(n, scenario))),
         model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
+        saved=_prefix(each(lambda n: kept_bytes(n, scenario, recompute))),
+        transient=np.array(each(lambda n: transient_bytes(n, scenario, recompute))),
         transfer=np.array([0.0, *sends, 0.0]),
-        modes={mode: _mode(mode, [of_modes[mode] for of_modes in seconds], scenario, each) for mode in modes},
-        launch=_prefix([s.launch[0] for s in ahead]) if scenario.on_gpu else 0.0,
-    )
-
-
-def sharded(profiles: LayerProfiles, scenario: Scenario) -> LayerProfiles:
-    """Return the same layers with their state elsewhere (other ranks, the host): other bytes, the same times."""
-    each = measured_once(scenario, range(profiles.first, len(scenario.names)))
-    modes = {
-        mode: replace(values, transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))))
-        for mode, values in profiles.modes.items()
-    }
-    return replace(
-        profiles,
-        scenario=scenario,
-        model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
-        modes=modes,
     )
 
 
@@ -204,18 +169,6 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
         return [of_kind[kind] for kind in kinds]
 
     return each
-
-
-def _mode(mode: Recompute, seconds: Sequence[Seconds], scenario: Scenario, each: Each) -> RecomputeProfile:
-    return RecomputeProfile(
-        backward=_prefix([s.backward for s in seconds]),
-        saved=_prefix(each(partial(kept_bytes, scenario=scenario, recompute=mode))),
-        transient=np.array(each(partial(transient_bytes, scenario=scenario, recompute=mode))),
-        launch=_prefix([s.launch[1] for s in seconds]) if scenario.on_gpu else 0.0,
-        weight=_prefix([s.weight[0] for s in seconds]),
-        weight_launch=_prefix([s.weight[1] for s in seconds]),
-        waiting=_prefix(each(partial(waiting_bytes, scenario=scenario))),
-    )
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:

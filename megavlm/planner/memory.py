@@ -282,13 +282,11 @@ def batches_at_once(scenario: Scenario) -> int:
     return min(scenario.micro_batches, taken + 1) + scenario.micro_batches * (not scenario.on_gpu)
 
 
-def rank_memory(
-    scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Sequence[Recompute], skip: int = 0
-) -> Memory:
+def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Recompute, skip: int = 0) -> Memory:
     """Return the peak memory of one pipeline rank whose chunks are cut at `bounds`: indices into the layer list,
     both ends included.
 
-    `recompute` is each chunk's mode; `skip` leaves the first layers out, where they are replicated instead.
+    `skip` leaves the first layers out, where they are replicated instead.
     """
     spans = [scenario.names[a:b] for a, b in pairwise(bounds)]
     total, transient = Memory(), 0.0
@@ -297,15 +295,16 @@ def rank_memory(
         alone = EMBEDDING not in spans[chunk]
         for name in names:
             total += model_state_bytes(name, scenario, copies_vocabulary=alone)
-        mode = recompute[chunk]
-        saved = sum(kept_bytes(name, scenario, mode) for name in names)
+        saved = sum(kept_bytes(name, scenario, recompute) for name in names)
         saved += mask_bytes(scenario) * any(kind_of(name) == LANGUAGE_LAYER for name in names)
         if scenario.dims.walks and not scenario.on_gpu:
             total += Memory(data=_sent_bytes(scenario, bounds, chunk, whole=max(whole for whole, _ in held)))
         waiting = sum(waiting_bytes(name, scenario) for name in names)
         total += Memory(activations=max(whole * saved + halves * waiting for whole, halves in held))
         last = rank == scenario.dims.pp - 1
-        transient = max(transient, *(transient_bytes(name, scenario, mode, last_stage=last) for name in names), 0.0)
+        transient = max(
+            transient, *(transient_bytes(name, scenario, recompute, last_stage=last) for name in names), 0.0
+        )
     # Activations are gone by then. gloo's reduce-scatter sums a copy of the gradients, NCCL's needs none.
     copies = scenario.sharding == "optimizer" and scenario.dims.dp_cp > 1 and not scenario.on_gpu
     held_names = [

@@ -94,17 +94,6 @@ def search(
             rejected.append(Rejected(candidate, reason))
         else:
             heapq.heappush(queue, (evaluator.bound(other), number, other, None))
-    whole = "none" in space.sharding[1:]
-    for each in found[:top]:
-        if whole and each.candidate.dims.dp_cp > 1 and each.candidate.sharding == "optimizer":
-            kept = evaluator.estimate(replace(each.candidate, sharding="none"))
-            if isinstance(kept, Estimate) and (reason := evaluator.host_memory_error(kept)):
-                kept = Rejected(kept.candidate, reason)
-            if isinstance(kept, Estimate):
-                found.append(kept)
-            elif kept is not None:
-                rejected.append(kept)
-    found.sort(key=lambda each: each.step.seconds)
     refined = (evaluator.estimate(each.candidate, simulations=20) for each in found[:top])
     best = sorted((each for each in refined if isinstance(each, Estimate)), key=lambda each: each.step.seconds)
     return SearchResult(tuple(best), tuple(rejected), simulated, tried, evaluator)

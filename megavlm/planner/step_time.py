@@ -11,7 +11,7 @@ from itertools import pairwise
 from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.objectives import objective_of
-from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
+from megavlm.arch.scenario import Scenario, encoder_scenario
 from megavlm.arch.schedules import PipelineShape, Timeline, scenario_shape
 from megavlm.config.schema import Config
 from megavlm.planner.cost import (
@@ -130,22 +130,20 @@ def step_of(
     profiles: LayerProfiles,
     hardware: Hardware,
     cuts: tuple[int, ...],
-    recompute: tuple[Recompute, ...],
     *,
     encoder: EncoderEstimate | None = None,
-    timeline: Timeline | None = None,
     with_memory: bool = True,
 ) -> StepEstimate:
     """Return the estimate of one step of a partition; `cuts` are indices into the layers of `profiles`."""
     scenario, dims = profiles.scenario, profiles.scenario.dims
-    timeline = timeline or simulate_partition(profiles, scenario_shape(scenario), cuts, recompute)
+    timeline = simulate_partition(profiles, scenario_shape(scenario), cuts)
     bounds = [profiles.first, *(profiles.first + cut for cut in cuts), len(scenario.names)]
     memory = [
-        rank_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
+        rank_memory(scenario, [0, *bounds[1:]], rank, recompute=profiles.recompute, skip=profiles.first)
         for rank in range(dims.pp if with_memory else 0)
     ]
     host = [
-        host_memory(scenario, [0, *bounds[1:]], rank, recompute=recompute, skip=profiles.first)
+        host_memory(scenario, [0, *bounds[1:]], rank, recompute=profiles.recompute, skip=profiles.first)
         for rank in range(dims.pp if scenario.offload else 0)
     ]
     ends = [_ending(scenario, bounds, rank, hardware) for rank in range(dims.pp)]

@@ -50,5 +50,5 @@ def test_the_search_predicts_the_same_step(monkeypatch: pytest.MonkeyPatch) -> N
         predicted = predict_gpu.explained(everything, hardware, predict_gpu.NOW, predict_gpu.OURS).seconds
         assert best.seconds == pytest.approx(predicted, rel=0.001 if "LLaVA" in shape.name else 0.03), shape.name
         # With the same images the two are one.
-        tables, seconds = layer_profiles(case, hardware, modes=("none",)), found.steps["now"].seconds
-        assert step_of(tables, hardware, (), ("none",)).seconds == pytest.approx(seconds, rel=0.001), shape.name
+        tables, seconds = layer_profiles(case, hardware), found.steps["now"].seconds
+        assert step_of(tables, hardware, ()).seconds == pytest.approx(seconds, rel=0.001), shape.name

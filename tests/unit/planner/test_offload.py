@@ -52,26 +52,24 @@ def test_moments_leave_the_device(sharding: Sharding, precision: str, here: floa
     assert model_state_bytes(LAYER, whole).total / count == pytest.approx(here)
     assert model_state_bytes(LAYER, off).total / count == pytest.approx(left)
     bounds = [0, len(off.names)]
-    moments = host_memory(off, bounds, 0, recompute=["none"]).moments
-    gone = (
-        rank_memory(whole, bounds, 0, recompute=["none"]).total - rank_memory(off, bounds, 0, recompute=["none"]).total
-    )
+    moments = host_memory(off, bounds, 0, recompute="none").moments
+    gone = rank_memory(whole, bounds, 0, recompute="none").total - rank_memory(off, bounds, 0, recompute="none").total
     assert moments == pytest.approx(gone)
 
 
 def test_activations_of_layers_leave_but_for_two_layers() -> None:
     whole, off = case(), case("activations")
     bounds = [0, len(off.names)]
-    before, after = (rank_memory(each, bounds, 0, recompute=["none"]) for each in (whole, off))
+    before, after = (rank_memory(each, bounds, 0, recompute="none") for each in (whole, off))
     layers = [name for name in off.names if ".layers." in name]
     saved = sum(saved_bytes(name, whole) for name in layers)
     assert before.activations - after.activations == pytest.approx(saved)
     assert kept_bytes("output", off) == saved_bytes("output", whole)
     largest = max(saved_bytes(name, whole) for name in layers)
     assert 0 < after.transient - max(0, before.transient - 2 * largest) <= 3 * largest
-    pinned = host_memory(off, bounds, 0, recompute=["none"]).activations
+    pinned = host_memory(off, bounds, 0, recompute="none").activations
     assert saved < pinned < 2 * saved, "pinned memory comes in powers of two"
-    assert host_memory(whole, bounds, 0, recompute=["none"]).total == 0
+    assert host_memory(whole, bounds, 0, recompute="none").total == 0
 
 
 def test_the_bus_and_the_host_take_time() -> None:
@@ -99,7 +97,7 @@ def test_moments_on_a_disk_take_no_memory_and_the_disks_time() -> None:
     disk = scenario_of(config, Dims(1, 1, 1, 8), on_gpu=True)
     assert (disk.offload, disk.moments_on_disk) == (BOTH, True)
     host = replace(disk, moments_on_disk=False)
-    there, here = (host_memory(each, [0, len(each.names)], 0, recompute=["none"]) for each in (disk, host))
+    there, here = (host_memory(each, [0, len(each.names)], 0, recompute="none") for each in (disk, host))
     assert (there.moments, there.disk) == (0, here.moments)
     assert there.pieces == pytest.approx(here.pieces + 3 * min(here.moments, 8 * HOST_PIECE)), "of three pieces"
     count, rate = 1e9, H100.own_host.disk
@@ -119,10 +117,10 @@ def test_parameters_leave_the_device_and_cross_the_bus() -> None:
     frozen = replace(off, own=frozenset())
     assert model_state_bytes(LAYER, frozen).total == 0
     assert model_state_bytes(LAYER, replace(off, secondary=4)).total == pytest.approx(2 * count / 4)
-    here, there = (host_memory(each, bounds, 0, recompute=["none"]) for each in (whole, off))
+    here, there = (host_memory(each, bounds, 0, recompute="none") for each in (whole, off))
     assert there.parameters == pytest.approx(1.44 * here.moments), "8 bytes each, pinned"
     assert (there.moments, there.pieces) == (here.moments, 0), "an update copies nothing"
-    still = host_memory(frozen, bounds, 0, recompute=["none"])
+    still = host_memory(frozen, bounds, 0, recompute="none")
     assert (still.moments, still.parameters) == (0, pytest.approx(there.parameters / 8 * 2))
     assert "parameters" in host_line([there], 8, H100)
 
@@ -191,16 +189,6 @@ def test_a_node_without_room_is_refused() -> None:
     assert "of a node's memory" in (node_memory_error(step.host, 8, small) or "")
     assert node_memory_error(step.host, 8, hardware) is None
     assert any("--offload needs" in each.reason for each in outcome.rejected)
-
-
-def test_whole_optimizers_are_held_against_the_node_too() -> None:
-    """Eight ranks that share their moments fit its memory; eight that each have all of them do not."""
-    config = replace(SMALL, execution=replace(SMALL.execution, offload=("optimizer",)))
-    shared = predict(config, Dims(1, 1, 1, 8), H100).host[0].total
-    hardware = replace(H100, host=replace(H100.own_host, memory=8 * 2 * shared))
-    outcome = search(config, 8, hardware, space=replace(SPACE, sharding=("optimizer", "none")))
-    assert [each.candidate.sharding for each in outcome.best] == ["optimizer"]
-    assert any(each.candidate.sharding == "none" and "--offload needs" in each.reason for each in outcome.rejected)
 
 
 def test_a_run_says_where_its_node_has_too_little() -> None:

@@ -47,7 +47,7 @@ def test_the_host_and_a_disk_have_what_a_rule_keeps() -> None:
     for kind in ("adamw", "lion"):
         off = replace(case(kind, averages=0.9), offload=("optimizer",))
         for name, scenario in (("host", off), ("disk", replace(off, moments_on_disk=True))):
-            found[kind, name] = host_memory(scenario, [0, len(off.names)], 0, recompute=["none"])
+            found[kind, name] = host_memory(scenario, [0, len(off.names)], 0, recompute="none")
     one = found["lion", "disk"].disk
     assert found["adamw", "disk"].disk == 2 * one
     assert found["adamw", "disk"].moments == found["lion", "disk"].moments == one
@@ -75,7 +75,7 @@ def test_memory_knows_what_an_update_needs() -> None:
     for kind in ("adamw", "muon"):
         whole = case(kind, dp=2)
         quiet = replace(whole, work=replace(whole.work, tokens=1, token_squares=1, trained_tokens=1, patches=1))
-        found.append(rank_memory(quiet, [0, len(quiet.names)], 0, recompute=["none"]))
+        found.append(rank_memory(quiet, [0, len(quiet.names)], 0, recompute="none"))
     adamw, muon = found
     needed = matrix_bytes(case("muon").names, case("muon", dp=2))
     assert muon.transient == pytest.approx(needed - muon.activations)

@@ -22,11 +22,9 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("memory",), "8e9"),
+        (("memory",), "eight"),
         (("memory",), float("nan")),
         (("devices_per_node",), 2.5),
-        (("forward", "matmul"), 0),
-        (("near", "latency"), -1),
         (("near",), None),
         (("host", "link", "bandwidth"), "x"),
         (("host",), 7),

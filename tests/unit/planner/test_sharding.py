@@ -118,7 +118,7 @@ def test_the_search_shares_weights_where_state_does_not_fit() -> None:
     space = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("full",), placement=("stages",), offload=())
     free = search(SMALL, 8, PROFILES["a100"], space=space)
     peak = {each.candidate.sharding: each.step.peak for each in free.best}
-    assert set(peak) == set(KINDS)
+    assert set(peak) == {*KINDS} - {"none"}, "which saves a little of the update at best"
     room = (peak["full"] + min(peak["optimizer"], peak["optimizer_gradients"])) / 2
     tight = search(SMALL, 8, replace(PROFILES["a100"], memory=room), space=space)
     assert [each.candidate.sharding for each in tight.best] == ["full"]

@@ -118,14 +118,14 @@ def played(device: np.ndarray, host: np.ndarray) -> float:
 
 def test_a_single_stage_waits_for_its_host_once_a_step_and_stages_in_each_pass() -> None:
     """LLaVA's vision layers launch slower than they run; its language layers, which follow, take far longer."""
-    profiles = layer_profiles(case("llava_1_5_7b"), H100, modes=("none",))
+    profiles = layer_profiles(case("llava_1_5_7b"), H100)
     count = profiles.count
     device = float(profiles.forward[-1])
-    alone = profiles.durations([(0, count, "none")], (), shape=shape_of(profiles.scenario.dims, 3))
+    alone = profiles.durations([(0, count)], (), shape=shape_of(profiles.scenario.dims, 3))
     assert alone.forward[0][0] > 1.05 * device
     assert alone.forward[0][1:] == pytest.approx([device] * 2)
     shape = replace(shape_of(profiles.scenario.dims, 3), pp=2)
-    stages = profiles.durations([(0, 26, "none"), (26, count, "none")], (0.0,), shape=shape)
+    stages = profiles.durations([(0, 26), (26, count)], (0.0,), shape=shape)
     vision = sum(launch_seconds(n, profiles.scenario, NOW, TE_HOST)[0] for n in profiles.scenario.names[:26])
     assert stages.forward[0] == pytest.approx([vision] * 3, rel=0.02)
     ran = sum(
