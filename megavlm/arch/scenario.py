@@ -8,10 +8,7 @@ from typing import Literal
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
-    LANGUAGE_LAYER,
-    VISION_LAYER,
     keeps_fp8,
-    kind_of,
     layer_names,
     trained_below,
     trained_layers,
@@ -26,7 +23,6 @@ from megavlm.config.derived import (
     overlapped,
     sequence_parallel,
 )
-from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, ModelConfig, OptimizerConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -71,7 +67,6 @@ class Scenario:
     gathers_tokens: bool = False  # expert-parallel ranks all-gather all tokens; else each token is sent (all-to-all)
     imbalance: float = 1.0  # rows of the busiest expert-parallel rank, relative to the mean
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    clipped: frozenset[str] = frozenset()  # layers that record their largest attention logits (`--qk-clip`)
     experts_alone: bool = False  # the layout of routed experts (`expert_layout`)
 
     @property
@@ -192,7 +187,6 @@ def scenario_of(
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
         offload=offloaded(config),
         optimizer=config.optimizer.resolved(config.precision.dtype),
-        clipped=_clipped(config),
         moments_on_disk=moments_folder(config) is not None,
         kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
@@ -203,8 +197,3 @@ def scenario_of(
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         imbalance=expert_imbalance(config) if imbalance is None else imbalance,
     )
-
-
-def _clipped(config: Config) -> frozenset[str]:
-    kinds = {{"vision": VISION_LAYER, "language": LANGUAGE_LAYER}[part] for part in clipped_parts(config)}
-    return frozenset(name for name in layer_names(config.model) if kind_of(name) in kinds)

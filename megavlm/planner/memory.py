@@ -18,7 +18,6 @@ from megavlm.arch.kinds import (
     hidden_bytes,
     is_transformer,
     kind_in,
-    layer_cost,
     layer_sizes,
     layout_parameters,
     local_parameters,
@@ -31,7 +30,6 @@ from megavlm.arch.masks import mask_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape
-from megavlm.arch.transformer import logits_at_once
 from megavlm.config.messages import aligned
 from megavlm.planner.collectives import all_to_all, group_of
 from megavlm.planner.hardware import Hardware
@@ -209,7 +207,7 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
     e = scenario.bytes_each
     if is_transformer(name) and recompute == "full":
         # One layer at a time is computed anew; its input replaces its gradient.
-        return saved_bytes(name, scenario) + max(_expert_bytes(name, scenario), _logit_bytes(name, scenario))
+        return saved_bytes(name, scenario) + _expert_bytes(name, scenario)
     if name == OUTPUT:
         if objective_of(scenario.model).embeds:
             return 2 * hidden_bytes(name, scenario)
@@ -218,21 +216,7 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         kept = scenario.trains(OUTPUT) and not computes_logits_again(scenario)
         work = min(LOSS_WORK, logits / e * FP32)
         return max(work, weight) if kept else weight + logits + work
-    own = 2 * hidden_bytes(name, scenario)  # the gradient that arrives and the one that leaves
-    return max(own + _expert_bytes(name, scenario), _logit_bytes(name, scenario))
-
-
-def _logit_bytes(name: str, scenario: Scenario) -> float:
-    """Return what a layer's forward pass needs for `--qk-clip`: a block of logits in fp32."""
-    if name not in scenario.clipped:
-        return 0.0
-    sizes = layer_sizes(name, scenario)
-    attention = layer_cost(name, scenario.model, scenario.work).attention_flops / scenario.dims.tp
-    per_logit = (
-        4 * sizes.width / (2 if kind_of(name) == LANGUAGE_LAYER else 1)
-    )  # a causal block has those it masks, too
-    block = min(attention / per_logit, logits_at_once(on_gpu=scenario.on_gpu))
-    return FP32 * block
+    return 2 * hidden_bytes(name, scenario) + _expert_bytes(name, scenario)  # gradients that arrive, and that leave
 
 
 def _expert_bytes(name: str, scenario: Scenario) -> float:

@@ -17,7 +17,6 @@ is half empty in the mean: r rows cost what r + tile / 2 do (`Hardware.rows_toge
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logit_columns
@@ -44,7 +43,7 @@ from megavlm.arch.layers import (
     kind_of,
 )
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.transformer import LayerSizes, RoutedRows, logits_at_once
+from megavlm.arch.transformer import LayerSizes, RoutedRows
 from megavlm.planner.collectives import all_to_all, group_of, ring_gather
 from megavlm.planner.hardware import Hardware, Rates, fp8_speed
 
@@ -251,9 +250,6 @@ def _times(pair: Pair, factor: float) -> Pair:
 
 # FP8 products reach this share of twice bf16's rate: 1,040 TFLOP/s on an H100. Estimate, from one published run.
 FP8_SHARE = 0.8
-# Products in fp32 reach this share of bf16's rate: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100 (data sheets).
-FP32_SHARE = 1 / 16
-_LOGIT_LAUNCHES = 6  # for a block of logits: slice, product, mask, its filling, largest of the block and of all
 
 
 @dataclass(frozen=True)
@@ -295,8 +291,6 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
     terms = {"products": (ahead * products / hardware.forward.matmul, back * products / hardware.backward.matmul)}
     if attention:
         terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
-    if name in scenario.clipped:
-        terms["largest logits"] = (0.0, _logit_seconds(name, scenario, hardware))
     if layer_cost(name, scenario.model, scenario.work).expert_flops:
         terms["experts"] = product_seconds(name, scenario, hardware, reached=reached, faster=faster)
     return terms
@@ -313,15 +307,6 @@ def rank_flops(name: str, scenario: Scenario) -> tuple[float, float]:
     return products * padding[0], attention * padding[1]
 
 
-def _logit_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of a layer's logits for `--qk-clip`, written in fp32 and read once: one of attention's two
-    products. They count with the backward pass, as a recomputed layer looks at them there, and each layer looks once.
-    """
-    rates, attention = hardware.forward, rank_flops(name, scenario)[1]
-    product = attention / 2 / (rates.matmul * (FP32_SHARE if scenario.on_gpu and scenario.bytes_each == FP32 else 1.0))
-    return product + 2 * FP32 * attention / (4 * layer_sizes(name, scenario).width) / rates.bandwidth
-
-
 def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: HostTime) -> Pair:
     """Return the host's seconds to launch a layer's passes on a GPU; 0 on a CPU, which launches nothing."""
     if not scenario.on_gpu:
@@ -329,9 +314,6 @@ def launch_seconds(name: str, scenario: Scenario, passes: MemoryPasses, host: Ho
     python = host.layer if is_transformer(name) else (0.0, 0.0)
     issued = launches(name, scenario, passes)
     forward, backward = (n * each + more for n, each, more in zip(issued, host.operation, python, strict=True))
-    if name in scenario.clipped:
-        logits = rank_flops(name, scenario)[1] / (4 * layer_sizes(name, scenario).width)
-        backward += math.ceil(logits / logits_at_once(on_gpu=True)) * _LOGIT_LAUNCHES * host.operation[0]
     return forward, backward * _has_backward(name, scenario)
 
 

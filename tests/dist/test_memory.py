@@ -97,7 +97,6 @@ CASES = {
         "--precision bf16 --data-parallel-sharding full --compress-gradients int8 --compress-weights int8",
     ),
     "tp2-muon": (2, "--tp 2 --precision bf16 --optimizer muon --ema-decay 0.9"),
-    "tp2-qk-clip-full": (2, "--tp 2 --qk-clip --precision bf16 --recompute-granularity full --seq-length 1024"),
     "ep2-muon": (2, f"--ep 2 {EXPERTS} {SHARED} --optimizer muon"),
     "dp2-colocated-muon": (2, "--placement colocated --optimizer muon"),
     "bf16-lion": (1, "--precision bf16 --optimizer lion --ema-decay 0.9"),

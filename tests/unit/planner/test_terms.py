@@ -176,25 +176,3 @@ def test_what_waits_is_whole_in_transformer_engine_and_absent_in_fp8() -> None:
     inputs = 2 * engine.work.tokens * engine.model.language.hidden_size * engine.bytes_each
     assert whole - parts == pytest.approx(inputs / 2)
     assert waiting_bytes(LANGUAGE, replace(engine, fp8=frozenset({LANGUAGE}))) == 0
-
-
-def test_the_largest_logits_are_looked_for_once_a_pass_where_projections_are_clipped() -> None:
-    """Whatever is recomputed, and not where norms bound them; in fp32 a GPU has no tensor cores for the products."""
-    plain, clipped = case("llava_1_5_7b"), case("llava_1_5_7b", "--qk-clip")
-    for layer in (LANGUAGE, VISION):
-        ahead, back = layer_terms(layer, clipped, H100, NOW)["largest logits"]
-        attention = rank_flops(layer, clipped)[1]
-        assert ahead == 0
-        assert back > attention / 2 / H100.forward.matmul
-        single = layer_terms(layer, replace(clipped, precision="fp32"), H100, NOW)["largest logits"][1]
-        assert single - back == pytest.approx(15 * attention / 2 / H100.forward.matmul)
-        assert rank_flops(layer, clipped) == rank_flops(layer, plain)
-        for mode in ("none", "selective", "full"):
-            longer = (
-                layer_seconds(layer, clipped, H100, mode).backward - layer_seconds(layer, plain, H100, mode).backward
-            )
-            assert longer == pytest.approx(back), mode
-        assert launch_seconds(layer, clipped, NOW, TE_HOST) > launch_seconds(layer, plain, NOW, TE_HOST)
-    frozen = replace(clipped, clipped=clipped.clipped - {VISION})
-    assert "largest logits" not in layer_terms(VISION, frozen, H100, NOW)
-    assert "largest logits" not in layer_terms(LANGUAGE, case("qwen3_vl_8b", "--qk-clip"), H100, NOW)
