@@ -179,7 +179,6 @@ def scenario_of(
         secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
         gradient_code=config.parallel.compress_gradients,
-        code_feedback=config.parallel.compress_error_feedback,
         weight_code=config.parallel.compress_weights,
         code_group=config.parallel.compress_group_size or 1,
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from megavlm.config.messages import DASHES, did_you_mean, plain
 from megavlm.errors import UserError
 from megavlm.rules import elsewhere
-from megavlm.rules.fields import Option, options
+from megavlm.rules.fields import options
 
+SET = "--set"
 # Flags that are no field of the configuration.
-RUN_FLAGS = ("--help", "--help-all", "--help-keys", "--recipe", "--config", "--print-config", "--set")
+RUN_FLAGS = ("--help", "--help-all", "--help-keys", "--recipe", "--config", "--print-config", SET)
 
 
 def wrong_values(error: argparse.ArgumentError) -> str:
@@ -45,50 +43,25 @@ def unexpected(rest: Sequence[str], argv: Sequence[str]) -> str:
                 )
                 return f"{before[-1]} takes no value, got {plain(rest[0])}{hint}"
         return f"unexpected argument {plain(rest[0])}: write values right after their --flag"
-    word, equals, value = flags[0].partition("=")
+    word = flags[0].partition("=")[0]
     if re.search(r"\s", word):
         return f"{plain(word)} is one word: write the flag and its value as two, without quotes around both"
-    values = [value] if equals else _values_after(word, rest)
     keys = keys_by_flag()
     if word in keys:
-        return f"unknown option {plain(word)}: it is a key: write {as_set(*keys[word], values)}"
-    written = partial(_as_typed, keys=keys, values=values)
+        return f"unknown option {plain(word)}: it is a key: write {SET} {keys[word]}=VALUE"
     known = [*RUN_FLAGS, *(flag for option in options() for flag in (*option.flags, *option.negations)), *keys]
     aside = [option.spelled for option in options() if option.registers]
-    hint = _switched_off(word) if "".join(values[:1]).lower() in ("false", "no") else ""
-    hint = (
-        hint or elsewhere.exact_hint(word, written=written) or did_you_mean(word, known, aside=aside, written=written)
-    )
-    hint = hint or elsewhere.hint(word, written=written)
+    hint = elsewhere.exact_hint(word, written=_as_typed) or did_you_mean(word, known, aside=aside, written=_as_typed)
+    hint = hint or elsewhere.hint(word, written=_as_typed)
     return f"unknown option {plain(word)}{hint or ': --help-all lists all options'}"
 
 
-def _values_after(word: str, rest: Sequence[str]) -> list[str]:
-    """Return the words after a flag, up to the next one."""
-    return list(takewhile(lambda each: not each.startswith("--"), rest[rest.index(word) + 1 :]))
-
-
-def _as_typed(text: str, *, keys: Mapping[str, tuple[Option, bool]], values: Sequence[str]) -> str:
-    """Return an option that a hint names as it would be typed: one without a flag by `--set`, with the values that were
-    typed.
-    """
+def _as_typed(text: str) -> str:
+    """Return an option that a hint names as it would be typed: one without a flag by `--set`."""
     head, comma, note = text.partition(",")
-    if head in keys:
-        return as_set(*keys[head], values)
-    named = [option for option in options() if head == f"{SET} {option.key}"]
-    return f"{as_set(named[0], False, values)}{comma}{note}" if named else text
-
-
-def _switched_off(word: str) -> str:
-    """Return the end of a message for an option of another trainer that is given as false; empty for other words."""
-    meaning = elsewhere.meaning_of(word).partition(",")[0]
-    for option in options():
-        if meaning == option.flag and option.kind.scalar is bool:
-            return f": here it is {option.negations[0]}"
-    return f": where that is false, leave it out (true is {meaning} here)" if meaning.startswith("--") else ""
-
-
-SET = "--set"
+    if key := keys_by_flag().get(head):
+        return f"{SET} {key}=VALUE"
+    return f"{head}=VALUE{comma}{note}" if head.startswith(SET) and "=" not in head else text
 
 
 def assigned(word: str) -> Mapping[tuple[str, ...], Any]:
@@ -112,25 +85,8 @@ def assigned(word: str) -> Mapping[tuple[str, ...], Any]:
     return values
 
 
-def keys_by_flag() -> dict[str, tuple[Option, bool]]:
-    """Return the options without a flag by the flags that would follow from their paths, and whether one says "no"."""
-    found = {}
-    for option in options():
-        if not option.flag:
-            found[option.spelled] = (option, False)
-            if option.kind.scalar is bool:
-                found[f"--no-{option.spelled[2:]}"] = (option, True)
-    return found
-
-
-def as_set(option: Option, negated: bool, words: Sequence[str]) -> str:
-    """Return how `--set` says what these words after a flag would say; a value that is not there is the user's."""
-    if option.kind.scalar is bool:
-        text = "null" if words[:1] == ["none"] else "false" if negated or words[:1] == ["false"] else "true"
-    elif option.kind.optional and words[:1] == ["none"]:
-        text = "null"
-    elif option.kind.many:
-        text = f"[{', '.join(words)}]"
-    else:
-        text = words[0] if words else "VALUE"
-    return f"{SET} {shlex.quote(f'{option.key}={text}')}"
+def keys_by_flag() -> dict[str, str]:
+    """Return the keys of options without a flag by the flags that would follow from their paths."""
+    keys = [option for option in options() if not option.flag]
+    negated = {f"--no-{option.spelled[2:]}": option.key for option in keys if option.kind.scalar is bool}
+    return {option.spelled: option.key for option in keys} | negated

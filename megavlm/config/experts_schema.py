@@ -33,17 +33,9 @@ class ExpertsConfig:
         "Inner width of an expert that all tokens take beside those that the router chooses; default: no such expert.",
         valid=AT_LEAST_1,
     )
-    shared_gate: bool = option(
+    shared_gate: bool = of_experts(
         False,
         "Multiply the output of the shared expert by a learned sigmoid gate of the token (Qwen2-MoE).",
-        needs=(
-            EXPERTS,
-            Needs(
-                lambda config: config.model.experts.shared_ffn_hidden_size is not None,
-                "without a shared expert",
-                "add --set model.experts.shared_ffn_hidden_size=N",
-            ),
-        ),
     )
     dense_layers: tuple[int, ...] = of_experts(
         (),
@@ -53,17 +45,9 @@ class ExpertsConfig:
     router_score_function: Literal["softmax", "sigmoid"] = of_experts(
         "softmax", "How the router scores experts: softmax over experts, or sigmoid of each (DeepSeek-V3, GLM-4.5)."
     )
-    router_pre_softmax: bool = option(
+    router_pre_softmax: bool = of_experts(
         False,
         "Weigh the chosen experts by a softmax over all experts; off: by a softmax over those that are chosen.",
-        needs=(
-            EXPERTS,
-            Needs(
-                lambda config: config.model.experts.router_score_function == "softmax",
-                "with sigmoid scores",
-                "use --set model.experts.router_score_function=softmax",
-            ),
-        ),
     )
     router_topk_scaling_factor: float | None = of_experts(
         None, "Factor of the weights of the chosen experts; default: none (1).", valid=POSITIVE

@@ -142,12 +142,6 @@ class ParallelConfig:
         valid=AT_LEAST_1,
         needs=COMPRESSED,
     )
-    compress_error_feedback: bool = key_only(
-        True,
-        "--compress-gradients: add what codes have lost of gradients to the next ones; takes 4 bytes for each number "
-        "that a rank sends.",
-        needs=COMPRESSED,
-    )
     compress_weights: Literal["none", "int8", "fp8"] = option(
         "none", "Gather updated weights as codes of one byte, by blocks of 128; master weights stay exact."
     )
@@ -293,19 +287,8 @@ class PrecisionConfig:
         valid=AT_LEAST_0,
         needs=BF16_LAYERS,
     )
-    fp8_margin: int = key_only(
-        0,
-        "FP8 delayed scaling: divide scales by 2 to the power of this margin, as headroom against overflow.",
-        valid=AT_LEAST_0,
-        needs=DELAYED_SCALING,
-    )
     fp8_amax_history_len: int = key_only(
         1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
-    )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = key_only(
-        "max",
-        "FP8 delayed scaling: compute the scale from the maximum of the amax history or from its most recent entry.",
-        needs=DELAYED_SCALING,
     )
     fp8_param_gather: bool = of_fp8(
         False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -21,26 +20,6 @@ from megavlm.config.option import (
 from megavlm.config.registry import ConnectorSections, ObjectiveSections
 from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
 
-
-def _norm_layer(there: Callable[[ProjectorConfig, VisionConfig], bool]) -> Needs:
-    return Needs(
-        lambda config: there(config.model.projector, config.model.vision),
-        "without a norm layer",
-        "add --set model.projector.input_norm=true",
-    )
-
-
-# Which norm layers of the projector an option is about: those of its input, of DeepStack, and of a gated projector.
-ANY_NORM = _norm_layer(
-    lambda projector, vision: projector.input_norm or projector.kind == "gated" or bool(vision.deepstack_layers)
-)
-OWN_NORM = _norm_layer(lambda projector, vision: projector.input_norm or projector.kind == "gated")
-MERGED_NORM = _norm_layer(lambda projector, vision: projector.input_norm or bool(vision.deepstack_layers))
-CONVOLUTION = Needs(
-    lambda config: config.model.projector.merge == "convolution",
-    "without a convolution",
-    "use --set model.projector.merge=convolution",
-)
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
 EMBEDDINGS = Needs(
     lambda config: config.model.objective.kind != "next-token", "without embeddings", "add --objective contrastive"
@@ -69,35 +48,25 @@ class ProjectorConfig:
         "concatenate",
         "How the patches of a block of model.projector.pixel_shuffle become one feature: concatenated, averaged (Gemma "
         "3), or by a learned convolution over the block (Mistral 3).",
-        needs=Needs(
-            lambda config: config.model.projector.pixel_shuffle > 1 or config.model.projector.merge == "convolution",
-            "without blocks of patches",
-            "set model.projector.pixel_shuffle",
-        ),
     )
     merge_channels: int | None = option(
         None,
         "Channels of a feature after model.projector.merge convolution; default: those of a patch.",
         valid=AT_LEAST_1,
-        needs=CONVOLUTION,
     )
-    merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).", needs=CONVOLUTION)
+    merge_bias: bool = option(False, "Add a bias to model.projector.merge convolution (GLM-4.1V).")
     input_norm: bool = option(False, "Apply a norm layer before the first linear layer of the projector (InternVL).")
     norm_before_merge: bool = option(
         False,
         "Apply the norm layer of model.projector.input_norm to single patches (Mistral 3); off: to merged features.",
-        needs=MERGED_NORM,
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option(
-        "LayerNorm", "Type of the projector's norm layers.", needs=ANY_NORM
-    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the projector's norm layers.")
     norm_epsilon: float = option(
-        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE, needs=OWN_NORM
+        1e-5, "Epsilon of the norm layer before the projector's first linear layer.", valid=POSITIVE
     )
     apply_layernorm_1p: bool = option(
         False,
         "Multiply by 1 + weight in the projector's norm layers, instead of by the weight (Gemma).",
-        needs=ANY_NORM,
     )
     bias: bool = option(True, "Add biases to the projector's linear layers.")
     anyres_max_tiles: int | None = option(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args, get_type_hints
 
-from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POSITIVE, TRAINING, Needs, key_only, option
+from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, Needs, key_only, option
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,6 @@ class OptimizerConfig(RuleOptions):
     )
     qk_clip_threshold: float = key_only(
         100.0, "--qk-clip: largest attention logit that heads may have.", valid=POSITIVE, needs=QK_CLIP
-    )
-    qk_clip_alpha: float = key_only(
-        0.5,
-        "--qk-clip: share of the scaling that queries take, as an exponent; keys take the rest.",
-        valid=FRACTION,
-        needs=QK_CLIP,
     )
     ema_decay: float = option(
         0.0,

@@ -8,11 +8,6 @@ from typing import Literal
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, Valid, option
 
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
-WINDOW = Needs(
-    lambda config: config.model.language.window_size is not None,
-    "without a sliding window",
-    "add --set model.language.window_size=N",
-)
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,6 @@ class VisionConfig:
     rotary_interleaved: bool = option(
         False,
         "2-D rotary embedding: rows use even and columns odd frequencies (Pixtral); off: both use the even ones.",
-        needs=Needs(
-            lambda config: config.model.vision.position_embedding != "learned",
-            "without rotary positions",
-            "use --set model.vision.position_embedding=rope2d",
-        ),
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Type of the vision encoder's norm layers.")
     norm_epsilon: float = option(1e-5, "Epsilon of the vision encoder's norm layers.", valid=POSITIVE)
@@ -84,9 +74,6 @@ class VisionConfig:
     norm_before_position: bool = option(
         False,
         "Apply the norm layer of model.vision.pre_norm before learned positions are added (GLM-4.1V); off: after.",
-        needs=Needs(
-            lambda config: config.model.vision.pre_norm, "without a norm layer", "add --set model.vision.pre_norm=true"
-        ),
     )
     post_norm: bool = option(
         True, "Add a norm layer after the last layer; it has no effect if model.vision.feature_layer is not -1."
@@ -104,11 +91,6 @@ class VisionConfig:
         (),
         "Indices (from 0) of layers that attend to the whole image despite window_size; default: no layer.",
         valid=AT_LEAST_0,
-        needs=Needs(
-            lambda config: config.model.vision.window_size is not None,
-            "without windowed attention",
-            "add --set model.vision.window_size=N",
-        ),
     )
     deepstack_layers: tuple[int, ...] = option(
         (),
@@ -180,7 +162,6 @@ class LanguageConfig:
         "Base of the rotary position embedding in layers with a sliding window, where frequencies are not scaled "
         "(Gemma 3); default: positions rotate alike in all layers.",
         valid=POSITIVE,
-        needs=WINDOW,
     )
     max_positions: int | None = option(
         None,
@@ -196,11 +177,6 @@ class LanguageConfig:
     mrope_interleaved: bool = option(
         False,
         "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
-        needs=Needs(
-            lambda config: bool(config.model.language.mrope_section),
-            "without M-RoPE",
-            "add --set model.language.mrope_section=[T,H,W]",
-        ),
     )
     norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
@@ -234,7 +210,6 @@ class LanguageConfig:
         "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
         "layer.",
         valid=AT_LEAST_0,
-        needs=WINDOW,
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."

@@ -38,7 +38,6 @@ from megavlm.model.rotary import Rotary
 from megavlm.parallel.groups import Groups
 from megavlm.precision.device import implementation
 from megavlm.precision.emulated import (
-    DelayedRecipe,
     EmulatedColumnParallelLinear,
     EmulatedRowParallelLinear,
     Operands,
@@ -264,10 +263,8 @@ def _operands(config: Config, groups: Groups) -> Callable[[], Operands]:
     """Return a function that makes the operands of a layer, with scaling histories of its own."""
     if config.precision.fp8_recipe == "tensorwise":
         return partial(current_operands, config.precision.fp8, groups.tp)
-    recipe = DelayedRecipe(
-        config.precision.fp8_amax_history_len, config.precision.fp8_amax_compute_algo, config.precision.fp8_margin
-    )
-    return partial(delayed_operands, config.precision.fp8, recipe, groups.collection.tp_dp_cp)
+    length = config.precision.fp8_amax_history_len
+    return partial(delayed_operands, config.precision.fp8, length, groups.collection.tp_dp_cp)
 
 
 def _emulated_products(config: Config) -> Products:
@@ -299,9 +296,8 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
     return {
         "fp8": config.precision.fp8,
         "fp8_recipe": config.precision.fp8_recipe,
-        "fp8_margin": config.precision.fp8_margin,
         "fp8_amax_history_len": config.precision.fp8_amax_history_len,
-        "fp8_amax_compute_algo": config.precision.fp8_amax_compute_algo,
+        "fp8_amax_compute_algo": "max",
         "fp8_param": config.precision.fp8_param_gather,
     }
 

@@ -61,7 +61,7 @@ def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> 
     threshold = options.qk_clip_threshold
     shrink = torch.where(largest > threshold, threshold / largest, 1.0)  # γ; 1 where m is NaN
     grouped = shrink.view(split.groups, -1)
-    key = grouped.amax(1, keepdim=True) ** (1 - options.qk_clip_alpha)
+    key = grouped.amax(1, keepdim=True) ** 0.5  # queries take the rest
     return torch.cat([grouped / key, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
 
 

@@ -37,8 +37,8 @@ def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
         levels = levels_of(groups.shard, size, groups.maker)
     for group in _bucket_groups(wrapped):
         if parallel.compress_gradients != "none":
-            coded, feedback = Coded(parallel.compress_gradients), parallel.compress_error_feedback
-            group.start_grad_sync = CodedReduction(group, coded, groups.replicas, levels, feedback=feedback)
+            coded = Coded(parallel.compress_gradients)
+            group.start_grad_sync = CodedReduction(group, coded, groups.replicas, levels)
         if parallel.compress_weights != "none":
             group.start_param_sync = CodedGather(group, Coded(parallel.compress_weights))
 
@@ -70,13 +70,13 @@ class _Done:
 
 
 class Reduction:
-    """Sums gradients as codes, and keeps the residuals of `feedback`.
+    """Sums gradients as codes, and keeps the residuals.
 
     With `levels`, the ranks of the inner one sum exact gradients first.
     """
 
-    def __init__(self, coded: Coded, levels: Levels | None = None, *, feedback: bool = True) -> None:
-        self.coded, self.levels, self.feedback = coded, levels, feedback
+    def __init__(self, coded: Coded, levels: Levels | None = None) -> None:
+        self.coded, self.levels = coded, levels
         self.errors: dict[int, Tensor] = {}  # by what they are residuals of
 
     def scatter(self, index: int, gradients: Tensor, group: dist.ProcessGroup) -> None:
@@ -93,10 +93,8 @@ class Reduction:
         all_reduce(padded, group, self.coded, self._error(index, padded))
         return padded[: gradients.numel()]
 
-    def _error(self, index: int, gradients: Tensor) -> Tensor | None:
-        """Return the residual of gradients of the same size, at first zeros; None without error feedback."""
-        if not self.feedback:
-            return None
+    def _error(self, index: int, gradients: Tensor) -> Tensor:
+        """Return the residual of gradients of the same size, at first zeros."""
         if index not in self.errors:
             self.errors[index] = torch.zeros_like(gradients)
         return self.errors[index]
@@ -106,15 +104,9 @@ class CodedReduction(Reduction):
     """Sums the gradients of a bucket group's buckets, in place of its `start_grad_sync`."""
 
     def __init__(
-        self,
-        group: Any,
-        coded: Coded,
-        replicas: dist.ProcessGroup | None,
-        levels: Levels | None = None,
-        *,
-        feedback: bool = True,
+        self, group: Any, coded: Coded, replicas: dist.ProcessGroup | None, levels: Levels | None = None
     ) -> None:
-        super().__init__(coded, levels, feedback=feedback)
+        super().__init__(coded, levels)
         self.group, self.replicas = group, replicas
 
     def __call__(self, force_all_reduce: bool | None = False) -> None:
@@ -205,15 +197,15 @@ def compress_units(
     gradients, weights = config.parallel.compress_gradients, config.parallel.compress_weights
     if (gradients, weights) != ("none", "none"):
         refuse_torch_without_hooks(config)
-    between, feedback = None, config.parallel.compress_error_feedback
+    between = None
     if gradients != "none" and groups.replicas is not None:
-        between = Reduction(Coded(gradients), feedback=feedback)
+        between = Reduction(Coded(gradients))
     reductions: list[Reduction] = [] if between is None else [between]
     for unit in units:
         if weights != "none":
             unit.set_custom_all_gather(CodedUnitGather(Coded(weights), groups.shard.size()))  # type: ignore[arg-type]
         if gradients != "none" and between is None:
-            reduction = CodedUnitReduction(Coded(gradients), levels, feedback=feedback)
+            reduction = CodedUnitReduction(Coded(gradients), levels)
             unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
             reductions.append(reduction)
     return reductions, between

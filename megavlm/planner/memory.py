@@ -112,7 +112,7 @@ def _sent_share(scenario: Scenario) -> float:
 
 def _residuals(count: float, scenario: Scenario) -> float:
     """Return the bytes of what codes have lost of gradients that a rank sends."""
-    return count * FP32 * _sent_share(scenario) * scenario.code_feedback
+    return count * FP32 * _sent_share(scenario)
 
 
 def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: float) -> Memory:

@@ -53,15 +53,6 @@ class CurrentScaling:
         return torch.where(torch.isfinite(scale), scale, 1.0)  # nothing but zeros, or so small that 1/x is no number
 
 
-@dataclass(frozen=True)
-class DelayedRecipe:
-    """How scales follow from histories of largest values (Transformer Engine's `DelayedScaling`)."""
-
-    length: int  # passes that are remembered
-    algorithm: str = "max"  # or "most_recent"
-    margin: int = 0  # powers of two that stay free
-
-
 class AmaxHistory:
     """The largest values of the last passes of some tensors that have one format, and their scales.
 
@@ -69,13 +60,11 @@ class AmaxHistory:
     under way, and zero between passes; rows 1 … length − 1 go from the oldest to the newest.
     """
 
-    def __init__(
-        self, tensors: int, dtype: torch.dtype, recipe: DelayedRecipe, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, tensors: int, dtype: torch.dtype, length: int, group: dist.ProcessGroup | None) -> None:
+        """`length`: passes that are remembered."""
         self.dtype = dtype
-        self.recipe = recipe
         self.group = group
-        self.amax_history = torch.zeros(recipe.length, tensors)
+        self.amax_history = torch.zeros(length, tensors)
         self.scale = torch.ones(tensors)
         self.closed = False
 
@@ -83,8 +72,8 @@ class AmaxHistory:
         """Record `amax`, the largest value of `tensor` in this pass, and compute the scale of the next pass."""
         rows = self.amax_history[:, tensor]
         rows[0] = amax
-        wanted = rows.amax() if self.recipe.algorithm == "max" else rows[0]
-        scale = torch.finfo(self.dtype).max / wanted / 2**self.recipe.margin
+        wanted = rows.amax()
+        scale = torch.finfo(self.dtype).max / wanted
         usable = (wanted > 0) & torch.isfinite(wanted)
         self.scale[tensor] = torch.where(usable, scale.clamp(max=torch.finfo(torch.float32).max), self.scale[tensor])
         rows.copy_(rows.roll(-1))
@@ -135,13 +124,13 @@ def current_operands(format: str, group: dist.ProcessGroup | None) -> Operands:
     return Operands(input=forward, weight=forward, gradient=CurrentScaling(BACKWARD[format], group))
 
 
-def delayed_operands(format: str, recipe: DelayedRecipe, group: dist.ProcessGroup | None) -> Operands:
+def delayed_operands(format: str, length: int, group: dist.ProcessGroup | None) -> Operands:
     """Delayed scaling over the ranks of `group`: tensor- and data-parallel ones, all that run a layer at a time.
 
     Like Transformer Engine's modules they have places for the layer's output and its input's gradient, which are never
     rounded here.
     """
-    forward, backward = AmaxHistory(3, FORWARD, recipe, group), AmaxHistory(2, BACKWARD[format], recipe, group)
+    forward, backward = AmaxHistory(3, FORWARD, length, group), AmaxHistory(2, BACKWARD[format], length, group)
     return Operands(
         input=DelayedScaling(forward, 0),
         weight=DelayedScaling(forward, 1),

@@ -22,16 +22,11 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @cache
 def meanings() -> Mapping[str, str]:
-    """Return what each option of other trainers is here, by its name there without dashes."""
-    return {name: meaning for meaning, names in _table()["meanings"].items() for name in names.split()}
-
-
-def meaning_of(word: str) -> str:
-    """Return what does here what an option of another trainer does there, or why nothing does; "" for other words.
+    """Return what does here what each option of other trainers does there, or why nothing does, by its name there.
 
     A text that starts with `--` is an option, with its value where it has to have that one and a note after a comma.
     """
-    return meanings().get(_bare(word), "")
+    return {name: meaning for meaning, names in _table()["meanings"].items() for name in names.split()}
 
 
 def hint(word: str, *, written: Callable[[str], str]) -> str:
@@ -51,7 +46,7 @@ def hint(word: str, *, written: Callable[[str], str]) -> str:
 
 def exact_hint(word: str, *, written: Callable[[str], str]) -> str:
     """Return what `hint` says of a word that is spelt as another trainer spells it; an empty string for others."""
-    return hint(word, written=written) if meaning_of(word) else ""
+    return hint(word, written=written) if _bare(word) in meanings() else ""
 
 
 def value_hint(word: str, choices: Collection[str]) -> str:

@@ -50,7 +50,7 @@ def hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
         yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
     if warning := beyond_adapters(config):
         yield f"warning: {warning}"
-    if config.parallel.compress_gradients != "none" and config.parallel.compress_error_feedback:
+    if config.parallel.compress_gradients != "none":
         yield "--compress-gradients: no checkpoint has the residual, so a resume is not bit for bit the same run"
     if config.execution.transformer_impl == "auto" and (error := device_at_hand().te_error):
         yield f"Transformer Engine cannot be loaded ({error}): layers are PyTorch's, which are slower"

@@ -83,7 +83,6 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     from megavlm.arch.dims import Dims
     from megavlm.parallel.groups import build_groups, destroy_groups
     from megavlm.precision.emulated import (
-        DelayedRecipe,
         EmulatedColumnParallelLinear,
         EmulatedRowParallelLinear,
         current_operands,
@@ -98,7 +97,7 @@ def _emulated(tp: int, sp: bool, recipe: str, fp8: str, bias: bool) -> list[list
     )
     operands = partial(current_operands, fp8, groups.tp)
     if recipe == "delayed":
-        operands = partial(delayed_operands, fp8, DelayedRecipe(3), groups.collection.tp_dp_cp)
+        operands = partial(delayed_operands, fp8, 3, groups.collection.tp_dp_cp)
     common = {
         "config": config,
         "init_method": lambda w: w,

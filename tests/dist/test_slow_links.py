@@ -146,30 +146,18 @@ def int8(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "group", "feedback"),
-    [
-        (4, 2, True),
-        pytest.param(2, 1, True, marks=pytest.mark.slow),
-        pytest.param(4, 1, True, marks=pytest.mark.slow),
-        pytest.param(4, 2, False, marks=pytest.mark.slow),
-    ],
+    ("world", "group"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
-def test_units_send_what_codes_and_residuals_say(
-    pools: Pools, tmp_path: Path, world: int, group: int, feedback: bool
-) -> None:
+def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, world: int, group: int) -> None:
     """Codes are those of a numpy reference bit for bit; the second of two micro-batches sends what rounding took from
     the first.
     """
     import numpy as np
 
     argv = [*SMALL, "--no-save", *f"{FULL} {GRADIENTS} {WEIGHTS} --global-batch-size {2 * world}".split()]
-    argv += [
-        "--set",
-        f"parallel.compress_group_size={group}",
-        *([] if feedback else ["--set", "parallel.compress_error_feedback=false"]),
-    ]
+    argv += ["--set", f"parallel.compress_group_size={group}"]
     ranks = pools(world).run(collectives_of_a_step, argv, str(tmp_path / "run"))
-    assert all(rank["kept"] == feedback and rank["forgotten"] for rank in ranks)
+    assert all(rank["kept"] and rank["forgotten"] for rank in ranks)
     count, lost = world // group, [{} for _ in ranks]  # type: ignore[var-annotated]
     calls = [len(rank["reduced"]) for rank in ranks]
     assert calls == [calls[0]] * world
@@ -186,7 +174,7 @@ def test_units_send_what_codes_and_residuals_say(
             kept = wanted - decoded
             kept[node] = 0.0
             rank["decoded"] = decoded
-            lost[index][unit] = kept * feedback
+            lost[index][unit] = kept
         for index, rank in enumerate(ranks):
             node, place = divmod(index, group)
             parts = [ranks[other * group + place]["decoded"][node] for other in range(count)]

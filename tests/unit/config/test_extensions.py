@@ -87,7 +87,7 @@ def test_help_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ("pooled_attention --pooled-token 3", "--set model.projector.connectors.pooled.tokens=3?"),
+        ("pooled_attention --pooled-token 3", "--set model.projector.connectors.pooled.tokens=VALUE?"),
         ("pooled_attention --set model.projector.connectors.pooled.tokens=0", ".pooled.tokens 0 must be at least 1"),
         ("pooled_attention --set model.projector.connectors.pooled.tokens=3", ": use --projector-kind pooled, or "),
         ("pooled_attention --projector-kind poled", ", pooled, got 'poled': did you mean pooled?"),

@@ -13,7 +13,6 @@ from megavlm.precision.emulated import (
     FORWARD,
     AmaxHistory,
     CurrentScaling,
-    DelayedRecipe,
     DelayedScaling,
     delayed_operands,
 )
@@ -52,11 +51,10 @@ def test_gradients_of_outputs_have_the_range_of_e5m2() -> None:
     assert rounded(x, E4M3)[1] == 0
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 3])
-def test_delayed_scales_follow_the_passes_before(algorithm: str, length: int) -> None:
+def test_delayed_scales_follow_the_passes_before(length: int) -> None:
     amaxes = [2.0, 8.0, 1.0, 0.5, 0.25, 4.0]
-    history = AmaxHistory(2, E4M3, DelayedRecipe(length, algorithm, margin=1), None)
+    history = AmaxHistory(2, E4M3, length, None)
     scaling = DelayedScaling(history, 1)
     expected = 1.0  # nothing is known before the first pass
     for step, amax in enumerate(amaxes):
@@ -64,7 +62,7 @@ def test_delayed_scales_follow_the_passes_before(algorithm: str, length: int) ->
         assert scaling.scale(x, remember=False) == expected  # an evaluation moves nothing on
         assert scaling.scale(x, remember=True) == expected
         known = amaxes[max(0, step + 1 - length) : step + 1]
-        expected = 448 / 2 / (max(known) if algorithm == "max" else amax)
+        expected = 448 / max(known)
     assert history.amax_history[:, 0].eq(0).all()
     assert history.scale[0] == 1  # the other tensor's
     # As Transformer Engine lays them out: room for the pass under way, then from the oldest to the newest.
@@ -72,14 +70,14 @@ def test_delayed_scales_follow_the_passes_before(algorithm: str, length: int) ->
 
 
 def test_values_beyond_the_range_become_the_largest_number() -> None:
-    operands = delayed_operands("hybrid", DelayedRecipe(4), None)
+    operands = delayed_operands("hybrid", 4, None)
     rounded_by(torch.tensor([448.0]), operands.input, remember=True)
     assert rounded_by(torch.tensor([1000.0, -1000.0]), operands.input).tolist() == [448.0, -448.0]
 
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan")])
 def test_useless_largest_values_leave_the_scale(amax: float) -> None:
-    history = AmaxHistory(1, E5M2, DelayedRecipe(2, "most_recent"), None)
+    history = AmaxHistory(1, E5M2, 1, None)
     history.append(0, torch.tensor(7.0))
     before = history.scale.clone()
     history.append(0, torch.tensor(amax))
