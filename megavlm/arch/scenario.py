@@ -50,7 +50,6 @@ class Scenario:
     secondary: int | None = None  # hpZ: ranks that keep a second shard of weights for the backward pass
     overlap_grad_reduce: bool = False
     gradient_code: Code = "none"  # in which gradients are sent
-    code_feedback: bool = True  # the error of compressed gradients is kept and added to the next ones
     weight_code: Code = "none"
     code_group: int = 1  # neighbouring ranks that sum uncompressed gradients before codes are sent
     own: frozenset[str] = frozenset()  # layers whose own weights are trained

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Protocol
 
 from megavlm.config.messages import described, did_you_mean, plain
@@ -150,25 +151,32 @@ def registry() -> Registry:
     return Registry()
 
 
-def imported(name: str) -> Extension:
-    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names.
+def users_module(option: str, name: str, *, missing: str) -> ModuleType:
+    """Import a module of a user's, which is found where Python finds them, and then in the working directory.
 
-    Modules are found where Python finds them, and then in the working directory. Raises UserError.
+    Raises UserError, which begins with `option`, and ends with `missing` if there is no such module.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    try:
+        return import_module(name)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{name}.".startswith(f"{absent}."):
+            raise UserError(f"{option}: Python finds no module {plain(absent)}{missing}") from error
+        raise UserError(f"{option} cannot be imported: {described(error)}") from error
+
+
+def imported(name: str) -> Extension:
+    """Return the `EXTENSION` (or what is said after a colon) of a module, or of the one that an entry point names.
+
+    Raises UserError.
+    """
     found = entry_points_by_name()
     module_name, _, attribute = found.get(name, name).partition(":")
     attribute = attribute or "EXTENSION"
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            hint = did_you_mean(name, found) or ": install it, or add its folder to PYTHONPATH"
-            raise UserError(f"{FLAG} {plain(name)}: Python finds no module {plain(error.name)}{hint}") from error
-        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
-    except Exception as error:
-        raise UserError(f"{FLAG} {plain(name)} cannot be imported: {described(error)}") from error
+    hint = did_you_mean(name, found) or ": install it, or add its folder to PYTHONPATH"
+    module = users_module(f"{FLAG} {plain(name)}", module_name, missing=hint)
     if not isinstance(extension := getattr(module, attribute, None), Extension):
         raise UserError(
             f"{FLAG} {plain(name)}: {plain(module_name)} has no {plain(attribute)} of type "

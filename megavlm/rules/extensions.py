@@ -6,15 +6,12 @@ extensions it was made with, and the user names them again.
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from megavlm.config.messages import described, plain
-from megavlm.config.registry import FLAG, OPEN_POINTS, POINTS, Extension, entry_points_by_name, imported, registry
+from megavlm.config.registry import FLAG, OPEN_POINTS, POINTS, Extension, imported, registry
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules.fields import options, value_at
@@ -76,17 +73,6 @@ def missing_extensions(made_with: object) -> str | None:
     names = [str(each) for each in made_with] if isinstance(made_with, list) else []
     lacking = [plain(name) for name in names if name not in registry()]
     return f"{FLAG} {' '.join(lacking)}" if lacking else None
-
-
-def fingerprint(name: str) -> str:
-    """Return a hash of the source of an extension that is loaded: another version of it has another one."""
-    module = sys.modules[entry_points_by_name().get(name, name).partition(":")[0]]
-    file = Path(str(module.__file__))
-    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
-    digest = hashlib.sha256()
-    for each in files:
-        digest.update(f"{each.relative_to(file.parent)} {each.stat().st_size} ".encode() + each.read_bytes())
-    return digest.hexdigest()
 
 
 def _register(name: str, extension: Extension) -> None:

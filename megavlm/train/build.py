@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ from megavlm.train.initial_state import choose_checkpoints, initial_weights, res
 from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
 from megavlm.train.run_data import RunData, prepare
-from megavlm.train.run_dir import check_same_extensions, check_shared, make_run_dir, write_run_files, write_sidecars
+from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
 from megavlm.train.uploads import Uploads
 
 
@@ -92,7 +91,6 @@ def _locked(config: Config, backend: Backend, saver: Saver | None, watch: Watch,
 
 def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None, watch: Watch, began: float) -> Run:
     run_dir = Path(config.run.run_dir)
-    check_same_extensions(config.run.extension)
     watch.starting("callbacks")
     users: list[Callback] = []
     on_rank_0(lambda: users.extend(callbacks_of(config)))
@@ -204,9 +202,12 @@ def _restored(
     )
     watch.starting("weights")
     began = time.time()
-    with _closed_on_error(engine):
+    try:
         position = restore(engine, data.loaders.training, config, chosen.plan, choices, data.identity)
         on_rank_0(write_files)
+    except BaseException:
+        engine.close()  # a process that builds another run must not keep this one's weights and groups
+        raise
     barrier()  # others may still read what rank 0 holds for them
     holds.release()
     return engine, position, began
@@ -223,16 +224,6 @@ def _timed(weights: WeightInit | None, watch: Watch) -> WeightInit | None:
         watch.starting("model")
 
     return read
-
-
-@contextmanager
-def _closed_on_error(engine: Engine) -> Iterator[None]:
-    """Close the engine on an error: a process that builds another run must not keep this one's weights and groups."""
-    try:
-        yield
-    except BaseException:
-        engine.close()
-        raise
 
 
 def _saver(config: Config) -> Saver | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from megavlm.parallel.groups import Groups, random_states, set_random_states
 from megavlm.pipeline.schedule import Schedule
 from megavlm.precision.fp8_state import histories, history_of
 from megavlm.resilience.phases import COMMUNICATION, OPTIMIZER, OTHER
-from megavlm.train.step_result import StepResult, layer_loads, sum_over_ranks, update_biases
+from megavlm.train.step_result import StepResult, sum_over_ranks, update_biases
 
 
 @dataclass(frozen=True)
@@ -132,51 +132,37 @@ class Engine:
             squared_norm = self.optimizer.squared_norm()
             phases.enter(COMMUNICATION, "sums of the step")
             logits = None if self.head_logits is None else self.head_logits.over_ranks()
-            counts, tallies = self.groups.is_first_tp, self.schedule.tallies()
-            sums = sum_over_ranks(totals, squared_norm, counters(), counts=counts, tallies=tallies, logits=logits)
+            result, norm = self._sums(totals, squared_norm, counters, tallies=self.schedule.tallies(), logits=logits)
             phases.enter(OPTIMIZER)
-            loads = layer_loads(sums.tallies, self.schedule.model)
-            refused = judge(sums.mean_loss, sums.mean_norm)
-            if sums.norm is not None and refused is None:
-                self.optimizer.update(norm=sums.norm, tokens=sums.tokens, logits=logits)
-                update_biases(self.schedule.routers, loads)
+            refused = judge(result.loss, result.grad_norm)
+            if norm is not None and refused is None:
+                self.optimizer.update(norm=norm, tokens=result.trained_tokens, logits=logits)
+                update_biases(self.schedule.routers, result.expert_loads)
         phases.enter(OTHER)
         if refused is not None:
             before.restore()
             forget_errors(self.model_chunks)
-        return StepResult(
-            loss=sums.mean_loss,
-            trained_tokens=int(sums.tokens),
-            grad_norm=sums.mean_norm,
+        return replace(
+            result,
             learning_rate=self.learning_rate(),
-            updated=sums.norm is not None and refused is None,
+            updated=norm is not None and refused is None,
             refused=refused,
-            overflowed=sums.norm is None,
+            overflowed=norm is None,
             loss_scale=scale,
-            source_losses=sums.source_losses,
-            counters=sums.counters,
-            expert_loads=loads,
-            head_logits=sums.head_logits,
         )
 
     def leave_out(self, counters: Callable[[], Sequence[float]]) -> StepResult:
         """Let an iteration pass without its batch; only the counters are summed."""
         self.scheduler.step(increment=1)
         forget_errors(self.model_chunks)
-        totals = self.schedule.no_totals()
-        sums = sum_over_ranks(totals, None, counters(), counts=self.groups.is_first_tp)
-        return StepResult(
-            loss=math.nan,
-            trained_tokens=0,
-            grad_norm=None,
-            learning_rate=self.learning_rate(),
-            updated=False,
-            refused=None,
-            overflowed=False,
-            loss_scale=loss_scale(self.optimizer),
-            source_losses=(math.nan,) * self.schedule.num_sources,
-            counters=sums.counters,
-        )
+        result, _ = self._sums(self.schedule.no_totals(), None, counters)
+        return replace(result, loss=math.nan, learning_rate=self.learning_rate(), loss_scale=loss_scale(self.optimizer))
+
+    def _sums(
+        self, totals: Tensor, squared_norm: Tensor | None, counters: Callable[[], Sequence[float]], **more: Any
+    ) -> tuple[StepResult, float | None]:
+        model, counts = self.schedule.model, self.groups.is_first_tp
+        return sum_over_ranks(totals, squared_norm, counters(), model=model, counts=counts, **more)
 
     def learning_rate(self) -> float:
         """Return the current learning rate of parts of the model without a rate of their own (`--lr`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
 from megavlm.config.lora_config import beyond_adapters
 from megavlm.config.messages import described, did_you_mean, plain
-from megavlm.config.registry import Entry, registered
+from megavlm.config.registry import Entry, registered, users_module
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback
@@ -106,28 +105,14 @@ def outputs(config: Config, run_dir: Path, iteration: int) -> tuple[ProgressLine
 
 
 def load(names: Sequence[str]) -> list[Callback]:
-    """Import, make and return callbacks, in the order of their names. Raises UserError, which names the one that fails.
-
-    Modules are found where Python finds them, and then in the working directory.
-    """
-    if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    """Import, make and return callbacks, in this order. Raises UserError, which names the one that fails."""
     return [_load(name) for name in names]
 
 
 def _load(name: str) -> Callback:
     entry = registered("callbacks").get(name)
     module_name, _, attribute = (entry.code if isinstance(entry, Entry) else name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"--callback {plain(name)}: Python finds no module {plain(error.name)}: add its folder to PYTHONPATH"
-            ) from error
-        raise UserError(f"--callback {plain(name)} cannot be imported: {described(error)}") from error
-    except Exception as error:
-        raise UserError(f"--callback {plain(name)} cannot be imported: {described(error)}") from error
+    module = users_module(f"--callback {plain(name)}", module_name, missing=": add its folder to PYTHONPATH")
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name, each in vars(module).items() if isinstance(each, type)])
         hint = hint or ": name a class that it has"

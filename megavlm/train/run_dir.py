@@ -8,7 +8,6 @@ import platform
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,6 @@ from megavlm.errors import UserError
 from megavlm.files import replace_file, unwritable
 from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
 from megavlm.rules.defaults import with_start_defaults
-from megavlm.rules.extensions import FLAG, fingerprint
 from megavlm.rules.load import to_yaml
 from megavlm.storage.hub import commit_of
 
@@ -129,17 +127,3 @@ def _write_sidecars(run_dir: Path, config: Config, image_token: int) -> None:
         in_parts = write_part_sidecars(pretrained_list, run_dir, config)
         how = "an export has a folder for each" if in_parts else "the run cannot be exported"
         print(f"no model of Transformers consists of these parts: {how}", flush=True)
-
-
-def check_same_extensions(names: Sequence[str]) -> None:
-    """Raise UserError on all ranks if the source of an extension differs between them. Every rank calls it."""
-    if not names:
-        return
-    found: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(found, (platform.node(), [fingerprint(name) for name in names]))
-    first, expected = found[0]
-    for place, name in enumerate(names):
-        if others := sorted({host for host, prints in found if prints[place] != expected[place]}):
-            raise UserError(
-                f"{FLAG} {name} has other code on {', '.join(others[:8])} than on {first}: install the same there"
-            )

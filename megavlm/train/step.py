@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 
@@ -50,16 +51,8 @@ def take_step(run: Run, iteration: int, hooks: Hooks) -> Step:
 def _record(
     run: Run, iteration: int, step: StepData, result: StepResult, counts: Counts, *, data_time: float, seconds: float
 ) -> dict[str, Value]:
-    work = Workload(
-        patches=int(counts.patches),
-        patch_squares=int(counts.patch_squares),
-        window_squares=int(counts.window_squares),
-        features=int(counts.features),
-        tokens=int(counts.tokens),
-        token_squares=int(counts.token_squares),
-        sliding_squares=int(counts.sliding_squares),
-        trained_tokens=result.trained_tokens,
-    )
+    counted = {each.name: int(getattr(counts, each.name)) for each in fields(Workload) if hasattr(counts, each.name)}
+    work = Workload(**counted, trained_tokens=result.trained_tokens)
     flops = step_flops(run.config, work)
     tflops = flops / seconds / run.plan.dims.world / 1e12
     fp8 = run.config.precision.fp8 != "none"

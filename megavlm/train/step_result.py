@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -27,44 +27,16 @@ class StepResult:
     loss: float  # mean cross entropy over the trained tokens of the global batch
     trained_tokens: int
     grad_norm: float | None  # before clipping; None if fp16 overflowed or the step was left out
-    learning_rate: float
-    updated: bool  # False if the step did not change the weights
-    refused: str | None  # why the judge refused the step
-    overflowed: bool  # fp16: the gradients did not fit at this loss scale
-    loss_scale: float | None  # of this step; None except in fp16
     # Of each data set; NaN if the step has no trained token of it, empty if there is only one data set.
     source_losses: tuple[float, ...]
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
-    expert_loads: Mapping[int, LayerLoad] = field(default_factory=dict)  # by language layer; empty without experts
-    head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """What all ranks know of a step before its update."""
-
-    norm: float | None  # of the sums of gradients over tokens; None if fp16 overflowed
-    loss: float  # sum of cross entropies over the trained tokens
-    tokens: float  # trained ones
-    sources: tuple[Sequence[float], Sequence[float]]  # the same two of each data set
-    counters: tuple[float, ...]
-    tallies: Sequence[float]  # of routers
-    head_logits: tuple[float, ...] = ()  # the largest of each head; empty without `--qk-clip`
-
-    @property
-    def mean_norm(self) -> float | None:
-        """Return the norm of the mean gradient over tokens; None if fp16 overflowed."""
-        return None if self.norm is None else self.norm / max(self.tokens, 1.0)
-
-    @property
-    def mean_loss(self) -> float:
-        """Return the mean cross entropy over tokens."""
-        return self.loss / max(self.tokens, 1.0)
-
-    @property
-    def source_losses(self) -> tuple[float, ...]:
-        """Return the mean cross entropy of each data set; NaN of one without a trained token."""
-        return tuple(loss / tokens if tokens else math.nan for loss, tokens in zip(*self.sources, strict=True))
+    expert_loads: Mapping[int, LayerLoad]  # by language layer; empty without experts
+    head_logits: tuple[float, ...]  # the largest of each head; empty without `--qk-clip`
+    learning_rate: float = 0.0
+    updated: bool = False  # False if the step did not change the weights
+    refused: str | None = None  # why the judge refused the step
+    overflowed: bool = False  # fp16: the gradients did not fit at this loss scale
+    loss_scale: float | None = None  # of this step; None except in fp16
 
 
 def sum_over_ranks(
@@ -72,12 +44,14 @@ def sum_over_ranks(
     squared_norm: Tensor | None,
     counters: Sequence[float],
     *,
+    model: ModelConfig,
     counts: bool,
     tallies: Tensor | None = None,
     logits: Tensor | None = None,
-) -> StepSums:
+) -> tuple[StepResult, float | None]:
     """Sum a rank's totals (`Schedule.train`; if it `counts`), counters and routers' tallies over all ranks, and wait
-    for the device.
+    for the device. Return the results before the update, and the norm of the sums of gradients over tokens: None if
+    fp16 overflowed.
 
     The gradient norm of rank 0 counts, so that all ranks decide alike on it, whatever happens to their own. x − x is 0
     of a number and NaN of all else: what is not finite on any rank is not finite in the sum. `logits`, which are the
@@ -95,9 +69,18 @@ def sum_over_ranks(
     (squared, loss, tokens, *rest), beside = found[:summed], tuple(found[summed:])
     sources = (len(totals) - 2) // 2
     first = 2 * sources + len(counters)  # of the tallies
-    losses = rest[:sources], rest[sources : 2 * sources]
-    norm = None if squared_norm is None else squared**0.5
-    return StepSums(norm, loss, tokens, losses, tuple(rest[2 * sources : first]), rest[first:], beside)
+    apart = zip(rest[:sources], rest[sources : 2 * sources], strict=True)
+    norm, mean = None if squared_norm is None else squared**0.5, max(tokens, 1.0)
+    result = StepResult(
+        loss=loss / mean,
+        trained_tokens=int(tokens),
+        grad_norm=None if norm is None else norm / mean,
+        source_losses=tuple(own_loss / own_tokens if own_tokens else math.nan for own_loss, own_tokens in apart),
+        counters=tuple(rest[2 * sources : first]),
+        expert_loads=layer_loads(rest[first:], model),
+        head_logits=beside,
+    )
+    return result, norm
 
 
 @dataclass(frozen=True)
