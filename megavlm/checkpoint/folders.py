@@ -33,10 +33,6 @@ def folder_for(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def temporary_for(root: Path, iteration: int) -> Path:
-    return root / f"tmp-iter_{iteration:07d}"
-
-
 def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return the folders named like checkpoints as (iteration, folder), oldest first."""
     if not root.is_dir():
@@ -77,38 +73,20 @@ def resolve(path: Path) -> Path:
     return found
 
 
-def prepare(root: Path, iteration: int) -> Path:
-    """Make an empty folder to write a checkpoint into, and return it."""
-    temporary = temporary_for(root, iteration)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    return temporary
+def commit(temporary: Path, final: Path, sums: Mapping[str, FileSum], *, attempt: str | None) -> None:
+    """Make a written checkpoint complete: write its manifest, flush its files, rename it to `final`.
 
-
-def commit(
-    root: Path,
-    iteration: int,
-    sums: Mapping[str, FileSum] | None = None,
-    *,
-    temporary: Path | None = None,
-    attempt: str | None = None,
-) -> Path:
-    """Make a written checkpoint complete: write its manifest, flush its files, rename it; return its folder.
-
-    Files whose `sums` are given have been flushed by who wrote them; others are read. `temporary` is the written
-    folder, if it is not the one of `prepare`; `attempt` tells this save from others of the iteration.
+    Files whose `sums` are given have been flushed by who wrote them; others are read. `attempt` tells this save from
+    others of the iteration.
     """
-    temporary, final = temporary or temporary_for(root, iteration), folder_for(root, iteration)
-    write_manifest(temporary, sums or {}, attempt=attempt)
+    write_manifest(temporary, sums, attempt=attempt)
     before = final.with_name(f"tmp-before-{final.name}")
     if os.path.lexists(final):  # the same iteration again, after resuming from an older checkpoint by hand
         remove(before)
         final.rename(before)
-    rename_flushed(temporary, final, flushed=sums or {})
-    with suppress(OSError):  # the checkpoint counts; `retention.sweep` tries again
+    rename_flushed(temporary, final, flushed=sums)
+    with suppress(OSError):  # the checkpoint counts; `sweep` tries again
         remove(before)
-    return final
 
 
 def remove(path: Path) -> None:

@@ -1,5 +1,7 @@
 """Describe a checkpoint in JSON: where its tensors are (`items.json`), and what all ranks have once (`state.json`).
 
+Blocks of tensors have a checksum each, so that a rank verifies what it reads while it reads it.
+
 torch and megatron-core describe both by pickles, and each tensor by one more, which can run code when it is read. A
 save writes these too, so that other programs read the checkpoint; megavlm reads none of them.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megavlm.checkpoint.manifest import BLOCK, Damaged, FoldedSum
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
-from megavlm.paths import FileRange, as_file, inside
+from megavlm.paths import FileRange, as_file, inside, open_regular
 
 ITEMS, STATE = "items.json", "state.json"
 _LARGEST = 2**30  # bytes of a JSON file: 2,000 ranks with 5,000 pieces each stay below
@@ -42,6 +46,7 @@ class Record:
     file: Path
     start: int
     length: int
+    sum: int  # folded, of its bytes
     offsets: tuple[int, ...]  # where in the tensor the block begins
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -50,6 +55,25 @@ class Record:
     def bytes(self) -> int:
         """Return the number of bytes that the values take."""
         return math.prod(self.sizes) * self.dtype.itemsize
+
+    def read(self, into: memoryview | None = None) -> None:
+        """Fill `into` with the record; without it, keep nothing. Raises Damaged for bytes that were not written so.
+
+        Each block is summed up while it is in the cache.
+        """
+        total = FoldedSum()
+        memory = memoryview(bytearray(min(BLOCK, self.length))) if into is None else into
+        with open_regular(self.file, buffering=0) as file:
+            for at in range(0, self.length, BLOCK):
+                block = left = memory[at if into is not None else 0 :][: min(BLOCK, self.length - at)]
+                while left:
+                    if not (count := os.preadv(file.fileno(), [left], self.start + at + len(block) - len(left))):
+                        raise Damaged(f"{self.file.name} is damaged: it ends too early")
+                    left = left[count:]
+                total.update(block)
+        if total.value != self.sum:
+            where = f"bytes {self.start:,} to {self.start + self.length:,}"
+            raise Damaged(f"{self.file.name} is damaged: the sum of {where} is not what was written")
 
     def values_at(self, content: memoryview | None = None) -> int:
         """Return the byte of the file at which the values begin, row-major. Raises UserError for a damaged record.
@@ -77,10 +101,10 @@ class Record:
         raise UserError(f"{self.file} is damaged ({reason}): use another checkpoint")
 
 
-def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Sequence[Any]]) -> None:
     """Write `items.json` from torch's description of a checkpoint, which has tensors alone.
 
-    `places` has torch's `_StorageInfo` of each piece. Not all versions of torch's writer leave them in `metadata`.
+    `places` has the file of each block, its first byte, length and folded sum.
     """
     described = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -88,7 +112,7 @@ def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex,
         pieces = []
         for chunk in entry.chunks:
             place = places[MetadataIndex(name, chunk.offsets)]
-            pieces.append([*map(list, (chunk.offsets, chunk.sizes)), place.relative_path, place.offset, place.length])
+            pieces.append([list(chunk.offsets), list(chunk.sizes), *place])
         described[name] = {"type": str(entry.properties.dtype)[6:], "size": list(entry.size), "pieces": pieces}
     lines = [f"{json.dumps(name)}: {json.dumps(each)}" for name, each in described.items()]
     replace_file(folder / ITEMS, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -123,11 +147,12 @@ def read_items(folder: Path) -> Metadata:
 def _records(
     pieces: Any, size: tuple[int, ...], dtype: torch.dtype, folder: Path, files: dict[str, tuple[Path, int]]
 ) -> Iterator[Record]:
-    for offsets, sizes, file, start, length in pieces:
+    for offsets, sizes, file, start, length, total in pieces:
         if file not in files:
             files[file] = (inside(folder, file), (folder / file).stat().st_size)
         path, there = files[file]
-        record = Record(path, _whole(start), _whole(length), _shape(offsets), _shape(sizes), dtype)
+        first, many, folded = map(_whole, (start, length, total))
+        record = Record(path, first, many, folded, _shape(offsets), _shape(sizes), dtype)
         if any(at + many > whole for at, many, whole in zip(record.offsets, record.sizes, size, strict=True)):
             raise ValueError("a piece goes beyond its tensor")
         if record.start + record.length > there or record.bytes > record.length:

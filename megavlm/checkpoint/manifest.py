@@ -1,8 +1,8 @@
 """Write and check the manifest of a checkpoint: size and checksum of each of its files. No torch.
 
 The manifest is written last: a folder without it is no checkpoint, whatever its name, since not every file system
-renames a folder in one piece. A file of tensors has many items, each with a sum of its own, so that who reads an item
-verifies what was read, and needs nothing else of the file.
+renames a folder in one piece. Each tensor in a file of tensors has a sum of its own (`items.py`), so that who reads it
+needs nothing else of the file.
 
 The checksum of files is CRC-32: it finds every burst of up to 32 wrong bits, and all but one of 4 · 10⁹ other damages.
 A storage system is not an attacker, and whoever can write a file can write the manifest, so SHA-256 (1.8 GB/s where
@@ -15,7 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from megavlm.paths import Escapes, open_regular, plain, read_bytes
 
 MANIFEST = "manifest.json"
 SUMMARY = "megavlm.json"  # in every checkpoint: what it is
-LARGEST = 2**28  # bytes of a manifest: ten million items
+LARGEST = 2**24  # bytes of a manifest: 100,000 files
 TENSORS = ".distcp"  # what files of tensors end in: they are verified while they are loaded, all others before
 _LOADED = ("state.json", "metadata.json", "items.json")  # other files that a load reads, beside SUMMARY
 _PIECE = 2**18  # bytes that are read, written or summed at once: what is summed is still in the core's cache
@@ -38,11 +38,10 @@ BLOCK = 8 * _ROWS * _COLUMNS  # bytes
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and CRC-32 of a file; of a file of tensors also the end and the folded sum of each item."""
+    """Size and CRC-32 of a file."""
 
     bytes: int
     crc32: int
-    items: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 class FoldedSum:
@@ -97,7 +96,6 @@ class SummingFile:
         self._bytes = self._crc = 0
         self._waiting = 0  # bytes that the disk may not have yet
         self._item = FoldedSum()
-        self._items: list[tuple[int, int]] = []
         self.error: Exception | None = None  # why the last write ended: torch reports "unexpected pos" in its place
 
     def write(self, data: bytes | memoryview) -> int:
@@ -118,10 +116,10 @@ class SummingFile:
             self._bytes += len(piece)
         return len(whole)
 
-    def end_item(self) -> None:
-        """Note that an item ends here."""
-        self._items.append((self._bytes, self._item.value))
-        self._item = FoldedSum()
+    def end_item(self) -> int:
+        """Return the folded sum of what was written since the last call."""
+        ended, self._item = self._item, FoldedSum()
+        return ended.value
 
     def tell(self) -> int:
         return self._bytes
@@ -137,7 +135,7 @@ class SummingFile:
 
     @property
     def sum(self) -> FileSum:
-        return FileSum(self._bytes, self._crc, tuple(self._items))
+        return FileSum(self._bytes, self._crc)
 
 
 def sum_of(path: Path) -> FileSum:
@@ -157,7 +155,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum], *, attempt: str |
     `attempt` tells this save from others of the same iteration.
     """
     sums = {name: known.get(name) or sum_of(folder / name) for name in sorted(_files_in(folder)) if name != MANIFEST}
-    lines = [f"{json.dumps(name)}: {json.dumps(_to_json(total))}" for name, total in sums.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(asdict(total))}" for name, total in sums.items()]
     head = f'{{"format": 1, "attempt": {json.dumps(attempt)}, "files": {{\n'
     replace_file(folder / MANIFEST, head + ",\n".join(lines) + "\n}}\n")
 
@@ -189,15 +187,6 @@ def attempt_in(manifest: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _to_json(total: FileSum) -> dict[str, Any]:
-    return {"bytes": total.bytes, "crc32": total.crc32, **({"items": total.items} if total.items else {})}
-
-
-def _from_json(entry: Any) -> FileSum:
-    items = tuple((_whole(end), _whole(total)) for end, total in entry.get("items", ()))
-    return FileSum(_whole(entry["bytes"]), _whole(entry["crc32"]), items)
-
-
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.80} is no number of bytes and no checksum")
@@ -213,7 +202,7 @@ def sums_in(manifest: bytes) -> dict[str, FileSum]:
     """Return the sums of files by name that a manifest lists. Raises ValueError where it is damaged."""
     try:
         files = json.loads(manifest)["files"]
-        sums = {name: _from_json(entry) for name, entry in files.items()}
+        sums = {name: FileSum(_whole(entry["bytes"]), _whole(entry["crc32"])) for name, entry in files.items()}
         for name in sums:
             for part in name.split("/"):
                 plain(part)
@@ -283,53 +272,3 @@ def in_words(error: OSError) -> str:
 
 class Damaged(UserError):
     """Is raised where the bytes of a file are not those that were written. The message names the file."""
-
-
-class VerifiedItems:
-    """Reads items of files."""
-
-    def __init__(self, sums: Mapping[str, FileSum]) -> None:
-        """Take the sums of a checkpoint's files, by name."""
-        # file → byte at which an item begins → the byte at which it ends, and its sum
-        self._items: dict[str, dict[int, tuple[int, int]]] = {
-            name: dict(zip((0, *(end for end, _ in total.items)), total.items, strict=False))
-            for name, total in sums.items()
-            if total.items
-        }
-
-    @classmethod
-    def of(cls, folder: Path) -> VerifiedItems:
-        """Return the reader for a checkpoint. Raises Damaged for a damaged manifest."""
-        try:
-            return cls(read_manifest(folder))
-        except ValueError as error:
-            raise Damaged(str(error)) from error
-
-    def read(self, file: IO[bytes], name: str, start: int, into: memoryview) -> None:
-        """Fill `into` with the item that begins at `start` of the file `name`. Raises Damaged."""
-        self._read(file, name, start, len(into), (into[at : at + BLOCK] for at in range(0, len(into), BLOCK)))
-
-    def verify(self, file: IO[bytes], name: str, start: int, length: int) -> None:
-        """Read an item and keep nothing of it. Raises Damaged."""
-        block = memoryview(bytearray(min(BLOCK, length)))
-        self._read(file, name, start, length, (block[: length - at] for at in range(0, length, BLOCK)))
-
-    def _read(self, file: IO[bytes], name: str, start: int, length: int, blocks: Iterable[memoryview]) -> None:
-        """Fill blocks and sum up each while it is in the cache: the item is read from memory once."""
-        end, total = start + length, FoldedSum()
-        if (items := self._items.get(name)) is None:
-            raise Damaged(f"its {MANIFEST} has no sums of what is in {name}")
-        expected_end, expected = items.get(start, (-1, 0))
-        if expected_end != end:
-            raise Damaged(f"{name} is damaged: no item of it lies at bytes {start:,} to {end:,}")
-        at = start
-        for block in blocks:
-            left = block
-            while left:
-                count = os.preadv(file.fileno(), [left], at)
-                if not count:
-                    raise Damaged(f"{name} is damaged: it ends {end - at:,} bytes too early")
-                left, at = left[count:], at + count
-            total.update(block)
-        if total.value != expected:
-            raise Damaged(f"{name} is damaged: the sum of bytes {start:,} to {end:,} is not what was written")

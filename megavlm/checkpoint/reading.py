@@ -35,30 +35,16 @@ from megavlm.backend import patches
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.items import Record, read_items, read_state
-from megavlm.checkpoint.manifest import Damaged, VerifiedItems, first_look
+from megavlm.checkpoint.manifest import Damaged, first_look
 from megavlm.errors import UserError
 from megavlm.parallel.rendezvous import exchanged_on, from_rank_0
-from megavlm.paths import open_regular
 
 Loaded = TypeVar("Loaded")
 _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
 _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one away"
 
 
-@dataclass(frozen=True)
-class Description:
-    """The tensors of a checkpoint with the records that they consist of, and the sums of these."""
-
-    tensors: Metadata
-    sums: VerifiedItems
-
-    @classmethod
-    def of(cls, folder: Path) -> Description:
-        """Read and check the description of a checkpoint. Raises UserError and OSError where it is damaged."""
-        return cls(read_items(folder), VerifiedItems.of(folder))
-
-
-_Found = tuple[dict[str, Any], Description] | UserError  # what all ranks share, or why there is none
+_Found = tuple[dict[str, Any], Metadata] | UserError  # what all ranks share, or why there is none
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,7 @@ def load(state: dict[str, Any], folder: Path, sharing: Sharing) -> dict[str, Any
 
     def describe() -> _Found:
         try:
-            return read_state(folder), Description.of(folder)
+            return read_state(folder), read_items(folder)
         except (OSError, TypeError, ValueError) as error:  # a UserError is a ValueError
             return _unloadable(folder, error)
 
@@ -137,15 +123,12 @@ class VerifyingReader(FileSystemReader):
     Each record is read once, in the order of the file, into memory that all of them share, and verified there.
     """
 
-    def __init__(
-        self, folder: str | Path, described: Description | None = None, sharing: Sharing | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, described: Metadata | None = None, sharing: Sharing | None = None) -> None:
         """Read the description here, if it is not given: torch would turn a UserError that a reader raises later into
         another error.
         """
         super().__init__(folder)
-        described = described or Description.of(Path(folder))
-        self._metadata, self._items, self._sharing = described.tensors, described.sums, sharing or Sharing()
+        self._metadata, self._sharing = described or read_items(Path(folder)), sharing or Sharing()
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -179,8 +162,7 @@ class VerifyingReader(FileSystemReader):
     def _read(self, record: Record, memory: Tensor) -> Tensor:
         """Return the bytes of a record's values, which are read into memory. Raises Damaged, UserError and OSError."""
         content = memory[: record.length]
-        with open_regular(record.file, buffering=0) as file:
-            self._items.read(file, record.file.name, record.start, content.numpy().data)
+        record.read(content.numpy().data)
         begin = record.values_at(content.numpy().data) - record.start
         return content[begin : begin + record.bytes]
 

@@ -34,7 +34,7 @@ THREADS = 2  # files of a rank, each written by a thread
 _ALIGNMENT = 64  # bytes: of every element type, and of a cache line
 
 Item = tuple[MetadataIndex, torch.Tensor]
-Spot = tuple[str, Sequence[int], str, int, int]  # of an item: tensor, offsets, file, first byte, length
+Place = tuple[str, int, int, int]  # of an item: its file, first byte, length and folded sum
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> FilePlace:
 
 @dataclass(frozen=True)
 class Written:
-    """Where the items of a rank's files are, and the sums of these files."""
+    """Where the items of a rank's files are, by tensor and offsets, and the sums of these files."""
 
-    places: Sequence[Spot]
+    places: Sequence[tuple[str, Sequence[int], Place]]
     sums: Mapping[str, FileSum]
 
     @property
@@ -153,7 +153,7 @@ def write_share(
 
     Raises NotFinite for a tensor that has a NaN or an infinity, SaveError if a file cannot be written.
     """
-    places: list[Spot] = []
+    places: list[tuple[str, Sequence[int], Place]] = []
     sums: dict[str, FileSum] = {}
     lock = threading.Lock()
 
@@ -172,9 +172,9 @@ def write_share(
 
 def write_file(
     path: Path, content: Iterable[Item] | bytes, go_on: Callable[[], None] = lambda: None
-) -> tuple[list[Spot], FileSum]:
+) -> tuple[list[tuple[str, Sequence[int], Place]], FileSum]:
     """Write and flush one file; return where its items are and its sum. Raises SaveError."""
-    places: list[Spot] = []
+    places: list[tuple[str, Sequence[int], Place]] = []
     stream = None
     try:
         with open_new(path) as file, without_record_sums():
@@ -187,8 +187,8 @@ def write_file(
                         raise NotFinite(index.fqn)
                     start = stream.tell()
                     torch.save(alone(data), cast(IO[bytes], stream))  # of a file it uses `write`
-                    stream.end_item()
-                    places.append((index.fqn, list(index.offset or ()), path.name, start, stream.tell() - start))
+                    place = (path.name, start, stream.tell() - start, stream.end_item())
+                    places.append((index.fqn, list(index.offset or ()), place))
             stream.finish()
     except OSError as error:
         raise SaveError(f"{path.name} cannot be written: {in_words(error)}") from error
@@ -204,13 +204,12 @@ def write_file(
 def write_metadata(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
     """Write `items.json`, which says where all ranks' tensors are, and torch's `.metadata`. Raises SaveError."""
     try:
+        spots = [(MetadataIndex(name, torch.Size(at)), place) for each in written for name, at, place in each.places]
         results = [
-            WriteResult(MetadataIndex(name, torch.Size(offsets)), length, _StorageInfo(file, start, length))
-            for each in written
-            for name, offsets, file, start, length in each.places
+            WriteResult(index, length, _StorageInfo(file, start, length)) for index, (file, start, length, _) in spots
         ]
         FileSystemWriter(folder).finish(metadata, [results])
-        write_items(folder, metadata, {each.index: each.storage_data for each in results})
+        write_items(folder, metadata, dict(spots))
     except OSError as error:
         raise SaveError(f"{ITEMS} cannot be written: {in_words(error)}") from error
 

@@ -24,7 +24,7 @@ from megavlm.rules.extensions import extensions_of, missing_extensions
 from megavlm.rules.fields import options
 from megavlm.rules.load import as_data, from_dict
 
-FORMAT = 1
+FORMAT = 2
 _LARGEST = 2**26  # bytes of a description
 _EXPECTED = {
     **dict.fromkeys(("model", "plan", "lora", "data"), OBJECT),

@@ -117,7 +117,7 @@ class Reports:
         content: dict[str, Any] = {"error": error, "not_finite": not_finite}
         if written is not None:
             content["places"] = written.places
-            content["sums"] = {name: [each.bytes, each.crc32, each.items] for name, each in written.sums.items()}
+            content["sums"] = {name: [each.bytes, each.crc32] for name, each in written.sums.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_file(self._folder / f"{rank}.json", json.dumps(content))
 
@@ -247,8 +247,7 @@ def _written(
 
 def folder_of(job: SaveJob) -> Path:
     """Return the folder that a checkpoint is written to."""
-    temporary = folders.temporary_for(job.root, job.iteration)
-    return temporary.with_name(f"{temporary.name}-{job.attempt}")
+    return job.root / f"tmp-iter_{job.iteration:07d}-{job.attempt}"
 
 
 def reports_of(job: SaveJob) -> Reports:
@@ -269,7 +268,7 @@ def _commit(job: SaveJob, folder: Path, reports: Reports, go_on: Callable[[], No
         write_metadata(folder, job.metadata, written)
         sums = {name: total for each in written for name, total in each.sums.items()}
         go_on()
-        folders.commit(job.root, job.iteration, sums, temporary=folder, attempt=job.attempt)
+        folders.commit(folder, folders.folder_for(job.root, job.iteration), sums, attempt=job.attempt)
         try:
             folders.prune(job.root, job.keep)
             folders.sweep(job.root)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from megavlm.checkpoint import folders, manifest, remote
+from megavlm.checkpoint import manifest, remote
 from megavlm.programs import convert
 from megavlm.storage.store import Store, StoreError
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
+from tests.support.manifests import committed
 from tests.support.object_stores import EMULATORS, Emulator
 from tests.support.training import SHALLOW, metrics, without_wall_time
 
@@ -83,11 +84,9 @@ def patiently(act: Any) -> Any:
 def test_large_files_survive_faults_byte_by_byte(faulty: Faulty, tmp_path: Path) -> None:
     """Files that go in several parts, up and down, while every third request fails."""
     root = tmp_path / "run"
-    folder = folders.prepare(root, 100)
-    for number, size in enumerate((130 * 2**20, 5 * 2**20, 1000)):
-        (folder / f"__{number}_0.distcp").write_bytes(os.urandom(size))
-    (folder / "megavlm.json").write_text("{}")
-    folder = folders.commit(root, 100, attempt="a")
+    sizes = enumerate((130 * 2**20, 5 * 2**20, 1000))
+    tensors = {f"__{number}_0.distcp": os.urandom(size) for number, size in sizes}
+    folder = committed(root, 100, {**tensors, "megavlm.json": "{}"}, attempt="a")
     done: set[str] = set()
     for _ in range(5):  # as the process beside training does
         try:

@@ -1,34 +1,42 @@
-"""Write the manifest of a folder that torch's writer has written, with the sums of its items as a save has them."""
+"""Write checkpoints without a run: any files, or tensors as a save describes them."""
 
 from __future__ import annotations
 
+import json
 import warnings
-import zlib
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.manifest import FoldedSum, write_manifest
 
-from megavlm.checkpoint.items import read_items, write_items
-from megavlm.checkpoint.manifest import FileSum, FoldedSum, write_manifest
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def committed(root: Path, iteration: int, files: Mapping[str, bytes | str], *, attempt: str | None = None) -> Path:
+    """Write a checkpoint of these files, and return its folder."""
+    temporary = root / "tmp-written"
+    for name, content in files.items():
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        (temporary / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    final = folders.folder_for(root, iteration)
+    folders.commit(temporary, final, {}, attempt=attempt)
+    return final
 
 
 def write_sums(folder: Path) -> None:
-    """Write the manifest; items are where `items.json` says that they are, whatever the files hold there."""
-    places: dict[str, list[tuple[int, int]]] = {}
-    for each in read_items(folder).storage_data.values():
-        places.setdefault(each.file.name, []).append((each.start, each.length))
-    write_manifest(folder, {name: _summed((folder / name).read_bytes(), items) for name, items in places.items()})
+    """Write the sums of what the files hold, and those of blocks where `items.json` says that they are."""
+    items = json.loads((folder / "items.json").read_text())
+    for piece in (piece for each in items.values() for piece in each["pieces"]):
+        _, _, file, start, length, _ = piece
+        piece[5] = folded((folder / file).read_bytes()[start : start + length])
+    (folder / "items.json").write_text(json.dumps(items))
+    write_manifest(folder, {})
 
 
-def _summed(data: bytes, places: list[tuple[int, int]]) -> FileSum:
-    bounds = sorted({0, *(bound for start, length in places for bound in (start, start + length))})
-    items = tuple((end, _folded(data[start:end])) for start, end in pairwise(bounds))
-    return FileSum(len(data), zlib.crc32(data), items)
-
-
-def _folded(data: bytes) -> int:
+def folded(data: bytes) -> int:
     total = FoldedSum()
     total.update(memoryview(data))
     return total.value
@@ -36,8 +44,14 @@ def _folded(data: bytes) -> int:
 
 def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Save tensors by torch's own writer, and describe them as a save does."""
+    import torch.distributed.checkpoint as dcp
+
+    from megavlm.checkpoint.items import write_items
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that this is one process
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    write_items(folder, metadata, metadata.storage_data)
+    places = {index: (at.relative_path, at.offset, at.length, 0) for index, at in metadata.storage_data.items()}
+    write_items(folder, metadata, places)
+    write_sums(folder)

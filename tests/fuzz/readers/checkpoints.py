@@ -25,7 +25,7 @@ from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E4
 from megavlm.checkpoint.hf.sidecar import carry_sidecar, sidecars  # noqa: E402
 from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state  # noqa: E402
 from megavlm.checkpoint.reading import VerifyingReader, choices_in  # noqa: E402
-from megavlm.checkpoint.summary import check_data, check_fits, read_summary  # noqa: E402
+from megavlm.checkpoint.summary import FORMAT, check_data, check_fits, read_summary  # noqa: E402
 from megavlm.command_line.parsing import parse  # noqa: E402
 from megavlm.config.schema import Config, LoraConfig  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
@@ -58,7 +58,7 @@ def resolved() -> Config:
 def summary() -> bytes:
     config = resolved()
     described = {
-        "format": 1,
+        "format": FORMAT,
         "iteration": 3,
         "plan": {"placement": "stages", "chunks": [["embedding"]], "tp": 1},
         "model": asdict(config.model),

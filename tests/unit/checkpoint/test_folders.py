@@ -12,19 +12,19 @@ from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Holds, Keep, kept
 from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.errors import UserError
+from tests.support.manifests import committed
 
 
 def write(root: Path, *iterations: int) -> None:
     for iteration in iterations:
-        (folders.prepare(root, iteration) / "data").write_text(str(iteration))
-        folders.commit(root, iteration)
+        committed(root, iteration, {"data": str(iteration)})
 
 
 def test_newest_complete_counts_and_unfinished_does_not(tmp_path: Path):
     assert folders.newest(tmp_path) is None
     write(tmp_path, 9)
     write(tmp_path, 10)
-    folders.prepare(tmp_path, 11)  # the kill came here
+    (tmp_path / "tmp-iter_0000011").mkdir()  # the kill came here
     assert folders.newest(tmp_path) == folders.folder_for(tmp_path, 10)
     assert [iteration for iteration, _ in folders.complete(tmp_path)] == [9, 10]
 
@@ -36,8 +36,7 @@ def test_order_is_by_number_not_by_name(tmp_path: Path):
 
 def test_saving_an_iteration_again_replaces_it(tmp_path: Path):
     write(tmp_path, 5)
-    (folders.prepare(tmp_path, 5) / "other").write_text("new")
-    folders.commit(tmp_path, 5)
+    committed(tmp_path, 5, {"other": "new"})
     files = {path.name for path in folders.folder_for(tmp_path, 5).iterdir()}
     assert files == {"other", "manifest.json"}
 
@@ -45,7 +44,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path):
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (2, [2, 3]), (9, [1, 2, 3])])
 def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path: Path, keep: int, left: list[int]):
     write(tmp_path, 1, 2, 3)
-    folders.prepare(tmp_path, 4)
+    (tmp_path / "tmp-iter_0000004").mkdir()
     folders.prune(tmp_path, Keep(keep))
     folders.sweep(tmp_path)
     assert [iteration for iteration, _ in folders.complete(tmp_path)] == left
@@ -82,8 +81,7 @@ def test_the_best_survives_until_there_is_a_better_one(tmp_path: Path) -> None:
     """By what each checkpoint says of itself; one that says nothing is not the best."""
     for iteration, metrics in ((1, {"loss": 3.0}), (2, {"loss": 1.0}), (3, {"loss": 2.0}), (4, {}), (5, None)):
         summary = {} if metrics is None else {"metrics": metrics}
-        (folders.prepare(tmp_path, iteration) / SUMMARY).write_text(json.dumps(summary))
-        folders.commit(tmp_path, iteration)
+        committed(tmp_path, iteration, {SUMMARY: json.dumps(summary)})
         folders.prune(tmp_path, Keep(1, best="loss"))
         assert left(tmp_path) == sorted({min(iteration, 2), iteration})
 
@@ -110,11 +108,9 @@ def test_what_is_gone_cannot_be_held(tmp_path: Path) -> None:
 def test_links_and_files_in_the_place_of_checkpoints_do_not_fail_a_save(tmp_path: Path) -> None:
     """A checkpoint that was moved to another disk and linked is unlinked, and what has a new one's name makes way."""
     root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    for number in (1, 2):
-        (folders.prepare(root, number) / "file").write_text("x")
-        if number == 2:
-            (root / "iter_0000002").write_text("in the way")
-        folders.commit(root, number)
+    committed(root, 1, {"file": "x"})
+    (root / "iter_0000002").write_text("in the way")
+    committed(root, 2, {"file": "x"})
     assert (root / "iter_0000002" / "file").read_text() == "x"
     (root / "iter_0000001").rename(elsewhere)
     (root / "iter_0000001").symlink_to(elsewhere)

@@ -18,11 +18,12 @@ from megavlm import backend
 backend.activate()
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.checkpoint.items import ITEMS, STATE, read_items, read_state, state_as_json  # noqa: E402
+from megavlm.checkpoint.items import ITEMS, STATE, Record, read_items, read_state, state_as_json  # noqa: E402
+from megavlm.checkpoint.manifest import BLOCK, Damaged  # noqa: E402
 from megavlm.checkpoint.reading import VerifyingReader  # noqa: E402
 from megavlm.checkpoint.staging import without_record_sums  # noqa: E402
 from megavlm.errors import UserError  # noqa: E402
-from tests.support.manifests import save_tensors, write_sums  # noqa: E402
+from tests.support.manifests import folded, save_tensors  # noqa: E402
 
 VALUES = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -46,7 +47,6 @@ def test_what_is_saved_is_read_without_its_pickles(tmp_path: Path, summed: bool)
     else:
         with without_record_sums():
             save_tensors(tmp_path, VALUES)
-    write_sums(tmp_path)
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     found, reader = loaded(tmp_path), CheckpointReader(tmp_path)
     for name, value in VALUES.items():
@@ -56,7 +56,7 @@ def test_what_is_saved_is_read_without_its_pickles(tmp_path: Path, summed: bool)
 
 
 def piece(at: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Change an element of the only piece of a tensor: its offsets, sizes, file, first byte or length."""
+    """Change an element of the only piece of a tensor: its offsets, sizes, file, first byte, length or sum."""
     return lambda items: items["weight"]["pieces"][0].__setitem__(at, value)
 
 
@@ -79,6 +79,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "beyond 64 bits": shape([2**62]),
     "no whole number": piece(3, 0.0),
     "truth": piece(3, False),
+    "no sum": lambda items: items["weight"]["pieces"][0].pop(),
     "absolute": piece(2, "/etc/passwd"),
     "above": piece(2, "../outside"),
     "link": piece(2, "link"),
@@ -119,12 +120,12 @@ def test_any_other_json_is_one_line(tmp_path: Path, content: bytes) -> None:
 def test_values_are_where_they_are_described(tmp_path: Path, damage: str) -> None:
     save_tensors(tmp_path, {"weight": VALUES["weight"]})
     items = json.loads((tmp_path / ITEMS).read_text())
-    [(offsets, _, file, start, length)] = items["weight"]["pieces"]
+    [(offsets, _, file, start, length, total)] = items["weight"]["pieces"]
     content = bytearray((tmp_path / file).read_bytes())
     if damage == "another type":
         items["weight"]["type"] = "float64"
     elif damage == "another size":
-        items["weight"].update(size=[2, 2], pieces=[[offsets, [2, 2], file, start, length]])
+        items["weight"].update(size=[2, 2], pieces=[[offsets, [2, 2], file, start, length, total]])
     elif damage == "no archive":
         content[start : start + length] = bytes(length)
     else:
@@ -135,6 +136,33 @@ def test_values_are_where_they_are_described(tmp_path: Path, damage: str) -> Non
     reader = CheckpointReader(tmp_path)
     with pytest.raises(UserError, match=r"^\S+ is damaged \([^\n]*\): use another checkpoint$"):
         reader.read("weight", 0, 2)
+
+
+def test_each_record_is_read_and_verified_by_itself(tmp_path: Path) -> None:
+    """Also where it ends within a block, and where the file does too early."""
+    parts = [bytes([number]) * length for number, length in enumerate((1, BLOCK - 1, 2 * BLOCK + 5, BLOCK))]
+    starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    file = tmp_path / "a.distcp"
+    file.write_bytes(b"".join(parts))
+    records = [
+        Record(file, start, len(part), folded(part), (0,), (len(part),), torch.uint8)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+
+    def read(record: Record) -> bytes:
+        into = bytearray(record.length)
+        record.read(memoryview(into))
+        record.read()
+        return bytes(into)
+
+    assert list(map(read, records)) == parts
+    content = bytearray(file.read_bytes())
+    content[starts[2] + BLOCK] ^= 1
+    file.write_bytes(content[:-3])
+    for record, problem in ((records[2], "the sum of bytes"), (records[3], "it ends too early")):
+        with pytest.raises(Damaged, match=rf"a\.distcp is damaged: {problem}"):
+            read(record)
+    assert [read(each) for each in records[:2]] == parts[:2]
 
 
 def test_the_state_of_all_ranks_comes_back_exactly(tmp_path: Path) -> None:

@@ -16,11 +16,9 @@ from megavlm.checkpoint.manifest import (
     BLOCK,
     MANIFEST,
     SUMMARY,
-    Damaged,
     FileSum,
     FoldedSum,
     SummingFile,
-    VerifiedItems,
 )
 
 
@@ -125,57 +123,6 @@ def test_a_file_remembers_what_the_file_system_said() -> None:
         stream.write(b"x")
     assert stream.error is not None
     assert manifest.in_words(stream.error) == "No space left on device"
-
-
-ITEMS = [bytes([number]) * length for number, length in enumerate((1, BLOCK - 1, 2 * BLOCK + 5, BLOCK))]
-STARTS = [sum(map(len, ITEMS[:number])) for number in range(len(ITEMS))]
-
-
-@pytest.fixture
-def total(tmp_path: Path) -> FileSum:
-    with (tmp_path / "a.distcp").open("wb") as file:
-        stream = SummingFile(file)
-        for item in ITEMS:
-            stream.write(item)
-            stream.end_item()
-    return stream.sum
-
-
-def read(folder: Path, items: VerifiedItems, number: int) -> bytes:
-    into = bytearray(len(ITEMS[number]))
-    with (folder / "a.distcp").open("rb") as file:
-        items.read(file, "a.distcp", STARTS[number], memoryview(into))
-        items.verify(file, "a.distcp", STARTS[number], len(into))
-    return bytes(into)
-
-
-def test_each_item_is_read_and_verified_by_itself(tmp_path: Path, total: FileSum) -> None:
-    items = VerifiedItems({"a.distcp": total})
-    assert [read(tmp_path, items, number) for number in range(len(ITEMS))] == ITEMS
-    flip(tmp_path / "a.distcp", STARTS[2] + BLOCK)
-    with pytest.raises(Damaged, match=r"a\.distcp is damaged: the sum of bytes"):
-        read(tmp_path, items, 2)
-    assert [read(tmp_path, items, number) for number in (0, 1, 3)] == [ITEMS[0], ITEMS[1], ITEMS[3]]
-
-
-@pytest.mark.parametrize(("start", "length"), [(0, 2), (1, 1), (5, 5)])
-def test_what_is_no_item_is_refused(tmp_path: Path, total: FileSum, start: int, length: int) -> None:
-    """As where the descriptions of tensors belong to other files."""
-    with (tmp_path / "a.distcp").open("rb") as file, pytest.raises(Damaged, match="no item of it"):
-        VerifiedItems({"a.distcp": total}).verify(file, "a.distcp", start, length)
-
-
-def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path, total: FileSum) -> None:
-    with (tmp_path / "a.distcp").open("r+b") as file:
-        file.truncate(total.bytes - 3)
-    with pytest.raises(Damaged, match="3 bytes too early"):
-        read(tmp_path, VerifiedItems({"a.distcp": total}), 3)
-
-
-def test_a_file_without_sums_of_items_is_refused(tmp_path: Path, total: FileSum) -> None:
-    items = VerifiedItems({"a.distcp": FileSum(total.bytes, total.crc32)})
-    with pytest.raises(Damaged, match=r"no sums of what is in a\.distcp"):
-        read(tmp_path, items, 0)
 
 
 def folded(data: bytes, *, pieces: int = BLOCK) -> int:

@@ -24,6 +24,7 @@ from megavlm.programs import checkpoint as program
 from megavlm.resilience.events import events
 from megavlm.storage import transfer
 from megavlm.storage.store import Store, StoreError
+from tests.support.manifests import committed
 
 FILES = {"__0_0.distcp": b"tensors" * 1000, "__1_0.distcp": b"others" * 900, "common.pt": b"c", "hf/config.json": b"{}"}
 
@@ -45,13 +46,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def save(root: Path, iteration: int, *, attempt: str = "a", loss: float = 0.0) -> Path:
-    folder = folders.prepare(root, iteration)
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content + attempt.encode())
-    summary = {"format": 1, "iteration": iteration, "metrics": {"loss": loss}, "keep_best": ["loss", "min"]}
-    (folder / SUMMARY).write_text(json.dumps(summary))
-    return folders.commit(root, iteration, attempt=attempt)
+    files = {name: content + attempt.encode() for name, content in FILES.items()}
+    summary = {"iteration": iteration, "metrics": {"loss": loss}, "keep_best": ["loss", "min"]}
+    return committed(root, iteration, {**files, SUMMARY: json.dumps(summary)}, attempt=attempt)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

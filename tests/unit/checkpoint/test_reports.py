@@ -26,7 +26,7 @@ def waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports_at: Callable
 
     Each rank has two files of tensors. A rank that reports at infinity writes nothing, ever.
     """
-    folder, reports = folders.temporary_for(tmp_path, 1), writer.Reports(tmp_path / "reports")
+    folder, reports = tmp_path / "tmp-1", writer.Reports(tmp_path / "reports")
     folder.mkdir()
     sums = {rank: {f"__{rank}_{number}.distcp": FileSum(0, 0) for number in range(2)} for rank in range(RANKS)}
     for name in (name for of_rank in sums.values() for name in of_rank):
@@ -60,7 +60,7 @@ def waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports_at: Callable
         written = reports.of_all(RANKS, folder, lambda: None)
         while_waiting, seconds = counts.copy(), now[0]
         all_sums = {name: each for of_rank in written for name, each in of_rank.sums.items()}
-        folders.commit(tmp_path, 1, all_sums, temporary=folder)
+        folders.commit(folder, folders.folder_for(tmp_path, 1), all_sums, attempt="a")
     return while_waiting, counts - while_waiting, seconds
 
 

@@ -12,6 +12,7 @@ import pytest
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.programs.checkpoint import main
+from tests.support.manifests import committed
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,11 +22,8 @@ def run(tmp_path: Path) -> Path:
     """A run with checkpoints 10 to 40, of which 30 has a flipped bit and 40 lacks a file."""
     root = tmp_path / "run/checkpoints"
     for iteration in (10, 20, 30, 40):
-        folder = folders.prepare(root, iteration)
-        (folder / "__0_0.distcp").write_bytes(bytes([iteration]) * 1000)
-        (folder / "common.pt").write_bytes(b"x")
-        (folder / SUMMARY).write_text(json.dumps({"format": 1, "iteration": iteration}))
-        folders.commit(root, iteration)
+        summary = json.dumps({"iteration": iteration})
+        committed(root, iteration, {"__0_0.distcp": bytes([iteration]) * 1000, "common.pt": b"x", SUMMARY: summary})
     (root / "iter_0000030/__0_0.distcp").write_bytes(b"\x00" + bytes([30]) * 999)
     (root / "iter_0000040/common.pt").unlink()
     return tmp_path / "run"
@@ -59,9 +57,8 @@ def test_prune_prints_first_and_deletes_when_told(run: Path, capsys: pytest.Capt
 def test_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "checkpoints"
     for iteration, accuracy in ((1, 0.5), (2, 0.75), (3, 0.625)):
-        summary = {"format": 1, "metrics": {"eval_count": accuracy}, "keep_best": ["eval_count", "max"]}
-        (folders.prepare(root, iteration) / SUMMARY).write_text(json.dumps(summary))
-        folders.commit(root, iteration)
+        summary = {"metrics": {"eval_count": accuracy}, "keep_best": ["eval_count", "max"]}
+        committed(root, iteration, {SUMMARY: json.dumps(summary)})
     assert main(["list", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "eval_count 0.625" in lines[2]
