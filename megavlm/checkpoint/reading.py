@@ -14,7 +14,8 @@ megatron-core and torch unpickle the descriptions (`.metadata`), each tensor, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,42 +48,43 @@ _WITHOUT = "Leave --no-fallback out to go on from an older one, or move this one
 _Found = tuple[dict[str, Any], Metadata] | UserError  # what all ranks share, or why there is none
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """The process groups in which one rank reads a record for all, in the same order on all ranks."""
-
-    groups: Sequence[dist.ProcessGroup] = ()
-
-    @classmethod
-    def of(cls, chunks: Sequence[Any]) -> Sharing:
-        """Return the groups whose ranks hold copies of parts of these chunks, the largest first."""
-        groups: dict[int, dist.ProcessGroup] = {}
-        for each in (chunk.groups for chunk in chunks):
-            for group in (each.collection.tp_dp_cp, each.dp_cp, each.collection.expt_dp, each.replicas):
-                if group is not None and group.size() > 1:
-                    groups[id(group)] = group
-        return cls(sorted(groups.values(), key=dist.ProcessGroup.size, reverse=True))
-
-    def turns(self, wanted: Iterable[Record]) -> Iterator[tuple[Record, dist.ProcessGroup | None, int]]:
-        """Yield each record with the group that needs it, or None, and the rank that reads it; ranks of a group get
-        its records in the same order.
-        """
-        left = {(record.file.name, record.start): record for record in wanted}
-        for group in self.groups:
-            needed: list[set[tuple[str, int]]] = [set()] * group.size()
-            own = {place for place, record in left.items() if record.bytes}
-            dist.all_gather_object(needed, own, group=group)
-            ranks = dist.get_process_group_ranks(group)
-            for number, place in enumerate(sorted(set.intersection(*needed))):
-                yield left.pop(place), group, ranks[number % len(ranks)]
-        for _, record in sorted(left.items()):
-            yield record, None, -1
+def sharing_groups(chunks: Sequence[Any]) -> list[dist.ProcessGroup]:
+    """Return the groups whose ranks hold copies of parts of these chunks, the largest first."""
+    groups: dict[int, dist.ProcessGroup] = {}
+    for each in (chunk.groups for chunk in chunks):
+        for group in (each.collection.tp_dp_cp, each.dp_cp, each.collection.expt_dp, each.replicas):
+            if group is not None and group.size() > 1:
+                groups[id(group)] = group
+    return sorted(groups.values(), key=dist.ProcessGroup.size, reverse=True)
 
 
-def load(state: dict[str, Any], folder: Path, sharing: Sharing) -> dict[str, Any]:
+Turn = tuple[dist.ProcessGroup | None, int]  # the group that shares what one of its ranks reads, and this rank
+
+
+def turns(wanted: Sequence[Hashable], groups: Sequence[dist.ProcessGroup]) -> list[Turn]:
+    """Return the turn of each part of files: the first group all of whose ranks need it, or no group and no rank.
+
+    Ranks of a group want what they share in the same order. What one of them needs more often than another, each reads.
+    """
+    counts, seen, keys = Counter(wanted), Counter[Hashable](), list[Any]()
+    for each in wanted:
+        keys.append((each, counts[each], seen[each]))
+        seen[each] += 1
+    found: dict[Any, Turn] = {}
+    for group in groups:
+        needed: list[set[Any]] = [set()] * group.size()
+        dist.all_gather_object(needed, set(keys) - found.keys(), group=group)
+        common, ranks = set.intersection(*needed), dist.get_process_group_ranks(group)
+        for number, key in enumerate(key for key in keys if key in common):
+            found[key] = group, ranks[number % len(ranks)]
+    return [found.get(key, (None, -1)) for key in keys]
+
+
+def load(state: dict[str, Any], folder: Path, groups: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
     """Fill a sharded state dict from a checkpoint folder and return it; every rank calls it.
 
-    Raises UserError, on all ranks, for a checkpoint that is damaged.
+    A record that all ranks of one of `groups` need is read by one of them. Raises UserError, on all ranks, for a
+    checkpoint that is damaged.
     """
 
     def describe() -> _Found:
@@ -95,7 +97,7 @@ def load(state: dict[str, Any], folder: Path, sharing: Sharing) -> dict[str, Any
     if isinstance(found, UserError):
         raise found
     common, described = found
-    patches.read_checkpoints_with(lambda path: VerifyingReader(path, described, sharing))
+    patches.read_checkpoints_with(lambda path: VerifyingReader(path, described, groups))
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(
             state, str(folder), common_strategy=_Common(common), validate_access_integrity=False
@@ -123,12 +125,14 @@ class VerifyingReader(FileSystemReader):
     Each record is read once, in the order of the file, into memory that all of them share, and verified there.
     """
 
-    def __init__(self, folder: str | Path, described: Metadata | None = None, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, described: Metadata | None = None, groups: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
         """Read the description here, if it is not given: torch would turn a UserError that a reader raises later into
         another error.
         """
         super().__init__(folder)
-        self._metadata, self._sharing = described or read_items(Path(folder)), sharing or Sharing()
+        self._metadata, self._groups = described or read_items(Path(folder)), groups
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -139,15 +143,17 @@ class VerifyingReader(FileSystemReader):
         wanted: dict[Record, list[ReadItem]] = {}
         for each in plan.items:
             wanted.setdefault(self.storage_data[each.storage_index], []).append(each)
+        records = sorted(wanted, key=lambda record: (record.file.name, record.start))
         memory = torch.empty(max((record.length for record in wanted), default=0), dtype=torch.uint8)
         received = memory.to(device := exchanged_on())
         problems: list[UserError | OSError] = []
-        for record, group, reader in self._sharing.turns(wanted):
+        order = turns([(record.file.name, record.start) for record in records], self._groups)
+        for record, (group, reader) in zip(records, order, strict=True):
             content = received[: record.bytes]
             if group is None or reader == dist.get_rank():
                 with _noted(problems):
                     content = self._read(record, memory)
-            if group is not None:
+            if group is not None and record.bytes:
                 content = content.to(device)
                 dist.broadcast(content, src=reader, group=group)
             with _noted(problems):

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
@@ -29,15 +28,13 @@ from megavlm.checkpoint.optimizer import (
     sharded_optimizer_state,
     without,
 )
-from megavlm.checkpoint.reading import Sharing
 from megavlm.checkpoint.saving import Saver
-from megavlm.checkpoint.summary import check_model, describe, read_summary
+from megavlm.checkpoint.summary import describe, read_summary
 from megavlm.config.derived import fp8_in, layer_precision
-from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.model.specs import language_config, vision_config
-from megavlm.model.vlm import HoldsWeights, VLMChunk
+from megavlm.model.vlm import VLMChunk
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.master_weights import average
@@ -119,7 +116,7 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         _prepare_histories(trained, config)
         state["fp8"] = _sharded_histories(trained)
     with _quiet():
-        loaded = reading.load(state, folder, Sharing.of(trained.chunks))
+        loaded = reading.load(state, folder, reading.sharing_groups(trained.chunks))
     common = folder / STATE
     if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
         raise UserError(f"{common} has no {' and no '.join(missing)} of a run: use another checkpoint")
@@ -139,18 +136,6 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{common} is not as a run writes it ({what:.200}): use another checkpoint") from error
     return position
-
-
-@torch.no_grad()
-def load_weights(chunks: Sequence[HoldsWeights], *, folder: Path, config: Config) -> None:
-    """Load only the parameters of a checkpoint into chunks of this layout; every rank calls it."""
-    check_model(read_summary(folder), config, folder)
-    shards = [shard for chunk in chunks for shard in chunk.shards()]
-    wanted = {str(index): shard for index, shard in enumerate(shards) if not is_adapter(shard.key)}
-    with _quiet():
-        loaded = reading.load(wanted, folder, Sharing.of(chunks))
-    for index in wanted:
-        shards[int(index)].data.copy_(loaded[index])  # a shard of another type or size is not filled in place
 
 
 def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megavlm.checkpoint.hf.pretrained import Pretrained, reads_of, refuse
-from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_reads
+from megavlm.checkpoint.hf.shared_reads import SharedFolder, read_of, shared_rows
+from megavlm.checkpoint.reading import sharing_groups
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.model.vlm import HoldsWeights
 from megavlm.model.weights import index_of, initialize, real_shape
 from megavlm.parallel.rendezvous import from_rank_0
@@ -38,11 +40,20 @@ def load_weights(
             for shard, number, real in slices
             for name, rows in reads_of(folders[number], pretrained_list[number].table[shard.key], real, index_of(shard))
         ]
-        groups = (chunk.groups.collection.tp_dp_cp, chunk.groups.dp_cp, chunk.groups.collection.expt_dp)
-        with shared_reads(reads, folders, groups, chunk.device) as shared:
-            for shard, number, real in slices:
-                folder = SharedFolder(folders[number].tensors, number, shared)
-                shard.data.copy_(pretrained_list[number].read_slice(shard.key, real, index_of(shard), folder))
+        errors: list[str] = []
+        rows = shared_rows(reads, folders, sharing_groups([chunk]), chunk.device, errors)
+        for shard, number, real in slices:
+            folder = SharedFolder(folders[number].tensors, number, rows)
+            shard.data.copy_(pretrained_list[number].read_slice(shard.key, real, index_of(shard), folder))
+        if problems := _of_all_ranks(errors):
+            raise UserError(problems[0])
+
+
+def _of_all_ranks(lines: list[str]) -> list[str]:
+    """Return the lines of all ranks, sorted."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, lines)
+    return sorted({line for each in found for line in each})
 
 
 def _provider(pretrained_list: Sequence[Pretrained], key: str) -> int | None:
@@ -60,9 +71,7 @@ def _check(
     for pretrained in pretrained_list:
         # A rank sees the shapes of its own chunks only, and all ranks must stop together. Rank 0 compares tied weights.
         problems = from_rank_0(pretrained.problems, list[str]())
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, pretrained.wrong_shapes(shapes))
         refuse(
-            [*problems, *sorted({problem for each in found for problem in each})],
+            [*problems, *_of_all_ranks(pretrained.wrong_shapes(shapes))],
             f"{pretrained.folder.path} does not hold the model that its config.json says",
         )
