@@ -386,7 +386,7 @@ EARLY = (
     "megavlm.programs.convert",
     "megavlm.programs.train",
     "megavlm.command_line.parsing",
-    "megavlm.programs.preview.collect",
+    "megavlm.programs.preview.page",
     "pretrain_vlm",
 )
 

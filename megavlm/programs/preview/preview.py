@@ -28,11 +28,10 @@ def main(argv: Sequence[str]) -> int:
         rest = ["--datasets" if is_data else "--config", *rest]
     config = _config(rest)
 
-    from megavlm.programs.preview.collect import look
     from megavlm.programs.preview.page import page
 
     names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
-    write_out("--out", options.out, page(look(config, shown=options.samples, title=f"Data of {names}")))
+    write_out("--out", options.out, page(config, most=options.samples, title=f"Data of {names}"))
     print(f"wrote {options.out}")
     return 0
 
