@@ -9,17 +9,17 @@ that is no more. So machine 0 listens, and each of the others holds one connecti
     host → guest   {"over": 75}                             as soon as any part is; null: a crash, or a lost machine
     host → guest   {"again": true, "status": 75, "reason": …}
 
-A lost machine is a closed connection; TCP's own probes find one that went away without closing. One thread: what the
-others say is read whenever the caller asks.
+A lost machine is a closed connection; TCP's own probes find one that went away without closing. A thread for each
+connection puts what comes into a queue, which is read whenever the caller asks.
 """
 
 from __future__ import annotations
 
 import json
-import selectors
+import queue
 import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -58,9 +58,9 @@ class MeetingHost:
         self._guests: dict[int, _Line] = {}
         self._members: dict[int, _Line] = {}  # the guests of the attempt that runs
         self._parts: dict[int, MachinePart] = {}
-        self._selector = selectors.DefaultSelector()
+        self._heard: Heard = queue.SimpleQueue()
         self._listener = socket.create_server(("", node.port), backlog=max(node.nodes, 16))
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def begin(self, idle: Callable[[], None]) -> int:
         """Wait until all machines are there and return the number of the attempt that begins. `idle` may raise."""
@@ -99,24 +99,25 @@ class MeetingHost:
         return decision
 
     def close(self) -> None:
-        for line in [*self._guests.values()]:
+        for line in self._guests.values():
             line.close()
-        self._listener.close()
-        self._selector.close()
+        _shut(self._listener)
+
+    def _accept(self) -> None:
+        while self._listener.fileno() >= 0:
+            with suppress(OSError):
+                _Line(self._listener.accept()[0], self._heard)
 
     def _read(self, timeout: float) -> None:
-        for key, _ in self._selector.select(timeout):
-            if key.fileobj is self._listener:
-                with suppress(OSError):
-                    connection, _ = self._listener.accept()
-                    self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
-                continue
-            line: _Line = key.data
-            messages = line.read()
-            for message in messages or ():
-                self._hear(line, message)
-            if messages is None:
-                self._lose(line)
+        """Take all that has been said; wait so many seconds for the first."""
+        with suppress(queue.Empty):
+            while True:
+                line, message = self._heard.get(timeout=timeout)
+                timeout = 0.0
+                if message is None:
+                    self._lose(line)
+                else:
+                    self._hear(line, message)
 
     def _hear(self, line: _Line, message: Mapping[str, Any]) -> None:
         if "node" in message:
@@ -135,8 +136,6 @@ class MeetingHost:
                     self._note(number, MachinePart(message["ended"], gone=bool(message["leaves"])))
 
     def _lose(self, line: _Line) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(line.connection)
         line.close()
         for number, each in list(self._guests.items()):
             if each is line:
@@ -167,7 +166,7 @@ class Guest:
         self._node = node
         self._hello = {"node": node.number, "nodes": node.nodes, "job": job}
         self._line: _Line | None = None
-        self._heard: deque[dict[str, Any]] = deque()  # a decision and the next beginning may come together
+        self._heard: Heard = queue.SimpleQueue()
         self._over: tuple[int | None] | None = None
 
     def begin(self, idle: Callable[[], None]) -> int:
@@ -201,7 +200,7 @@ class Guest:
         """Say how this machine's part ended, and return the decision for all, which machine 0 takes."""
         if self._line is not None:
             self._line.write({"ended": own.status, "leaves": own.gone})
-        while self._line is not None or self._heard:
+        while self._line is not None:
             message = self._next(0.5)
             if "again" in message:
                 return Decision(**message)
@@ -211,58 +210,58 @@ class Guest:
         if self._line is not None:
             self._line.close()
 
-    def _next(self, timeout: float) -> dict[str, Any]:
+    def _next(self, timeout: float) -> Mapping[str, Any]:
         """Return the next message of machine 0, empty if none has come; drop a connection that it closed."""
-        if not self._heard and self._line is not None:
-            messages = self._line.read(timeout)
-            if messages is None:
-                self._line.close()
-                self._line = None
-            self._heard.extend(messages or [])
-        elif not self._heard:
-            time.sleep(timeout)
-        return self._heard.popleft() if self._heard else {}
+        try:
+            line, message = self._heard.get(timeout=timeout)
+        except queue.Empty:
+            return {}
+        if message is None and line is self._line:
+            line.close()
+            self._line = None
+        return message or {}
 
     def _connect(self) -> None:
         with suppress(OSError):  # not there yet, or its name is not known yet
-            self._line = _Line(socket.create_connection((self._node.address, self._node.port), timeout=5.0))
+            connection = socket.create_connection((self._node.address, self._node.port), timeout=5.0)
+            self._line = _Line(connection, self._heard)
             self._line.write(self._hello)
-            self._heard.clear()
 
 
 class _Line:
-    """A connection on which each line is a JSON object."""
+    """A connection on which each line is a JSON object. Each is put into `heard`; None, once the other side has closed
+    the connection or does not speak JSON.
+    """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._rest = b""
-        connection.settimeout(5.0)
+    def __init__(self, connection: socket.socket, heard: Heard) -> None:
+        self._connection, self._heard = connection, heard
+        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", _PROBE / 2), ("TCP_KEEPINTVL", _PROBE / 6), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):  # Linux has them all
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), int(seconds))
+        for option, seconds in ((socket.TCP_KEEPIDLE, _PROBE / 2), (socket.TCP_KEEPINTVL, _PROBE / 6)):
+            connection.setsockopt(socket.IPPROTO_TCP, option, int(seconds))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def read(self, timeout: float = 0.0) -> list[dict[str, Any]] | None:
-        """Return what has come; None if the other side closed the connection or does not speak JSON."""
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.connection, selectors.EVENT_READ)
-                if not selector.select(timeout):
-                    return []
-            received = self.connection.recv(65_536)
-            if not received:
-                return None
-            *lines, self._rest = (self._rest + received).split(b"\n")
-            messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
-            return None
-        return messages if len(self._rest) < 65_536 and all(isinstance(each, dict) for each in messages) else None
+    def _listen(self) -> None:
+        with suppress(OSError, ValueError, TypeError), self._connection.makefile("rb") as lines:
+            while line := lines.readline(65_536):
+                self._heard.put((self, dict(json.loads(line))))
+        self._heard.put((self, None))
 
     def write(self, message: Mapping[str, Any]) -> None:
         """Send a message; what cannot be sent shows when the other side is read."""
         with suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.connection.close()
+        _shut(self._connection)
+
+
+Heard = queue.SimpleQueue[tuple[_Line, Mapping[str, Any] | None]]
+
+
+def _shut(connection: socket.socket) -> None:
+    """Close a socket that a thread waits for, which then goes on."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

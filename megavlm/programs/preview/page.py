@@ -122,6 +122,7 @@ def _samples(source: FilesSource, usable: Sequence[EncodedRecord], most: int) ->
             try:
                 found.extend(list(_in_full(source, record))[: most - len(found)])
             except BadSample as error:
+                assert record.sample_id is not None
                 bad.append(source.skipped(record.sample_id, error))
     return found, bad
 
