@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.errors import UserError
 from megavlm.programs.charts import duration
-from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, history_of, records_of
-from megavlm.resilience.events import events
+from megavlm.programs.history import ASKED, CAUSES, TRAINING, History, devices_of, past_of
 
 KILLED = "killed"
 
@@ -24,12 +22,7 @@ KILLED = "killed"
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 an argument is wrong (reported in one line)."""
     given = _parser().parse_args(argv)
-    summaries = []
-    for run in given.runs:
-        history = history_of(events(run), records_of(run))
-        if history is None:
-            raise UserError(f"{run} has no events.jsonl that says when a run started: name the folder of a run")
-        summaries.append(summary(run.resolve().name, history))
+    summaries = [summary(run.resolve().name, past_of(run)) for run in given.runs]
     if given.json:
         print(json.dumps({"runs": summaries}, indent=2))
     else:

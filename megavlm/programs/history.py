@@ -16,7 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megavlm.resilience.events import json_lines
+from megavlm.errors import UserError
+from megavlm.resilience.events import events, json_lines
 
 TRAINING = "training"
 DATA = "data"
@@ -51,7 +52,7 @@ CAUSES = {
 _ENDS = ("hang", "failure", "stop", "finish")
 ASKED = ("stop", "finish")  # ends before which the run saved
 _NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events at the end of what they cost between steps
-_NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
+NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
 
 
 Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds since 1970
@@ -122,12 +123,12 @@ class History:
         return sum(self.seconds.get(cause, 0.0) for cause in (TRAINING, DATA, SLOW)) / self.wall
 
 
-def history_of(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> History | None:
-    """Return what a run's time went to; None if its events have no start, or no time has passed since.
+def history_of(happened: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> History | None:
+    """Return what a run's time went to; None if no event is its start, or no time has passed since.
 
-    `records` are the lines of metrics.jsonl. Those without a time are not counted.
+    `happened` are its events, and `records` the lines of metrics.jsonl. Those without a time are not counted.
     """
-    dated = [(_time(event), event) for event in events]
+    dated = [(_time(event), event) for event in happened]
     moments = sorted(((time, event) for time, event in dated if time is not None), key=lambda moment: moment[0])
     steps = _steps(records)
     attempts = _attempts(moments, steps)
@@ -140,6 +141,14 @@ def history_of(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[st
     ledger.fill(attempts[-1].until, OTHER)
     spent = {cause: ledger.spent[cause] for cause in CAUSES if ledger.spent[cause]}
     return History(attempts[0].began, spent, tuple(attempts))
+
+
+def past_of(run_dir: Path) -> History:
+    """Return what the time of a run went to. Raises UserError for a folder without events of a run."""
+    past = history_of(events(run_dir), records_of(run_dir))
+    if past is None:
+        raise UserError(f"{run_dir} has no events.jsonl that says when a run started: name the folder of a run")
+    return past
 
 
 def _attempts(moments: Sequence[Moment], steps: Sequence[PastStep]) -> list[PastAttempt]:
@@ -246,7 +255,7 @@ def _slow(records: Sequence[Mapping[str, Any]]) -> list[int]:
         if "slowest_rank_excess" not in record:
             continue
         excess, own = _number(record["slowest_rank_excess"]), _micro(record.get("slowest_rank_s"))
-        extra = int(own * excess / (1 + excess)) if excess > _NOTABLE else 0
+        extra = int(own * excess / (1 + excess)) if excess > NOTABLE else 0
         in_data = record.get("slowest_rank_phase") == "data"
         for step in records[len(found) : place + 1]:
             found.append(max(0, extra - (_micro(step.get("data_time_s")) if in_data else 0)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.program import program
 from megavlm.programs import history
-from megavlm.programs.history import History, history_of, moment_of, records_of
+from megavlm.programs.history import NOTABLE, History, moment_of, past_of, records_of
 from megavlm.resilience import phases
 from megavlm.resilience.events import events
 from megavlm.resilience.status import read_status
@@ -35,10 +34,9 @@ def main(argv: Sequence[str]) -> int:
         print(start)
     if not steps:
         return 0
-    past = history_of(happened, steps)
-    if past is not None:
-        print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into training ({len(steps)} iterations)")
-    found = findings(steps, past, happened)
+    past = past_of(run_dir)
+    print(f"{past.goodput:.1%} of {past.wall:,.0f} s went into training ({len(steps)} iterations)")
+    found = findings(past, steps, happened)
     print("\n".join(str(each) for each in found) if found else "nothing takes as much as 2 % of the time")
     return 0
 
@@ -97,79 +95,31 @@ def _parts(seconds: Any) -> str:
     return ", ".join(f"{phases.PARTS[part]} for {known[part]:,.1f} s" for part in longest if known[part] > least)
 
 
-def findings(
-    records: Sequence[Mapping[str, Any]], past: History | None, events: Sequence[Mapping[str, Any]]
-) -> list[Finding]:
-    """Return what takes time from training, most first; `past` is the run's `history_of`."""
-    found = [*_in_steps(records), *(_between_steps(past, events) if past is not None else [])]
-    return sorted((each for each in found if each.share >= _LEAST), key=lambda each: -each.share)
-
-
-def _in_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return what takes time from the steps: data, the pipeline, communication, a slow rank, skipped steps."""
-    steps = [record for record in records if _number(record.get("step_time_s")) > 0][1:]  # the first one warms up
-    if not steps:
-        return []
-    total = sum(_number(record["step_time_s"]) for record in steps)
-    spent = [record["phase_seconds"] for record in steps if isinstance(record.get("phase_seconds"), Mapping)]
-
-    def phase(name: str) -> float:
-        mean = statistics.mean(_number(each.get(name)) for each in spent) if spent else 0.0
-        return mean * len(steps) / total
-
-    return [
-        Finding(
-            sum(_number(record.get("data_time_s")) for record in steps) / total,
-            "the ranks wait for data",
-            f"raise --num-workers; see what samples cost with {program('preview')}",
-        ),
-        Finding(
-            phase(phases.PIPELINE),
-            "pipeline stages wait for one another (the bubble, or uneven stages)",
-            f"raise --global-batch-size or --vpp, lower --pp, or let {program('plan')} cut the stages",
-        ),
-        Finding(
-            phase(phases.COMMUNICATION),
-            "ranks wait for gradients and sums of other ranks",
-            "keep --overlap-grad-reduce on, raise --global-batch-size, or look at the slowest rank",
-        ),
-        Finding(
-            sum(_number(record["step_time_s"]) for record in steps if record.get("updated") is False) / total,
-            "steps are skipped (overflow or bad numbers)",
-            "lower --lr; look at grad_norm and loss",
-        ),
-        *_slow_rank(steps),
-    ]
-
-
-def _slow_rank(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    said = [record for record in steps if "slowest_rank" in record]
-    slow = [record for record in said if isinstance(record.get("slow"), str)]
-    if not slow or 2 * len(slow) <= len(said):
-        return []
-    (rank, phase), times = Counter(
-        (str(record["slowest_rank"]), str(record.get("slowest_rank_phase"))) for record in slow
-    ).most_common(1)[0]
-    if 2 * times <= len(slow):
-        return []
-    shares = []
-    for record in slow:
-        own, excess = _number(record.get("slowest_rank_s")), _number(record.get("slowest_rank_excess"))
-        shares.append(min(1.0, own * excess / (1 + excess) / _number(record["step_time_s"])))
-    where = "replace its node" if phase != phases.DATA else "look at its data workers and its storage"
-    what = f"rank {rank} is slower than the others in {phase} ({times} of {len(said)} reports), and they wait for it"
-    return [Finding(statistics.mean(shares), what, f"{where}; {program('doctor')} checks a machine")]
-
-
-def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return what takes time between steps: saves, restarts, hangs, rewinds, validation."""
+def findings(past: History, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what takes time from training, most first; `past` is the history of these records and events."""
     times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
     hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
     seconds = defaultdict(float, past.seconds)
     # The first start is no restart.
     starting = (seconds[history.START] + seconds[history.LOAD]) * past.restarts / (past.restarts + 1)
     seconds[history.DOWNTIME] += starting
+    for phase in (phases.PIPELINE, phases.COMMUNICATION):
+        seconds[phase] = _mean_of_phase(phase, records) * len(records)
     causes = {
+        history.DATA: (
+            "the ranks wait for data",
+            f"raise --num-workers; see what samples cost with {program('preview')}",
+        ),
+        phases.PIPELINE: (
+            "pipeline stages wait for one another (the bubble, or uneven stages)",
+            f"raise --global-batch-size or --vpp, lower --pp, or let {program('plan')} cut the stages",
+        ),
+        phases.COMMUNICATION: (
+            "ranks wait for gradients and sums of other ranks",
+            "keep --overlap-grad-reduce on, raise --global-batch-size, or look at the slowest rank",
+        ),
+        history.SLOW: _slow_rank(records),
+        history.SKIPPED: ("steps are skipped (overflow or bad numbers)", "lower --lr; look at grad_norm and loss"),
         history.SAVES: ("the run stands still while it saves", "raise --save-interval"),
         history.LOST: (f"steps after the last checkpoint were lost ({times})", "lower --save-interval"),
         history.DOWNTIME: (f"starting again ({times})", "see RUN_DIR/events.jsonl for the reasons"),
@@ -184,7 +134,25 @@ def _between_steps(past: History, events: Sequence[Mapping[str, Any]]) -> list[F
         history.VALIDATION: ("validation", "raise --eval-interval, or lower --eval-iters"),
         history.OTHER: ("logging and all else between steps", "look at the file system of RUN_DIR"),
     }
-    return [Finding(seconds[cause] / past.wall, what, remedy) for cause, (what, remedy) in causes.items()]
+    found = [Finding(seconds[cause] / past.wall, what, remedy) for cause, (what, remedy) in causes.items()]
+    return sorted((each for each in found if each.share >= _LEAST), key=lambda each: -each.share)
+
+
+def _mean_of_phase(phase: str, records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of a step that go into a phase, in the mean of the records that tell."""
+    told = [record["phase_seconds"] for record in records if isinstance(record.get("phase_seconds"), Mapping)]
+    return sum(_number(each.get(phase)) for each in told) / max(len(told), 1)
+
+
+def _slow_rank(records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return words on the rank that most reports name, and where to look."""
+    slow = [record for record in records if _number(record.get("slowest_rank_excess")) > NOTABLE]
+    counts = Counter((record.get("slowest_rank"), record.get("slowest_rank_phase")) for record in slow)
+    ((rank, phase), times), *_ = [*counts.most_common(1), ((None, None), 0)]
+    who = f"rank {rank} is slower than the others in {phase}" if 2 * times > len(slow) else "now one rank, now another"
+    where = "look at its data workers and its storage" if phase == phases.DATA else "replace its node"
+    what = f"{who} ({times} of {len(slow)} reports), and the others wait for it"
+    return what, f"{where}; {program('doctor')} checks a machine"
 
 
 def _number(value: Any) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megavlm.programs.history import history_of
-from megavlm.programs.why import findings, main, start_line
+from megavlm.programs.why import Finding, findings, main, start_line
 
 BEGIN = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -33,7 +33,13 @@ def steps(number: int, seconds: float = 1.0, begin: float = 0.0, **more: Any) ->
     ]
 
 
-SLOW = {"slowest_rank": 5, "slow": "x", "slowest_rank_excess": 2.0, "slowest_rank_s": 0.9}
+def found_in(records: list[dict[str, Any]], happened: list[dict[str, Any]]) -> list[Finding]:
+    past = history_of(happened, records)
+    assert past is not None
+    return findings(past, records, happened)
+
+
+SLOW = {"slowest_rank": 5, "slowest_rank_excess": 2.0, "slowest_rank_s": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ SLOW = {"slowest_rank": 5, "slow": "x", "slowest_rank_excess": 2.0, "slowest_ran
     ],
 )
 def test_the_first_finding_names_the_cause_and_an_option(changed, words: str, option: str):
-    first = findings(steps(10, **changed), None, [])[0]
+    first = found_in(steps(10, **changed), [event(0, "start")])[0]
     assert words in first.what
     assert option in first.remedy
 
@@ -111,7 +117,7 @@ def test_what_lies_between_steps_is_found_in_the_history():
     records[10] |= {"iteration": 11, "save_stall_s": 50.0}
     for place in range(11, 20):
         records[place]["iteration"] = place + 1
-    found = findings(records, history_of(happened, records), happened)
+    found = found_in(records, happened)
     shares = {each.remedy: round(each.share, 2) for each in found}
     assert shares == {
         "raise --save-interval": (50 + 12) / 200,  # the stall, and the last save
@@ -122,13 +128,13 @@ def test_what_lies_between_steps_is_found_in_the_history():
 
 
 def test_a_run_without_trouble_has_no_finding():
-    assert findings(steps(10), None, []) == []
+    assert found_in(steps(10), [event(0, "start")]) == []
 
 
 def test_it_says_what_takes_time_and_which_option_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    steps = [{"iteration": i, "step_time_s": 1.0, "data_time_s": 0.5, "updated": True} for i in range(1, 11)]
-    lines = [json.dumps(step) for step in steps]
+    lines = [json.dumps(step) for step in steps(10, data_time_s=0.5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "[" * 100_000, "torn {"]))
+    (tmp_path / "events.jsonl").write_text(json.dumps(event(0, "start")) + "\n")
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "50.0%  the ranks wait for data" in said
