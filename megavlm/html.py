@@ -14,7 +14,17 @@ from PIL import Image
 
 _QUALITY = 80  # of a JPEG
 _TINY = 128  # pixels of the longer side up to which a picture is a PNG, which browsers enlarge without blurring
-COLOURS = 12  # --source-0 and so on of page.css
+_COLOURS = 12  # --source-0 and so on of page.css
+
+
+def colour(place: int) -> str:
+    """Return the colour of what has this place on a page, as CSS."""
+    return f"var(--source-{place % _COLOURS})"
+
+
+def dot(place: int) -> str:
+    """Return a dot in the colour of what has this place on a page."""
+    return f'<i class="dot" style="background:{colour(place)}"></i>'
 
 
 def document(title: str, body: Iterable[str]) -> str:

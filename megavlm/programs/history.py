@@ -7,7 +7,6 @@ its step ended; the event `start` says how many records of lost steps the attemp
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +51,7 @@ CAUSES = {
 _ENDS = ("hang", "failure", "stop", "finish")
 ASKED = ("stop", "finish")  # ends before which the run saved
 _NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events at the end of what they cost between steps
+_LARGEST = 1e15  # larger values of a file are taken for damage
 NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
 
 
@@ -254,7 +254,7 @@ def _slow(records: Sequence[Mapping[str, Any]]) -> list[int]:
     for place, record in enumerate(records):
         if "slowest_rank_excess" not in record:
             continue
-        excess, own = _number(record["slowest_rank_excess"]), _micro(record.get("slowest_rank_s"))
+        excess, own = number(record["slowest_rank_excess"]) or 0.0, _micro(record.get("slowest_rank_s"))
         extra = int(own * excess / (1 + excess)) if excess > NOTABLE else 0
         in_data = record.get("slowest_rank_phase") == "data"
         for step in records[len(found) : place + 1]:
@@ -278,12 +278,12 @@ def moment_of(event: Mapping[str, Any]) -> float | None:
 
 def _micro(seconds: Any) -> int:
     """Return seconds as microseconds; 0 for what is no duration."""
-    return round(_number(seconds) * 1e6)
+    return round(max(number(seconds) or 0.0, 0.0) * 1e6)
 
 
-def _number(value: Any) -> float:
-    """Return a positive number, at most 1e9; 0 for all else."""
-    return float(min(value, 1e9)) if isinstance(value, int | float) and 0 < value < math.inf else 0.0
+def number(value: object) -> float | None:
+    """Return a value of a file as a finite number of a sane size; None for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 class Ledger:

@@ -23,17 +23,16 @@ from megavlm.config.messages import several
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.html import COLOURS, document, section, table
+from megavlm.html import colour, document, dot, section, table
 from megavlm.json_files import read_json
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
 from megavlm.programs.charts import Line, Point, chart, duration, short
-from megavlm.programs.history import devices_of, records_of
+from megavlm.programs.history import devices_of, number, records_of
 from megavlm.resilience.events import events
 from megavlm.rules.load import from_yaml_file
 
 _ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
-_LARGEST = 1e15  # larger values of a file are taken for damage
 _WARM_UP = 2  # first steps, which are slower and count for no rate
 _NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
 
@@ -104,11 +103,6 @@ class RunRecord:
         return sorted(name for name in names if tag_of(name).startswith("validation/") and self.values(name))
 
 
-def number(value: object) -> float | None:
-    """Return a value of a file as a finite number of a sane size; None for anything else."""
-    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
-
-
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder. Raises UserError if it has no metrics."""
     records = [record for record in records_of(folder) if number(record.get("iteration")) is not None]
@@ -162,11 +156,6 @@ def page(runs: Sequence[RunRecord]) -> str:
     return document(f"Report on {title}", body)
 
 
-def colour(place: int) -> str:
-    """Return the colour of a run, by its place on the page."""
-    return f"var(--source-{place % COLOURS})"
-
-
 def _share(value: float) -> str:
     return f"{value:.1%}"
 
@@ -190,8 +179,7 @@ def _overview(runs: Sequence[RunRecord]) -> str:
 def _name(place: int, run: RunRecord) -> str:
     devices = devices_of(run.starts)
     ranks = f"{devices:,} × " if devices else ""
-    dot = f'<i class="dot" style="background:{colour(place)}"></i>'
-    return f"{dot}{escape(run.name)}<small>{ranks}{escape(run.device)}</small>"
+    return f"{dot(place)}{escape(run.name)}<small>{ranks}{escape(run.device)}</small>"
 
 
 def _figures(run: RunRecord) -> list[str]:

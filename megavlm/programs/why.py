@@ -14,7 +14,7 @@ from megavlm.command_line.commands import Parser, reported
 from megavlm.errors import UserError
 from megavlm.program import program
 from megavlm.programs import history
-from megavlm.programs.history import NOTABLE, History, moment_of, past_of, records_of
+from megavlm.programs.history import NOTABLE, History, moment_of, number, past_of, records_of
 from megavlm.resilience import phases
 from megavlm.resilience.events import events
 from megavlm.resilience.status import read_status
@@ -155,5 +155,5 @@ def _slow_rank(records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return what, f"{where}; {program('doctor')} checks a machine"
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and value == value else 0.0
+def _number(value: object) -> float:
+    return number(value) or 0.0

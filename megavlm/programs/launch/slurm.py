@@ -35,6 +35,11 @@ def launch(given: argparse.Namespace, more: Sequence[str], flags: tuple[str, ...
     if given.dry_run:
         print(command)
         return 0
+    return submit(command)
+
+
+def submit(command: Command) -> int:
+    """Run sbatch; return its exit status. Raises UserError where there is none."""
     try:
         return subprocess.run(command.words, env={**os.environ, **command.environment}, check=False).returncode
     except FileNotFoundError:

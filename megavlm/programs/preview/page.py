@@ -18,7 +18,7 @@ from megavlm.data.sampler import bins_of
 from megavlm.data.streaming import files_source
 from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
 from megavlm.errors import UserError
-from megavlm.html import COLOURS, document, facts, picture, section, table
+from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.inputs.processor import Processor
 from megavlm.rules.defaults import resolve
@@ -74,15 +74,11 @@ def _facts(config: Config, source: FilesSource, usable: Sequence[EncodedRecord])
     )
 
 
-def _dot(source: int) -> str:
-    return f'<i class="dot" style="background:var(--source-{source % COLOURS})"></i>'
-
-
 def _sources(source: FilesSource, read: int) -> str:
     drawn = Counter(source.order.record(number).source for number in range(read))
     rows = (
         (
-            f"{_dot(number)}{escape(each.name)}",
+            f"{dot(number)}{escape(each.name)}",
             "stream" if each.records is None else f"{each.records:,}",
             f"{each.share or 0.0:.1%}",
             f"{drawn[number] / max(read, 1):.1%}",
@@ -144,7 +140,7 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> Iterator[str]:
             decode=source.tokenizer.decode,
         )
         yield (
-            f"<article><h3>{_dot(index)}{escape(label + piece)} "
+            f"<article><h3>{dot(index)}{escape(label + piece)} "
             f"<span>{escape(source.names[index])} · {len(sample):,} tokens</span>{nothing}</h3>"
             f'{f"<div class=images>{images}</div>" if images else ""}<div class="text">{text}</div></article>'
         )

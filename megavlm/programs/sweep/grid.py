@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megavlm.config.messages import did_you_mean, plain, shown
+from megavlm.config.option import AT_LEAST_1, option
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.programs.configuration import configured
+from megavlm.rules.fields import record_of
 from megavlm.rules.load import read_yaml
 
 _MOST = 1000  # variants; SLURM's own limit of an array (MaxArraySize) is 1001 by default
@@ -34,19 +35,25 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridOptions:
+    """The keys of a grid file that are plain values."""
+
+    run_dir: str = option("", "Folder in which each variant has a folder of its own.")
+    nodes: int = option(1, "Machines of a variant.", valid=AT_LEAST_1)
+    processes: int = option(1, "Processes of each machine.", valid=AT_LEAST_1)
+    seeds: tuple[int, ...] = option((), "Seeds, with each of which every variant trains.")
+    metric: str = option("loss", "Key of metrics.jsonl that is compared.")
+    mode: Literal["min", "max"] = option("min", "Which value of the metric is best.")
+    average_last: int = option(1, "Records at the end that are averaged.", valid=AT_LEAST_1)
+
+
+@dataclass(frozen=True)
+class Grid(GridOptions):
     """What a grid file says. Its keys are the names of these fields."""
 
-    run_dir: str
     flags: tuple[str, ...] = ()
-    nodes: int = 1
-    processes: int = 1  # of each node
-    product: Mapping[str, Sequence[Any]] | None = None
-    list: Sequence[Mapping[str, Any]] | None = None
-    seeds: Sequence[int] = ()
-    metric: str = "loss"
-    mode: str = "min"
-    average_last: int = 1
+    product: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    list: Sequence[Mapping[str, Any]] = ({},)
 
     @property
     def world(self) -> int:
@@ -58,53 +65,24 @@ def read_grid(path: Path) -> Grid:
     data = read_yaml(path, what="grid")
     if not isinstance(data, Mapping):
         raise UserError(f"grid {plain(str(path))} is no mapping: write `run_dir: …`, and `product:` or `list:`")
-    known = [field.name for field in fields(Grid)]
-    for key in data:
-        if key not in known and hasattr(Config(), str(key)):
-            raise UserError(
-                f"grid {plain(str(path))} has options of a run: write `flags: --config {path}` and `product:`"
-            )
-        if key not in known:
-            hint = did_you_mean(str(key), known) or f": it may have {', '.join(known)}"
-            raise UserError(f"grid has no {plain(str(key))}{hint}")
-    values = {**data, "flags": _words(data.get("flags", ()))}
-    for key, fits, what in _KINDS:
-        if (value := values.get(key)) is not None and not fits(value):
-            raise UserError(f"grid: {key} must be {what}, got {shown(value)}")
-    if "://" in str(values.get("run_dir", "")):
-        raise UserError(f"grid: run_dir {values['run_dir']} is no folder: mount the storage, and name the folder there")
-    if "run_dir" not in values:
-        raise UserError("grid has no run_dir: the variants train in folders of it")
-    varied = [key for each in (values.get("product") or {}, *(values.get("list") or ())) for key in each]
-    words = [word.partition("=")[0] for word in (*values["flags"], *(f"--{str(key).lstrip('-')}" for key in varied))]
+    known = [each.name for each in fields(Grid)]
+    if unknown := next((str(key) for key in data if key not in known), None):
+        hint = did_you_mean(unknown, known) or f": it may have {', '.join(known)}"
+        raise UserError(f"grid has no {plain(unknown)}{hint}")
+    own = {each.name for each in fields(GridOptions)}
+    plain_values = record_of(GridOptions, {key: data[key] for key in data if key in own}, name="grid")
+    axes, entries, flags = data.get("product", {}), data.get("list", [{}]), _words(data.get("flags", ()))
+    if not (isinstance(axes, Mapping) and all(isinstance(values, list) and values for values in axes.values())):
+        raise UserError(f"grid: product must be options with lists of values, got {shown(axes)}")
+    if not (isinstance(entries, list) and entries and all(isinstance(each, Mapping) for each in entries)):
+        raise UserError(f"grid: list must be a list of options with values, got {shown(entries)}")
+    if not plain_values.run_dir or "://" in plain_values.run_dir:
+        raise UserError("grid: run_dir must be a folder of this machine, in which the variants train")
+    varied = [str(key).lstrip("-") for each in (axes, *entries) for key in each]
+    words = [word.partition("=")[0] for word in (*flags, *(f"--{key}" for key in varied))]
     if {"--run-dir", "--run.run-dir", "run.run-dir"} & {word.replace("_", "-") for word in words}:
         raise UserError("grid: it sets --run-dir: each variant has a folder of its own in run_dir")
-    return Grid(**{key: value for key, value in values.items() if value is not None})
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
-_KINDS = (
-    ("run_dir", lambda value: isinstance(value, str) and value, "a folder"),
-    ("nodes", _is_count, "a number from 1"),
-    ("processes", _is_count, "a number from 1"),
-    ("average_last", _is_count, "a number of records from 1"),
-    (
-        "product",
-        lambda v: isinstance(v, Mapping) and v and all(map(_is_list, v.values())),
-        "options with lists of values",
-    ),
-    ("list", lambda v: _is_list(v) and all(isinstance(each, Mapping) for each in v), "a list of options with values"),
-    ("seeds", lambda v: _is_list(v) and all(isinstance(each, int) for each in v), "a list of whole numbers"),
-    ("metric", lambda value: isinstance(value, str), "a key of metrics.jsonl"),
-    ("mode", lambda value: value in ("min", "max"), "min or max"),
-)
+    return Grid(**vars(plain_values), flags=flags, product=axes, list=entries)
 
 
 def variants_of(grid: Grid) -> list[Variant]:
@@ -112,7 +90,7 @@ def variants_of(grid: Grid) -> list[Variant]:
 
     Raises UserError for names that are equal, and for too many variants.
     """
-    number = math.prod(map(len, (grid.product or {}).values())) * len(grid.list or [{}]) * len(grid.seeds or [0])
+    number = math.prod(map(len, grid.product.values())) * len(grid.list) * len(grid.seeds or [0])
     if number > _MOST:
         raise UserError(f"grid: {number} variants are more than {_MOST}: vary fewer options")
     found = list(_variants(grid))
@@ -123,13 +101,12 @@ def variants_of(grid: Grid) -> list[Variant]:
 
 
 def _variants(grid: Grid) -> Iterator[Variant]:
-    axes = grid.product or {}
     seeds: Sequence[int | None] = grid.seeds or (None,)
-    for entry in grid.list or [{}]:
+    for entry in grid.list:
         named = str(entry["name"]) if "name" in entry else None
         own = {key: value for key, value in entry.items() if key != "name"}
-        for combination in product(*axes.values()):
-            varied = {**own, **dict(zip(axes, combination, strict=True))}
+        for combination in product(*grid.product.values()):
+            varied = {**own, **dict(zip(grid.product, combination, strict=True))}
             parts = [f"{key}-{_text(value)}" for key, value in varied.items() if named is None or key not in own]
             group = _file_name("_".join([*([named] if named else []), *parts]) or "base")
             for seed in seeds:
@@ -182,14 +159,7 @@ def _text(value: Any) -> str:
         return "+".join(map(_text, value))
     if isinstance(value, bool):
         return "on" if value else "off"
-    text = "none" if value is None else str(value)
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        raise UserError(f"grid: {shown(text)} is no text: it has half of a character") from None
-    if "\0" in text:
-        raise UserError(f"grid: {shown(text)} has a NUL, which no option can have")
-    return text
+    return "none" if value is None else str(value)
 
 
 def _file_name(text: str) -> str:

@@ -8,29 +8,25 @@ a table, RUN_DIR/sweep.tsv.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from megavlm.command_line.commands import Parser, reported
 from megavlm.config.messages import aligned
 from megavlm.errors import UserError
-from megavlm.programs.history import records_of
+from megavlm.programs.history import number, records_of
+from megavlm.programs.launch import slurm
 from megavlm.programs.launch.checks import check_job, read_profile
 from megavlm.programs.launch.job import Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
 from megavlm.programs.sweep.training import (
     array_command,
     note_flags,
-    refuse_second,
     run_dir_of,
     state_of,
-    submit_array,
     to_train,
     train_here,
     write_flags,
@@ -83,9 +79,8 @@ def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting:
     """Train or submit the variants that wait; return the exit status."""
     if options.on == "local":
         return train_here(grid, waiting, parallel=options.parallel or 1, say=lambda line: print(line, flush=True))
-    refuse_second(grid)
     write_flags(grid, waiting)
-    return submit_array(grid, _command(options, more, grid, waiting), dict(os.environ))
+    return slurm.submit(_command(options, more, grid, waiting))
 
 
 def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> Command:
@@ -161,9 +156,9 @@ def _row(grid: Grid, group: str, variants: Sequence[Variant]) -> Row:
     for variant in variants:
         records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
         reached.append(records[-1]["iteration"] if records else 0)
-        if metric := [float(each[grid.metric]) for each in records if _is_finite(each.get(grid.metric))]:
+        if metric := [value for each in records if (value := number(each.get(grid.metric))) is not None]:
             values.append(statistics.fmean(metric[-grid.average_last :]))
-        if speeds := [rate for each in records[1:] if _is_finite(rate := each.get("tokens_per_second")) and rate]:
+        if speeds := [rate for each in records[1:] if (rate := number(each.get("tokens_per_second")))]:
             rates.append(statistics.median(speeds))
     return Row(
         group=group,
@@ -194,7 +189,3 @@ def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
         cells += ["" if value is None else f"{value:.5g}" for value in numbers]
         table.append([*cells, "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"])
     return table
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # NaN is not

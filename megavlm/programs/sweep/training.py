@@ -9,8 +9,9 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
+import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -21,16 +22,13 @@ from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
 from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
-from megavlm.programs.launch.job import SIGNALS, Command, Job, read_exit
-from megavlm.programs.launch.local import free_port
-from megavlm.programs.launch.local import specification as local_commands
+from megavlm.programs.launch.job import SIGNALS, Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant
 from megavlm.resilience.status import STOPPED, read_status
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
 _ALIVE = 30.0  # seconds: a run touches its lock every five
 _FILE = "sweep.json"
-_FLAGS, _JOB = "array", "array.job"
 
 
 def run_dir_of(variant: Variant) -> Path:
@@ -113,20 +111,14 @@ class Runs:
         """Train a variant to its end; return the exit status of the run, None if it was not started."""
         if self.stopping:
             return None
-        slot = self._slots.get()
-        run_dir = run_dir_of(variant)
+        slot, run_dir = self._slots.get(), run_dir_of(variant)
+        words = ("launch", "local", "--gpus-per-node", str(self._processes), "--", *variant.flags)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output,
-            ):
-                exit_file = Path(folder) / "exit"
-                job = Job(1, self._processes, variant.flags)
-                (command,) = local_commands(job, port=free_port(), exit_file=exit_file)
+            with open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output:
                 started = subprocess.Popen(
-                    command.words,
-                    env={**os.environ, **command.environment, **self._devices(slot)},
+                    (sys.executable, "-m", "megavlm", *words),
+                    env={**os.environ, **self._devices(slot)},
                     stdout=output,
                     stderr=output,
                     stdin=subprocess.DEVNULL,
@@ -135,8 +127,7 @@ class Runs:
                 self._running.add(started)
                 status = started.wait()
                 self._running.discard(started)
-                ended = read_exit(exit_file)
-                return status if ended is None else ended
+                return status
         finally:
             self._slots.put(slot)
 
@@ -188,42 +179,19 @@ def array_command(
     folder = Path(grid.run_dir)
     at_once = f"%{parallel}" if parallel else ""
     printed = f"{str(folder).replace('%', '%%')}/%A_%a.out"
-    array = [f"--array=0-{len(variants) - 1}{at_once}", f"--output={printed}", "--parsable"]
+    array = [f"--array=0-{len(variants) - 1}{at_once}", f"--output={printed}"]
     job = Job(grid.nodes, grid.processes, ())
     command = slurm.specification(job, [*array, *options], profile=profile, image=image)
-    return replace(command, environment={**command.environment, "MEGAVLM_ARRAY": str(folder / _FLAGS)})
+    return replace(command, environment={**command.environment, "MEGAVLM_ARRAY": str(flags_folder(grid, variants))})
+
+
+def flags_folder(grid: Grid, variants: Sequence[Variant]) -> Path:
+    """Return the folder of the flags of an array of these variants; another array, which may wait, has another."""
+    return Path(grid.run_dir) / "array" / f"{zlib.crc32(repr(variants).encode()):08x}"
 
 
 def write_flags(grid: Grid, variants: Sequence[Variant]) -> None:
     """Write the flags of each task to a file named by its number, each followed by a NUL, which no flag can have."""
     for number, variant in enumerate(variants):
-        write_whole(Path(grid.run_dir) / _FLAGS / str(number), b"".join(os.fsencode(f"{f}\0") for f in variant.flags))
-
-
-def refuse_second(grid: Grid) -> None:
-    """Raise UserError if an array of this sweep is still in the queue: a second would train the same folders."""
-    note = Path(grid.run_dir) / _JOB
-    if not note.exists():
-        return
-    number = note.read_text().strip()
-    try:
-        queued = subprocess.run(["squeue", "--noheader", "--jobs", number], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return
-    if queued.returncode == 0 and queued.stdout.strip():
-        raise UserError(f"array job {number} of this sweep is in the queue: wait for it, or scancel {number}")
-
-
-def submit_array(grid: Grid, command: Command, environment: dict[str, str]) -> int:
-    """Send the array to SLURM, note its number, and return sbatch's exit status."""
-    try:
-        sent = subprocess.run(
-            command.words, env={**environment, **command.environment}, stdout=subprocess.PIPE, text=True, check=False
-        )
-    except FileNotFoundError:
-        raise UserError("sbatch is not installed here: submit from a login node of the cluster") from None
-    if sent.returncode == 0:
-        number = sent.stdout.strip().partition(";")[0]
-        write_whole(Path(grid.run_dir) / _JOB, number + "\n")
-        print(f"array job {number}")
-    return sent.returncode
+        content = b"".join(os.fsencode(f"{flag}\0") for flag in variant.flags)
+        write_whole(flags_folder(grid, variants) / str(number), content)
