@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from megavlm.planner.devices import peak_tflops
 from megavlm.planner.hardware import profile_of_device
@@ -189,13 +190,8 @@ def rates_of(device_name: str, *, on_gpu: bool, index: int = 0) -> tuple[Rate, .
     product = torch.empty_like(left)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-
-    def settle() -> None:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-
-    multiplied = _seconds(lambda: torch.mm(left, right, out=product), settle)
-    copied = _seconds(lambda: target.copy_(source), settle)
+    multiplied = statistics.median(times_of(lambda: torch.mm(left, right, out=product), device))
+    copied = statistics.median(times_of(lambda: target.copy_(source), device))
     known = profile_of_device(device_name)
     peak, bandwidth = peak_tflops(device_name, precision), None if known is None else known.data_sheet_bandwidth / 1e9
     return (
@@ -204,13 +200,15 @@ def rates_of(device_name: str, *, on_gpu: bool, index: int = 0) -> tuple[Rate, .
     )
 
 
-def _seconds(call: Callable[[], object], settle: Callable[[], None]) -> float:
-    """Return the median seconds of single calls, after three that are not counted."""
+def times_of(call: Callable[[], object], device: Any) -> list[float]:
+    """Return the seconds of single calls on a torch device, after three that are not counted."""
+    import torch
+
     times = []
     for _ in range(_REPEATS + 3):
-        settle()
         began = time.perf_counter()
         call()
-        settle()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
-    return statistics.median(times[3:])
+    return times[3:]

@@ -10,7 +10,6 @@ time that it takes (the "bus bandwidth" of nccl-tests).
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import statistics
@@ -20,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megavlm.parallel.rendezvous import Meeting
-from megavlm.programs.doctor.machine import Rate, output_of, rates_of
+from megavlm.programs.doctor.machine import output_of, rates_of, times_of
 from megavlm.programs.doctor.problems import Problem
 from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey
 from megavlm.world import World
@@ -43,7 +41,6 @@ _VARIABLES = (
     "OMP_NUM_THREADS",
 )
 _GPU_BYTES, _CPU_BYTES = 2**28, 2**22  # of a tensor that is sent
-_REPEATS = 8
 _ROLL_CALL = 5.0  # seconds within which ranks whose collective failed say that they are there
 
 
@@ -116,14 +113,14 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
     nodes = [by_first[first] for first in sorted(by_first)]
     hosts = [all_ranks[ranks[0]]["host"] for ranks in nodes]
     names = [name if hosts.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(hosts)]
-    speeds: Mapping[str, Mapping[str, float]] = {}
+    speeds: Mapping[str, Mapping[int, float]] = {}
     types = {each["device"] for each in all_ranks}
     if measures and len(types) == 1 and "none" not in types:  # else only the facts can be compared
         check.part = "rates of devices"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        rates = _gathered(rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0))
-        links = _gathered(list(_links(check, nodes, device)))
-        speeds = _speeds(nodes, names, rates, links)
+        rates = rates_of(name, on_gpu=device.type == "cuda", index=device.index or 0)
+        mine = [*((rate.what, rate.measured) for rate in rates), *_links(check, nodes, device)]
+        speeds = speeds_of(_gathered(mine))
     if dist.get_rank() != 0:
         return None
     return Survey(
@@ -135,33 +132,18 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
     )
 
 
-def _speeds(
-    nodes: Sequence[Sequence[int]],
-    names: Sequence[str],
-    rates: Sequence[Sequence[Rate]],
-    links: Iterable[Iterable[tuple[str, tuple[int, ...], float]]],
-) -> dict[str, dict[str, float]]:
-    """Return what was measured of each rank, or of each node. Of ranks that took part in a link the slowest counts; of
-    a node's exchanges the median, the higher one of two: a slow partner is not its fault.
+def speeds_of(measured: Iterable[Iterable[tuple[str, float]]]) -> dict[str, dict[int, float]]:
+    """Return what was measured of each rank, given what each says; of several exchanges the median, the higher one of
+    two: a slow partner is not its fault.
     """
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    node_of = {rank: names[node] for node, ranks in enumerate(nodes) for rank in ranks}
-    for rank, mine in enumerate(rates):
-        for rate in mine:
-            found[rate.what][f"rank {rank} on node {node_of[rank]}"] = rate.measured
-    slowest: dict[tuple[str, tuple[int, ...]], float] = {}
-    for what, members, speed in chain.from_iterable(links):
-        slowest[what, members] = min(speed, slowest.get((what, members), math.inf))
-    exchanges: dict[int, list[float]] = defaultdict(list)
-    for (what, members), speed in slowest.items():
-        if what == EXCHANGE:
-            for node in members:
-                exchanges[node].append(speed)
-        else:
-            found[what]["all nodes" if what == WORLD else f"node {names[members[0]]}"] = speed
-    for node, speeds in sorted(exchanges.items()):
-        found[EXCHANGE][f"node {names[node]}"] = statistics.median_high(speeds)
-    return dict(found)
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rank, mine in enumerate(measured):
+        for what, speed in mine:
+            found[what][rank].append(speed)
+    return {
+        what: {rank: statistics.median_high(each) for rank, each in of_ranks.items()}
+        for what, of_ranks in found.items()
+    }
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -180,18 +162,16 @@ def _device(place: World) -> torch.device:
     return device
 
 
-def _links(
-    check: Check, nodes: Sequence[Sequence[int]], device: torch.device
-) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Yield what this rank measures: what, the numbers of the nodes that take part, and bytes/s."""
+def _links(check: Check, nodes: Sequence[Sequence[int]], device: torch.device) -> Iterator[tuple[str, float]]:
+    """Yield what this rank measures, in bytes/s."""
     own = dist.get_rank()
     mine, place = next((node, list(ranks).index(own)) for node, ranks in enumerate(nodes) if own in ranks)
     check.part = WITHIN
     groups = [dist.new_group(list(ranks)) for ranks in nodes]
     if len(nodes[mine]) > 1:  # all nodes at the same time, as in training
-        yield WITHIN, (mine,), _all_reduce(groups[mine], len(nodes[mine]), device)
+        yield WITHIN, _all_reduce(groups[mine], len(nodes[mine]), device)
     check.part = WORLD
-    yield WORLD, tuple(range(len(nodes))), _all_reduce(None, dist.get_world_size(), device)
+    yield WORLD, _all_reduce(None, dist.get_world_size(), device)
     for pairs in rounds(len(nodes)):
         pair = next((pair for pair in pairs if mine in pair), None)
         check.part = (
@@ -200,7 +180,7 @@ def _links(
         if pair is not None:
             other = nodes[pair[0] if pair[1] == mine else pair[1]]
             if place < len(other):
-                yield EXCHANGE, pair, _exchange(other[place], device)
+                yield EXCHANGE, _exchange(other[place], device)
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -235,17 +215,8 @@ def _exchange(peer: int, device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the mean seconds of calls that wait for other ranks, after one that is not counted: a node that stands
-    still now and then is slow, too.
-    """
-    began = 0.0
-    for number in range(_REPEATS + 1):
-        if number == 1:
-            began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return max((time.perf_counter() - began) / _REPEATS, 1e-9)
+    """Return the mean seconds of calls that wait for other ranks: who stands still now and then is slow, too."""
+    return max(statistics.mean(times_of(call, device)), 1e-9)
 
 
 def facts_of_node(package: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ class Survey:
     ranks: tuple[tuple[int, ...], ...]  # of each node
     facts: tuple[Mapping[str, str], ...]
     on_gpu: bool
-    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # what is measured → of whom → value
+    speeds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # what is measured → of which rank → value
 
 
 def world_problems(survey: Survey, profile: Hardware | None) -> list[Problem]:
@@ -81,14 +81,17 @@ def _differences(survey: Survey) -> Iterator[Problem]:
 
 
 def _slow(survey: Survey) -> Iterator[Problem]:
-    """Yield a line for each rank or node that is slower than the median one."""
+    """Yield a line for each node with ranks that are slower than the median one."""
     for what, speeds in survey.speeds.items():
         usual = statistics.median_high(speeds.values())
-        for who, speed in speeds.items():
-            if speed < _LEAST_OF_OTHERS[survey.on_gpu] * usual:
+        slow = {rank: speed for rank, speed in speeds.items() if speed < _LEAST_OF_OTHERS[survey.on_gpu] * usual}
+        for name, ranks in zip(survey.names, survey.ranks, strict=True):
+            if mine := [rank for rank in ranks if rank in slow]:
+                which = f"rank{'s'[: len(mine) > 1]} {', '.join(map(str, mine))} on " if len(mine) < len(ranks) else ""
+                share = min(slow[rank] for rank in mine) / usual
                 yield Problem(
                     "warning",
-                    f"{who}: {what} at {speed / usual:.0%} of the others' {_shown(what, usual)}",
+                    f"{which}node {name}: {what} at {share:.0%} of the others' {_shown(what, usual)}",
                     "look at its clocks, other processes and links (nvidia-smi -q -d CLOCK,POWER,PERFORMANCE, top, "
                     "nvidia-smi topo -m, ibstat, ethtool), or leave the node out (sbatch --exclude)",
                 )
@@ -108,11 +111,12 @@ def _promised(survey: Survey, profile: Hardware) -> dict[str, float]:
 def _below_profile(survey: Survey, profile: Hardware) -> Iterator[Problem]:
     for what, promised in _promised(survey, profile).items():
         speeds = survey.speeds.get(what, {})
-        who = min(speeds, key=lambda each: speeds[each], default="")
-        if who and speeds[who] < _LEAST_OF_PROFILE * promised:
+        least = min(speeds.values(), default=promised)
+        if least < _LEAST_OF_PROFILE * promised:
+            who = f"rank {next(rank for rank, speed in speeds.items() if speed == least)}"
             has = f"the profile {profile.name} has {_shown(what, promised)}"
             remedy = "NCCL_DEBUG=INFO says which network NCCL takes; a profile of launch/profiles sets it up"
-            yield Problem("warning", f"{what}: {_shown(what, speeds[who])} ({who}), {has}", remedy)
+            yield Problem("warning", f"{what}: {_shown(what, least)} ({who}), {has}", remedy)
 
 
 def _majority(values: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ import pytest
 
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text
-from megavlm.programs.doctor.machine import Rate
-from megavlm.programs.doctor.survey import _speeds, rounds
+from megavlm.programs.doctor.survey import rounds, speeds_of
 from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
 
 FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)"}
@@ -18,13 +17,13 @@ NAMES = ("a", "b", "c", "d")
 GB = 1e9
 
 
-def speeds(pairs: float = 38 * GB, **slow: float) -> dict[str, dict[str, float]]:
+def speeds(pairs: float = 38 * GB, **slow: float) -> dict[str, dict[int, float]]:
     """Measurements of four nodes; `slow` has those of a node (`b`)."""
     return {
-        "matrix product": {f"rank {rank} on node {NAMES[rank // 2]}": 700.0 + rank for rank in range(8)},
-        WITHIN: {f"node {name}": 350 * GB for name in NAMES},
-        WORLD: {"all nodes": min(2 * pairs, 75 * GB)},
-        EXCHANGE: {f"node {name}": slow.get(name, pairs) for name in NAMES},
+        "matrix product": {rank: 700.0 + rank for rank in range(8)},
+        WITHIN: dict.fromkeys(range(8), 350 * GB),
+        WORLD: dict.fromkeys(range(8), min(2 * pairs, 75 * GB)),
+        EXCHANGE: {rank: slow.get(NAMES[rank // 2], pairs) for rank in range(8)},
     }
 
 
@@ -57,9 +56,9 @@ def with_fact(node: int, **changes: str) -> Survey:
         (with_fact(3, **{"$NCCL_IB_HCA": "mlx5"}), "warning", ["node d: $NCCL_IB_HCA is mlx5, elsewhere not set"]),
         (replace(SOUND, ranks=((0, 1), (2,), (4, 5), (6, 7))), "error", ["node b has 1 processes, others 2"]),
         (
-            replace(SOUND, speeds={"product": {f"rank {rank}": 300.0 if rank == 5 else 700.0 for rank in range(8)}}),
+            replace(SOUND, speeds={"product": {rank: 300.0 if rank == 5 else 700.0 for rank in range(8)}}),
             "warning",
-            ["rank 5: product at 43% of the others' 700"],
+            ["rank 5 on node c: product at 43% of the others' 700"],
         ),
         (
             replace(SOUND, speeds=speeds(b=8 * GB)),
@@ -95,10 +94,6 @@ def test_all_meet_once_and_nobody_meets_two_at_a_time(count: int):
         assert len({node for pair in one for node in pair}) == 2 * len(one)
 
 
-def test_the_slowest_rank_of_a_link_counts_and_the_higher_of_two_links():
-    rates = [[Rate("product", 7.0 + rank, None, "TFLOP/s")] for rank in range(3)]
-    mine = [[(EXCHANGE, (0, 1), 3.0), (EXCHANGE, (0, 2), 9.0)], [(EXCHANGE, (0, 1), 2.0)], [(WORLD, (0, 1, 2), 5.0)]]
-    found = _speeds([[0], [1], [2]], ["a", "b", "c"], rates, mine)
-    assert found["product"] == {"rank 0 on node a": 7.0, "rank 1 on node b": 8.0, "rank 2 on node c": 9.0}
-    assert found[EXCHANGE] == {"node a": 9.0, "node b": 2.0, "node c": 9.0}
-    assert found[WORLD] == {"all nodes": 5.0}
+def test_of_two_exchanges_the_faster_counts():
+    found = speeds_of([[("product", 7.0), (EXCHANGE, 3.0), (EXCHANGE, 9.0)], [(EXCHANGE, 2.0)]])
+    assert found == {"product": {0: 7.0}, EXCHANGE: {0: 9.0, 1: 2.0}}
