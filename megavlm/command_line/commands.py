@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.errors import UserError
@@ -16,8 +16,20 @@ from megavlm.program import started_as
 Main = Callable[[Sequence[str]], int]
 
 
+class _Help(argparse.HelpFormatter):
+    """Says the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS, (), []) or "efault:" in str(action.help):
+            return action.help
+        return f"{str(action.help).removesuffix('.')}; default: %(default)s."
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError for a mistake instead of printing the usage and exiting."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **more})
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.removeprefix("argument ").split())
@@ -37,6 +49,13 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
     """Return the flags of a parser and of those of its commands."""
     below = [each for action in parser._actions if isinstance(action.choices, dict) for each in action.choices.values()]
     return [*parser._option_string_actions, *(flag for each in below for flag in _flags(each))]
+
+
+def count(text: str) -> int:
+    """Return a whole number from 1, as `type` of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{plain(text)} must be a whole number from 1")
+    return int(text)
 
 
 def reported(command: str) -> Callable[[Main], Main]:

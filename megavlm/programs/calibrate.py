@@ -56,17 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Measure this machine's rates and write them as a hardware profile.")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="Write the profile to this file.")
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers; default: fp32."
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="Data type of the measured layers."
     )
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="Measurements of each size per round; default: 5."
-    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="Measurements of each size per round.")
     parser.add_argument(
         "--rounds",
         type=int,
         default=3,
         metavar="N",
-        help="Rounds over all sizes; medians over rounds cancel slow drifts of speed. Default: 3.",
+        help="Rounds over all sizes; medians over rounds cancel slow drifts of speed.",
     )
     return parser
 

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
 from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
 from megavlm.data.records.tars import cache_of
 from megavlm.data.types import ImageRef
-from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.inputs.vision_inputs import ARRAY, NAME, VisionInput, channels_json, measured, vision_input_of
@@ -44,15 +43,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure the mean and standard deviation of each channel of images, for --channel-statistics."
     )
     parser.add_argument("source", metavar="SOURCE", help="File of records, or tars, as --datasets takes them.")
-    parser.add_argument("--out", type=Path, default=Path(NAME), help=f"File to write; default: {NAME}.")
+    parser.add_argument("--out", type=Path, default=Path(NAME), help="File to write.")
     parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
-    parser.add_argument("--vision-input", default=ARRAY.name, help="As in training; default: array.")
+    parser.add_argument("--vision-input", default=ARRAY.name, help="As in training.")
     parser.add_argument(
         "--vision-in-channels",
         type=int,
         help="Number of channels of the arrays; default: the shorter end of the first image's dimensions.",
     )
-    parser.add_argument("--samples", type=int, default=1000, help="Number of records to read, spread over all of them.")
+    parser.add_argument("--samples", type=count, default=1000, help="Records to read, spread over all of them.")
     return parser
 
 
@@ -60,8 +59,6 @@ def measure(options: argparse.Namespace) -> None:
     """Write the statistics of a data set's channels. Raises UserError if no image of it can be read."""
     (source,) = Kind(DatasetConfig, many=True).from_words([options.source], name="SOURCE")
     source = replace(source, image_root=options.image_root or source.image_root)
-    if options.samples < 1:
-        raise UserError(f"--samples {options.samples} is less than 1: use some hundred")
     records = _tars(source) if is_stream(source) else open_records(source)
     vision_input = vision_input_of(options.vision_input, options.vision_in_channels or 0)
     skipped: list[BadSample] = []

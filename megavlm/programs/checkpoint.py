@@ -16,7 +16,7 @@ from megavlm.checkpoint import folders, manifest, remote
 from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.manifest import MANIFEST
 from megavlm.checkpoint.remote import DamagedInStore, StoredCheckpoint
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import plain
 from megavlm.errors import UserError
 from megavlm.storage import is_url
@@ -67,8 +67,6 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    if options.keep < 1:
-        raise UserError("--keep must be at least 1")
     rule = Keep(options.keep, options.keep_every, options.keep_best, options.mode)
     found = [each for each in checkpoints_of(options.run) if each.is_complete]
     metrics = {each.iteration: each.metrics() for each in found} if rule.best else {}
@@ -154,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
     prune = commands.add_parser("prune", help="Print which checkpoints the rule does not keep, or delete them.")
     prune.add_argument("run", metavar="RUN", help="Run folder, its checkpoints folder, or a URL.")
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="Number of latest checkpoints to keep.")
+    prune.add_argument("--keep", type=count, required=True, metavar="K", help="Number of latest checkpoints to keep.")
     prune.add_argument(
         "--keep-every", type=int, default=0, metavar="N", help="Also keep multiples of this iteration; default: none."
     )
@@ -166,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("min", "max"),
         default="min",
         dest="mode",
-        help="Whether the smallest or the largest value is best; default: min.",
+        help="Whether the smallest or the largest value is best.",
     )
     prune.add_argument("--delete", action="store_true", help="Delete them; default: print them only.")
     prune.set_defaults(action=_prune)

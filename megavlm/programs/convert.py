@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("verify", help="Compare logits with Transformers; exit status 1 if they differ.")
     compare.add_argument("folder", metavar="HF_DIR", type=Path)
     compare.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="?")
-    compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference; default: 1e-4.")
-    compare.add_argument("--samples", type=int, default=2, help="Number of random samples; default: 2.")
+    compare.add_argument("--tolerance", type=float, default=1e-4, help="Maximum logit difference.")
+    compare.add_argument("--samples", type=int, default=2, help="Number of random samples.")
     compare.add_argument("--seq-length", type=int, default=None, help="Tokens per sample; default: fits one image.")
     compare.set_defaults(run=verify)
     return parser

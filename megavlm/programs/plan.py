@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several
 from megavlm.config.schema import Config, DataConfig
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--model", help=f"Plan for a published model: {', '.join(PUBLISHED)}.")
     what.add_argument("--config", metavar="FILE.yaml", help="Plan for the configuration of a run.")
     what.add_argument("--hf", metavar="DIR", help="Plan for a Hugging Face folder; only config.json is read.")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="Number of GPUs.")
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="Number of GPUs.")
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Mixture of experts: tokens of the busiest rank of --ep, as a multiple of the mean; default: "
         f"{EXPERT_IMBALANCE}.",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="Number of layouts to rank; default: 10.")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     add_cost_options(parser.add_argument_group("cost, with --machine"))
     return parser
@@ -167,8 +167,6 @@ def _names(options: argparse.Namespace, *flags: str) -> bool:
 
 def configuration(options: argparse.Namespace) -> Config:
     """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
-    if options.gpus < 1:
-        raise UserError(f"--gpus {options.gpus} must be at least 1")
     batch = str(options.gpus * -(-LEAST_BATCH // options.gpus))
     begin = ["--config", options.config] if options.config else ["--run-dir", "runs/planned", "--gbs", batch]
     if options.model is not None:

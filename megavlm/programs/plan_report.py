@@ -140,12 +140,8 @@ def add_cost_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--preemptions-per-day", type=float, metavar="X", help="How often a spot machine is taken away; no default."
     )
-    group.add_argument(
-        "--restart-seconds", type=float, default=300.0, metavar="S", help="Time of a restart; default: 300."
-    )
-    group.add_argument(
-        "--stall-seconds", type=float, default=2.0, metavar="S", help="Time that a save stops training; default: 2."
-    )
+    group.add_argument("--restart-seconds", type=float, default=300.0, metavar="S", help="Time of a restart.")
+    group.add_argument("--stall-seconds", type=float, default=2.0, metavar="S", help="Time that a save stops training.")
 
 
 def machine_of(options: argparse.Namespace) -> Machine | None:

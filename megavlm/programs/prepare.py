@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import several
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vision-in-channels", type=int, help="Leave arrays of other numbers of channels out; default: none."
     )
-    parser.add_argument("--shard-mib", type=int, default=256, help="Maximum size of a tar in MiB; default: 256.")
+    parser.add_argument("--shard-mib", type=count, default=256, help="Maximum size of a tar in MiB.")
     parser.add_argument(
         "--shuffle", type=int, metavar="SEED", help="Shuffle records with this seed; default: keep SOURCE's order."
     )
@@ -66,8 +66,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     source = _source(options)
-    if options.shard_mib < 1:
-        raise UserError(f"--shard-mib {options.shard_mib} is less than 1: use 64 or more")
     if is_stream(source):
         raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
     check_folder("OUT_DIR", options.out)

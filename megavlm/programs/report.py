@@ -49,13 +49,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Compare runs on one HTML page.", allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Folders of runs, as given to --run-dir.")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="Write the page here; default: %(default)s.",
-    )
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="Write the page here.")
     return parser
 
 

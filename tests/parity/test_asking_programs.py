@@ -151,7 +151,7 @@ def test_questions_about_a_video(
         ("{model} --prompt x --video {root}/none.mp4", "none.mp4 is not a file or folder"),
         ("{model} --prompt x --video {model}/config.json", "config.json: it is not of a known video format"),
         ("{model} --prompt x --temperature -1", "--temperature -1.0 must be 0 or more"),
-        ("{model} --prompt x --max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
+        ("{model} --prompt x --max-new-tokens 0", "--max-new-tokens: 0 must be a whole number from 1"),
         ("{model} --prompt x --device cuda:7", "--device cuda:7: this machine has"),
         ("{model} --prompt x --device gpu", "--device gpu is unknown"),
         ("{model} --prompt x --chat-template latin", "--chat-template latin is unknown"),

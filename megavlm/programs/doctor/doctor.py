@@ -168,6 +168,6 @@ def _parser() -> argparse.ArgumentParser:
         default=120,
         metavar="SECONDS",
         help="Time limit for the import of a package, a collective operation, or a part of --world; an error if "
-        "exceeded. Default: 120.",
+        "exceeded.",
     )
     return parser

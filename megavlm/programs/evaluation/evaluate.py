@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unasked, remaining, unreadable
@@ -67,12 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         help="Folder of answers and results; default: RUN_DIR/evaluations/ITERATION, or evaluations/NAME here for a "
         "Hugging Face folder.",
     )
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="Questions answered together.")
+    parser.add_argument("--limit", type=count, metavar="N", help="Only the first N questions of each task.")
     parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="Questions answered together; default: %(default)s."
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="Only the first N questions of each task.")
-    parser.add_argument(
-        "--failures", type=int, default=200, metavar="N", help="Most wrong answers of a task on the page; default: 200."
+        "--failures", type=count, default=200, metavar="N", help="Most wrong answers of a task on the page."
     )
     add_model_options(parser, max_new_tokens=128)
     return parser
@@ -127,10 +125,6 @@ def _check_asked(tasks: Sequence[Task], folder: AnswerFolder) -> None:
 
 def _tasks(given: argparse.Namespace) -> list[Task]:
     """Return the tasks of `--task`. Raises UserError."""
-    for name in ("batch_size", "limit", "failures"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     options = [task_option(text) for text in given.task]
     check_names(options)
     tasks = [read_task(option) for option in options]

@@ -23,7 +23,7 @@ from torch import Tensor
 from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_embedding_file
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import shown
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image-root", metavar="DIR", help="Folder of images; default: the file's.")
     parser.add_argument("--width", type=int, metavar="N", help="First channels to keep; default: all.")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="Records together; default: 8.")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="Records together.")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
     )
@@ -153,8 +153,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _embed(given: argparse.Namespace) -> None:
     check_folder("--out", given.out)
-    if given.batch_size < 1:
-        raise UserError(f"--batch-size {given.batch_size} must be at least 1")
     records = _records(given)
     found = model_folder(given.model, say=lambda text: print(text, file=sys.stderr, flush=True))
     embedder = Embedder.load(found.folder, found.data, device=device_of(given.device), dtype=DTYPES[given.dtype])

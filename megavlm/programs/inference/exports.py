@@ -16,6 +16,7 @@ import torch
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.manifest import MANIFEST
+from megavlm.command_line.commands import count
 from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
@@ -36,11 +37,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
     )
     parser.add_argument("--system", metavar="TEXT", help="System turn; default: the chat template's own, if any.")
     parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=max_new_tokens,
-        metavar="N",
-        help="Most tokens of an answer; default: %(default)s.",
+        "--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help="Most tokens of an answer."
     )
     parser.add_argument(
         "--temperature",
@@ -49,7 +46,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
         metavar="T",
         help="Sampling temperature; default: 0, which takes the most likely token each time.",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of sampling; default: %(default)s.")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of sampling.")
     parser.add_argument(
         "--chat-template",
         metavar="NAME|FILE",
@@ -63,8 +60,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
 
 def sampling_of(given: argparse.Namespace) -> Sampling:
     """Return how answers are generated. Raises UserError for values out of range."""
-    if given.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {given.max_new_tokens} must be at least 1")
     if not 0 <= given.temperature < float("inf"):
         raise UserError(f"--temperature {given.temperature} must be 0 or more")
     return Sampling(given.max_new_tokens, given.temperature, given.seed)

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megavlm.command_line.commands import count
+
 GRACE = 240  # seconds for the last step and its save
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # what a launcher passes on to its agents
 VARIABLE = "MEGAVLM_EXIT_FILE"  # names the file of the exit status, on storage that all nodes share
@@ -68,10 +70,10 @@ def add_agent_options(parser: argparse.ArgumentParser) -> None:
     """Add what a machine of a job is told: how long its agent may save, and how often it is started again."""
     parser.add_argument(
         "--grace",
-        type=int,
+        type=count,
         default=GRACE,
         metavar="SECONDS",
-        help=f"Time for the last step and its save after a signal; default: {GRACE}.",
+        help="Time for the last step and its save after a signal.",
     )
     parser.add_argument(
         "--max-crashes", type=int, default=10, metavar="N", help="Crashes that are answered by a new attempt."

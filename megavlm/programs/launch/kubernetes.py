@@ -30,7 +30,7 @@ _AGREEMENT = 60  # seconds after the last save within which a pod hears what the
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="megavlm", help="Name of the job; default: megavlm.")
+    parser.add_argument("--name", default="megavlm", help="Name of the job.")
     parser.add_argument("--namespace", help="Namespace; default: that of kubectl.")
     parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile.")
     parser.add_argument(
@@ -42,24 +42,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="Shared storage that all pods mount.",
     )
     parser.add_argument(
-        "--resource",
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help="Needed beside GPUs: rdma/ib=8, cpu=96.",
+        "--resource", action="append", default=[], metavar="NAME=N", help="Needed beside GPUs: rdma/ib=8, cpu=96."
     )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the pods.")
     parser.add_argument(
         "--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="Label of the machines to run on."
     )
-    parser.add_argument("--shm", default="64Gi", metavar="SIZE", help="Shared memory of a pod; default: 64Gi.")
+    parser.add_argument("--shm", default="64Gi", metavar="SIZE", help="Shared memory of a pod.")
     parser.add_argument("--service-account", help="Service account of the pods.")
     parser.add_argument("--pull-secret", metavar="NAME", help="Secret with which the image is pulled.")
     parser.add_argument("--priority-class", metavar="NAME", help="Priority class of the pods.")
     parser.add_argument("--queue", metavar="NAME", help="Local queue of Kueue, which starts the job.")
-    parser.add_argument(
-        "--max-lost-pods", type=int, default=100, metavar="N", help="Killed pods that are replaced; default: 100."
-    )
+    parser.add_argument("--max-lost-pods", type=int, default=100, metavar="N", help="Killed pods that are replaced.")
 
 
 def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -123,8 +117,6 @@ def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterato
     reserved = (JOB, NODES, "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
     if own := next((name for name in options.variables if name in reserved), None):
         yield f"--env {own} is set by the job itself: leave it out"
-    if options.grace < 1:
-        yield f"--grace {options.grace} must be at least 1"
 
 
 def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:

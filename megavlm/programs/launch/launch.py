@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, local, slurm, vertex
@@ -36,8 +36,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
-    if options.nodes < 1 or (options.gpus_per_node is not None and options.gpus_per_node < 1):
-        raise UserError("--nodes and --gpus-per-node must be at least 1")
     known = {*RUN_FLAGS, *(flag for option in training() for flag in (*option.flags, *option.negations))}
     if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
         raise UserError(f"{alien[0]} is no option of this program: flags of the run come after --")
@@ -69,9 +67,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_shared_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="Number of machines; default: 1.")
+    parser.add_argument("--nodes", type=count, default=1, metavar="N", help="Number of machines.")
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs, and so processes, of each; default: 8, or the machine's."
+        "--gpus-per-node",
+        type=count,
+        metavar="N",
+        help="GPUs (processes) of each; default: 8, or the machine's.",
     )
     parser.add_argument("--gpu", help="Check memory by the planner's estimate for this GPU: h100, a100, …")
     parser.add_argument("--profile", metavar="NAME", help="Settings for the network: a file of launch/profiles.")

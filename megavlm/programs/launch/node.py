@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run this machine's part of a job on Vertex AI or Kubernetes.",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs, and so processes, of a machine; default: 8."
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs, and so processes, of a machine."
     )
     add_agent_options(parser)
     return parser

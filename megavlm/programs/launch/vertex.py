@@ -56,7 +56,7 @@ MACHINES = {machine.name: machine for machine in _ALL}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="megavlm", help="Name of the job; default: megavlm.")
+    parser.add_argument("--name", default="megavlm", help="Name of the job.")
     parser.add_argument("--region", required=True, help="Region, such as us-central1.")
     parser.add_argument("--project", help="Project's id; default: that of the credentials.")
     parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile, in a registry.")
@@ -67,9 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="STANDARD",
         help="STANDARD: on demand. SPOT: cheaper machines that may be taken. FLEX_START: wait until all are free.",
     )
-    parser.add_argument(
-        "--timeout", type=seconds, default="7d", metavar="TIME", help="Longest run, as 12h or 3d; default: 7d."
-    )
+    parser.add_argument("--timeout", type=seconds, default="7d", metavar="TIME", help="Longest run, as 12h or 3d.")
     parser.add_argument(
         "--max-wait", type=seconds, metavar="TIME", help="FLEX_START: longest wait; 0 for ever; default: 24h."
     )

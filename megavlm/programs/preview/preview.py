@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
-    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full; default: 24.")
+    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full.")
     return parser
 
 

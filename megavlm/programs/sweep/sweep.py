@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import aligned
 from megavlm.errors import UserError
 from megavlm.programs.history import number, records_of
@@ -66,8 +66,6 @@ def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant
     if more and options.on == "local":
         raise UserError(f"{more[0]} is no option of this program; options of a scheduler need --on")
     read_profile(options.profile)
-    if options.parallel is not None and options.parallel < 1:
-        raise UserError(f"--parallel {options.parallel} must be at least 1")
     if options.on == "local" and grid.nodes > 1:
         raise UserError(f"grid: nodes {grid.nodes} need --on slurm: here a variant trains on this machine")
     job = Job(grid.nodes, grid.processes, ())
@@ -108,13 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("grid", type=Path, metavar="GRID.yaml", help="What varies, and what is compared.")
     parser.add_argument(
-        "--on",
-        choices=("local", "slurm"),
-        default="local",
-        help="local: train here. slurm: submit one array job. Default: local.",
+        "--on", choices=("local", "slurm"), default="local", help="local: train here. slurm: submit one array job."
     )
     parser.add_argument(
-        "--parallel", type=int, metavar="K", help="Variants at a time; default: 1 here, no limit on a cluster."
+        "--parallel", type=count, metavar="K", help="Variants at a time; default: 1 here, no limit on a cluster."
     )
     parser.add_argument("--retry-failed", action="store_true", help="Start variants that failed once more.")
     parser.add_argument("--report", action="store_true", help="Write the results so far, and start nothing.")

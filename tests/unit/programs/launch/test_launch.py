@@ -107,7 +107,7 @@ def test_a_slurm_job_is_one_command():
             "not divisible by --tp 3: use 63 or 66",
         ),
         ("slurm --nodes 2 --gpus-per-node 2 --run-dir-is-shared -- --tp 4", "wider than a node"),
-        ("slurm --nodes 0 -- --tp 1", "--nodes and --gpus-per-node must be at least 1"),
+        ("slurm --nodes 0 -- --tp 1", "--nodes: 0 must be a whole number from 1"),
         ("slurm --nodes 2 -- --no-such-flag", "--no-such-flag"),
         ("slurm --nodes 2 --profile warp -- --tp 1", "choose one of aws-efa, azure-ndv5, ethernet, gcp-rdma, gcp-tcpx"),
         ("kubernetes --image i --env A;$(x)=1 -- --tp 1", r"--env A;\$\(x\) is no name of a variable: use letters"),
