@@ -57,7 +57,7 @@ def vertex_options(name: str, region: str, image: str, machine: str, **more: obj
 def kubernetes_options(name: str, image: str, **more: object) -> Namespace:
     """Return the options of `megavlm launch kubernetes`, with others than their defaults."""
     given = _parser().parse_args(["kubernetes", f"--name={name}", f"--image={image}"])
-    return changed(completed(given), **{"identity": name, **more})
+    return changed(completed(given), **{"identity": name, "variables": {}, **more})
 
 
 def changed(options: Namespace, **changes: object) -> Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import posixpath
 import re
 import shlex
@@ -11,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megavlm.arch.dims import dims_of
+from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
+from megavlm.metrics.secrets import without_secrets
 from megavlm.planner.auto import complaint
 from megavlm.planner.hardware import profile
 from megavlm.programs.configuration import configured
@@ -77,6 +80,30 @@ def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool
     check_job(config, job, gpu=gpu, shared=shared)
     if gpu is None:
         print("memory is not checked: name the GPU by --gpu", file=sys.stderr)
+
+
+def checked(
+    options: argparse.Namespace,
+    flags: Sequence[str],
+    place: Callable[[str], str | None],
+    own: Callable[[Config, Job, argparse.Namespace], Iterator[str]],
+    *,
+    gpus: int = 8,
+) -> tuple[Job, str | None]:
+    """Return the job of containers, and the file of --config that is to be brought there (`place` says where to).
+
+    Raises UserError for the first reason for which it cannot run, also one of the platform's `own`. For a dry run the
+    secrets among the variables are hidden.
+    """
+    changed, file = moved_config(flags, place)
+    job = Job(options.nodes, options.gpus_per_node or gpus, changed)
+    for problem in own(parse(flags), job, options):
+        raise UserError(problem)
+    if not options.skip_checks:
+        check_flags(flags, job, gpu=options.gpu, shared=True)
+    if options.dry_run:
+        options.variables = without_secrets(options.variables)
+    return job, file
 
 
 def check_job(config: Config, job: Job, *, gpu: str | None, shared: bool) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 
 import yaml
 
-from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, moved_config, pairs, read_profile
+from megavlm.programs.launch.checks import checked, is_in, pairs
 from megavlm.programs.launch.job import Job
 from megavlm.programs.launch.node import JOB
 from megavlm.world import NODES
@@ -30,9 +28,7 @@ _AGREEMENT = 60  # seconds after the last save within which a pod hears what the
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="megavlm", help="Name of the job.")
     parser.add_argument("--namespace", help="Namespace; default: that of kubectl.")
-    parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile.")
     parser.add_argument(
         "--volume",
         action="append",
@@ -44,12 +40,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resource", action="append", default=[], metavar="NAME=N", help="Needed beside GPUs: rdma/ib=8, cpu=96."
     )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the pods.")
     parser.add_argument(
         "--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="Label of the machines to run on."
     )
     parser.add_argument("--shm", default="64Gi", metavar="SIZE", help="Shared memory of a pod.")
-    parser.add_argument("--service-account", help="Service account of the pods.")
     parser.add_argument("--pull-secret", metavar="NAME", help="Secret with which the image is pulled.")
     parser.add_argument("--priority-class", metavar="NAME", help="Priority class of the pods.")
     parser.add_argument("--queue", metavar="NAME", help="Local queue of Kueue, which starts the job.")
@@ -59,16 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Check a job and submit it, or print it; return the exit status."""
     completed(options)
-    changed, file = moved_config(flags, lambda path: f"{CONFIG}/{Path(path).name}" if Path(path).is_file() else None)
+    job, file = checked(
+        options, flags, lambda path: f"{CONFIG}/{Path(path).name}" if Path(path).is_file() else None, complaints
+    )
     if file is not None:
         options.config_file = (Path(file).name, Path(file).read_text(encoding="utf-8"))
-    job = Job(options.nodes, options.gpus_per_node or 8, changed)
-    for complaint in complaints(parse(flags), job, options):
-        raise UserError(complaint)
-    if not options.skip_checks:
-        check_flags(flags, job, gpu=options.gpu, shared=True)
-    if options.dry_run:
-        options.variables = without_secrets(options.variables)
     manifest = yaml.safe_dump_all(objects(job, options), sort_keys=False, width=120)
     if options.dry_run:
         print(manifest, end="")
@@ -82,7 +71,6 @@ def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
 def completed(options: argparse.Namespace) -> argparse.Namespace:
     """Read what the words of some options say, and name the job: a later one of the same name has another identity."""
     options.resources = pairs("--resource", options.resource)
-    options.variables = {**read_profile(options.profile), **pairs("--env", options.env)}
     options.node_selector = pairs("--node-selector", options.node_selector)
     options.config_file, options.identity = None, f"{options.name}-{int(time.time()):x}"
     return options

@@ -11,7 +11,7 @@ from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, local, slurm, vertex
-from megavlm.programs.launch.checks import read_profile
+from megavlm.programs.launch.checks import pairs, read_profile
 from megavlm.programs.launch.job import add_agent_options
 from megavlm.rules.fields import options as training
 
@@ -39,7 +39,7 @@ def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
     known = {*RUN_FLAGS, *(flag for option in training() for flag in (*option.flags, *option.negations))}
     if alien := [word for word in more if options.scheduler != "slurm" or word.partition("=")[0] in known]:
         raise UserError(f"{alien[0]} is no option of this program: flags of the run come after --")
-    read_profile(options.profile)
+    options.variables = {**read_profile(options.profile), **pairs("--env", getattr(options, "env", []))}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +80,10 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_container_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default="megavlm", help="Name of the job.")
+    parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile, in a registry.")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the containers.")
+    parser.add_argument("--service-account", metavar="NAME", help="Account that the containers act as.")
     parser.add_argument(
         "--skip-checks",
         action="store_true",

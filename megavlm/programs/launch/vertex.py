@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.metrics.secrets import without_secrets
-from megavlm.programs.launch.checks import check_flags, is_in, moved_config, pairs, read_profile
+from megavlm.programs.launch.checks import checked, is_in, pairs
 from megavlm.programs.launch.job import Job
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -56,10 +54,8 @@ MACHINES = {machine.name: machine for machine in _ALL}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="megavlm", help="Name of the job.")
     parser.add_argument("--region", required=True, help="Region, such as us-central1.")
     parser.add_argument("--project", help="Project's id; default: that of the credentials.")
-    parser.add_argument("--image", required=True, help="Container image, of launch/docker/Dockerfile, in a registry.")
     parser.add_argument("--machine", required=True, metavar="TYPE", help="Machine type, such as a3-megagpu-8g.")
     parser.add_argument(
         "--strategy",
@@ -81,27 +77,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="Share that replicas see in /mnt/nfs/NAME.",
     )
     parser.add_argument("--network", help="Peered network: projects/NUMBER/global/networks/NAME.")
-    parser.add_argument("--service-account", metavar="EMAIL", help="Account that the replicas act as.")
     parser.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help="Label of the job.")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="Variable of the replicas.")
 
 
 def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Check a job and submit it, or print it; return the exit status."""
     options.labels = pairs("--label", options.label)
-    options.variables = {**read_profile(options.profile), **pairs("--env", options.env)}
     if (folder := run_dir_of(options)) is not None and not any(word.partition("=")[0] == "--run-dir" for word in flags):
         flags = (*flags, "--run-dir", folder)
-    changed, config_file = moved_config(flags, lambda path: _staged(path, options))
-    uploads = {} if config_file is None else {config_file: _url(config_file, options)}
     machine = MACHINES.get(options.machine)
-    job = Job(options.nodes, options.gpus_per_node or (machine.count if machine is not None else 8), changed)
-    for complaint in complaints(parse(flags), job, options):
-        raise UserError(complaint)
-    if not options.skip_checks:
-        check_flags(flags, job, gpu=options.gpu, shared=True)
+    gpus = machine.count if machine is not None else 8
+    job, config_file = checked(options, flags, lambda path: _staged(path, options), complaints, gpus=gpus)
+    uploads = {} if config_file is None else {config_file: _url(config_file, options)}
     if options.dry_run:
-        options.variables = without_secrets(options.variables)
         described = custom_job(job, options)
         print(json.dumps({"parent": _parent(options), "customJob": described, "uploads": uploads}, indent=2))
         return 0
