@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 42_452,  # 40,000
-    "modules": 376,  # 380
+    "code lines of the package": 42_202,  # 40,000
+    "modules": 375,  # 380
     "code lines of the largest module": 285,
     "options": 288,
     "flags": 147,  # 150
-    "code lines of tests": 34_753,  # 33,000
+    "code lines of tests": 34_669,  # 33,000
     "words of documentation": 44_786,  # 45,000
 }
 _NO_CODE = {
