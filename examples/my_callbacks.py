@@ -1,4 +1,4 @@
-"""A callback of one's own: `pretrain_vlm.py … --callback examples.my_callbacks:GoodEnough` in the root of the clone."""
+"""A user's callback: `pretrain_vlm.py … --callback examples.my_callbacks:GoodEnough` in the root of the clone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megavlm.metrics.callback import Callback, Saved, StepEnd
 
 
 class GoodEnough(Callback):
-    """Stops the run, after a checkpoint, once the loss is below 0.1, and says when a checkpoint is complete."""
+    """Callback that stops the run, after a checkpoint, once the loss is below 0.1, and reports complete checkpoints."""
 
     def on_step_end(self, step: StepEnd) -> None:
         loss = step.record["loss"]

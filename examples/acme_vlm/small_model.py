@@ -26,7 +26,7 @@ NAMES = {
 
 
 def as_acme(llava: Path, folder: Path) -> None:
-    """Write the weights and the config.json of a LLaVA's folder as those of a folder of this family."""
+    """Write the weights and the config.json of a LLaVA folder under the names of this family."""
     folder.mkdir(exist_ok=True)
     weights = {}
     for name, value in load_file(llava / "model.safetensors").items():
@@ -34,31 +34,31 @@ def as_acme(llava: Path, folder: Path) -> None:
         weights[NAMES[old] + name.removeprefix(old)] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = json.loads((llava / "config.json").read_text())
-    said = {"encoder": config["vision_config"], "decoder": config["text_config"]}
-    said |= {"model_type": "acme_vlm", "auto_map": {"AutoModel": "modeling_acme.AcmeVlm"}}
-    said |= {"image_token_id": config.get("image_token_id", config.get("image_token_index"))}
-    (folder / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    renamed = {"encoder": config["vision_config"], "decoder": config["text_config"]}
+    renamed |= {"model_type": "acme_vlm", "auto_map": {"AutoModel": "modeling_acme.AcmeVlm"}}
+    renamed |= {"image_token_id": config.get("image_token_id", config.get("image_token_index"))}
+    (folder / "config.json").write_text(json.dumps(renamed, indent=2, sort_keys=True) + "\n")
 
 
 def main(folder: Path) -> None:
     small = Path(__file__).parents[1] / "first_run/small_model.py"
     first: dict[str, Any] = runpy.run_path(str(small))
     first["main"](folder)  # for the tokenizer and the chat template
-    given = LlavaConfig.from_pretrained(folder)
+    original = LlavaConfig.from_pretrained(folder)
     side, patch = first["SIDE"], first["PATCH"]
-    tower = given.vision_config.to_dict()
+    tower = original.vision_config.to_dict()
     sizes = {name: tower[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = LlavaConfig(
         vision_config=SiglipVisionConfig(**sizes, num_attention_heads=4, image_size=side, patch_size=patch),
-        text_config=given.text_config,
-        image_token_index=given.image_token_index,
+        text_config=original.text_config,
+        image_token_index=original.image_token_index,
         vision_feature_select_strategy="full",
     )
     with tempfile.TemporaryDirectory() as llava:
         LlavaForConditionalGeneration(config).save_pretrained(llava)
         as_acme(Path(llava), folder)
     (folder / "processor_config.json").unlink()
-    from transformers import SiglipImageProcessor  # now that it says nothing of torchvision
+    from transformers import SiglipImageProcessor  # here, where warnings about torchvision are off
 
     SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
 

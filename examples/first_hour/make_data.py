@@ -49,7 +49,7 @@ def main(folder: Path, *, images: int = 300) -> None:
         else:
             questions.append({"image": f"images/{name}", "question": QUESTION, "answers": [answer]})
     (folder / "train.json").write_text(json.dumps(train, indent=1))
-    (folder / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in questions))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write a small LLaVA with random weights as a Hugging Face folder: `python small_model.py FOLDER`.
 
-It stands in for a published model, so that the first run of README.md needs no download. A tiny tower, a tiny Llama, a
-tokenizer whose tokens are the characters of plain English text.
+It replaces a published model, so that the first run of README.md needs no download. It has a tiny tower, a tiny Llama,
+and a tokenizer of single bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the folders' config.json means, and where their weights are (docs/extensions.md says what else there is)."""
+"""The family: what config.json means, and where the weights are (docs/extensions.md describes what else there is)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megavlm.families.shared.vision import siglip, siglip_table
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Features are those of the layer that config.json names, and two linear layers with GELU bridge the widths."""
+    """Return the model that a config.json describes: a SigLIP tower, two linear layers with GELU, and a Llama."""
     settings.require("bridge_activation", "gelu", why="only GELU is known here")
     decoder = settings.section("decoder")
     return ModelConfig(
@@ -39,5 +39,5 @@ FAMILY = Family(
     config=config,
     table=table,
     name_prefixes=(NamePrefixes("encoder.", "bridge.", "decoder.", "decoder.head.weight"),),
-    unused=(r"encoder\..*",),  # layers behind the one whose output features are
+    unused=(r"encoder\..*",),  # layers after the one that features are taken from
 )

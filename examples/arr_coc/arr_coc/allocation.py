@@ -1,4 +1,4 @@
-"""Share a budget of image tokens among the regions of an image: each has some, and relevant ones have more."""
+"""Allocation of a budget of image tokens to the regions of an image, in proportion to their relevance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 def allocate(relevance: Tensor, *, budget: int, fewest: int, most: int) -> Tensor:
-    """Return how many tokens each region has, int64 [..., R], for relevances [..., R] ≥ 0: between `fewest` and `most`,
-    and `budget` in total, in proportion to relevance where the bounds allow it.
+    """Return the number of tokens of each region, int64 [..., R], for relevances [..., R] ≥ 0.
+
+    Each is between `fewest` and `most`, and their sum is `budget`. They are in proportion to relevance where the bounds
+    allow it.
 
     The total is always the budget, so that the length of a sequence does not depend on what an image shows. Shares are
     water-filled: sₖ = clamp(λ·rₖ, fewest, most) has a sum that grows with λ, which is found by bisection; what
@@ -18,13 +20,13 @@ def allocate(relevance: Tensor, *, budget: int, fewest: int, most: int) -> Tenso
     regions = relevance.shape[-1]
     if not regions * fewest <= budget <= regions * most:
         raise ValueError(f"{regions} regions of {fewest} to {most} tokens cannot have {budget}")
-    wanted = relevance.double().clamp_min(1e-9)  # double: every rank must round alike
-    low, high = torch.zeros_like(wanted[..., :1]), most / wanted.amin(-1, keepdim=True)
+    weights = relevance.double().clamp_min(1e-9)  # double: every rank must round alike
+    low, high = torch.zeros_like(weights[..., :1]), most / weights.amin(-1, keepdim=True)
     for _ in range(100):
         middle = (low + high) / 2
-        enough = (middle * wanted).clamp(fewest, most).sum(-1, keepdim=True) >= budget
+        enough = (middle * weights).clamp(fewest, most).sum(-1, keepdim=True) >= budget
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    shares = (high * wanted).clamp(fewest, most)
+    shares = (high * weights).clamp(fewest, most)
     counts = shares.floor()
     left = budget - counts.sum(-1, keepdim=True)
     # The remainders, largest first; a region that is full cannot have more.

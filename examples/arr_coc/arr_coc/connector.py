@@ -1,4 +1,4 @@
-"""The torch-free half of `arr_coc`: what the planner, the data and checkpoints ask of it."""
+"""The torch-free half of `arr_coc`, for the planner, the data and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP32 = 4  # bytes
 
 
 class ArrCocKind(Connector):
-    """Always `budget` tokens of an image: what it shows decides where they are, not how many."""
+    """Connector with `budget` tokens per image: the content decides where they are, not how many."""
 
     name = "arr_coc"
     options = ArrCoc
@@ -33,7 +33,7 @@ class ArrCocKind(Connector):
     launches = (60, 60)
 
     def problems(self, config: Config) -> Iterator[str]:
-        """Yield a line where the regions cannot share the budget, or TP cannot divide the MLP."""
+        """Yield a line if the regions cannot share the budget, or TP does not divide the MLP."""
         own: ArrCoc = self.own(config.model)
         count, tp = own.regions**2, config.parallel.tensor_model_parallel_size
         if not count * own.fewest <= own.budget <= count * own.most:
@@ -74,7 +74,7 @@ class ArrCocKind(Connector):
         return self._mlp(model, tp) + self._scorers(model) + biases
 
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
-        """Each patch is scored; each token is a sum over the patches of its image, and passes the MLP."""
+        """Return the work: each patch is scored, each token sums over the patches of its image and passes the MLP."""
         pooling = _pairs(work) * model.vision.hidden_size
         products = work.patches * self._scorers(model) + pooling + work.features * self._mlp(model, 1)
         return LayerCost(self._mlp(model, 1) + self._scorers(model), 2.0 * products)
@@ -101,7 +101,7 @@ class ArrCocKind(Connector):
 
 
 def _pairs(work: Workload) -> float:
-    """Return how many times a token meets a patch of its image: of P patches, Σ P² / Σ P on the average."""
+    """Return the number of pairs of a token and a patch of its image, for images with Σ P² / Σ P patches on average."""
     return work.features * work.patch_squares / max(work.patches, 1)
 
 

@@ -1,4 +1,4 @@
-"""The torch half of `arr_coc`: three scorers say where an image is relevant, and regions get tokens accordingly."""
+"""The torch half of `arr_coc`: three scorers find where an image is relevant, and regions get tokens accordingly."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megavlm.model.connector import ConnectorModule
 class ArrCocConnector(ConnectorModule):
     """Patches [P, Hv] of images → `budget` features of each, [images · budget, 1, Hl].
 
-    Scorers and pooling are whole on every tensor-parallel rank; the MLP behind them, which has most of the weights, is
-    divided. Gradients reach the scorers through the weights with which patches enter a token: how many tokens a region
-    has is a whole number, and has no gradient.
+    Scorers and pooling are replicated on tensor-parallel ranks; the MLP after them, which has most of the weights, is
+    sharded. Gradients reach the scorers through the weights of patches in a token, because the number of tokens of a
+    region is an integer and has no gradient.
     """
 
     def __init__(self, builder: Any) -> None:
@@ -73,13 +73,13 @@ class ArrCocConnector(ConnectorModule):
 
 
 def regions(grid: Grid, side: int, *, device: torch.device) -> Tensor:
-    """Return which of side × side regions each patch of a grid lies in, int64 [P]."""
+    """Return the number of the region, of side × side, that each patch of a grid is in, int64 [P]."""
     rows, columns = (torch.arange(count, device=device) * side // count for count in grid)
     return (rows[:, None] * side + columns).flatten()
 
 
 def members(sizes: Tensor, tokens: Tensor) -> Tensor:
-    """Return which patches each token is made of, [T, P]: 1 or 0, with patches and tokens sorted by region.
+    """Return which patches each token consists of, [T, P]: 1 or 0, with patches and tokens sorted by region.
 
     Token i of n divides its region's P patches as adaptive pooling does: from ⌊i·P/n⌋ up to ⌈(i+1)·P/n⌉.
     """

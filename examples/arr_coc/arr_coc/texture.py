@@ -1,4 +1,4 @@
-"""Thirteen channels of a photo: its colours twice, its edges, and where each pixel lies."""
+"""Thirteen channels of a photo: its colours twice, its edges, and the position of each pixel."""
 
 from __future__ import annotations
 

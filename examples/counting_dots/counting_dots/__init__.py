@@ -1,4 +1,4 @@
-"""A source of samples that are computed: an image with dots, and how many there are.
+"""A source of computed samples: an image with dots, and how many there are.
 
 `--extension counting_dots --data dots` trains on it, and `--callback dots_log` writes a line for each step.
 """
@@ -12,14 +12,14 @@ from megavlm.extension import AT_LEAST_1, Entry, Extension, option
 
 @dataclass(frozen=True)
 class DotsOptions:
-    """`--dots-most`; in YAML `data.sources.dots`."""
+    """Options of the source: `--dots-most`, or in YAML `data.sources.dots`."""
 
     most: int = option(9, "Largest number of dots in an image.", valid=AT_LEAST_1)
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """`--dots-log-every`; in YAML `logging.callbacks.dots_log`."""
+    """Options of the callback: `--dots-log-every`, or in YAML `logging.callbacks.dots_log`."""
 
     every: int = option(1, "Steps between lines of RUN_DIR/dots.log.", valid=AT_LEAST_1)
 

@@ -6,7 +6,7 @@ from megavlm.metrics.callback import Callback, Start, StepEnd
 
 
 class DotsLog(Callback):
-    """Writes a line for each so many steps."""
+    """Callback that writes a line to RUN_DIR/dots.log every `dots_log.every` steps."""
 
     def on_start(self, start: Start) -> None:
         self._path = start.run_dir / "dots.log"

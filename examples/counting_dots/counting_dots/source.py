@@ -1,4 +1,4 @@
-"""The samples: a pure function of their number, so that every layout and every resumed run sees the same."""
+"""The source: a sample is a pure function of its number, so that every layout and every resumed run sees the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lmms-eval asks of a record of questions.jsonl: its images, its question, and the first reference."""
+"""Functions that lmms-eval calls on a record of questions.jsonl: its images, its question, and the first reference."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megavlm.extension import POSITIVE, Extension, ObjectiveEntry, option
 
 @dataclass(frozen=True)
 class MarginOptions:
-    """`--margin-width`; in YAML `model.objective.losses.margin`."""
+    """Options of the loss: `--margin-width`, or in YAML `model.objective.losses.margin`."""
 
     width: float = option(0.2, "Cosine by which a positive must be closer than any negative.", valid=POSITIVE)
 

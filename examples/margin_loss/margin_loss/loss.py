@@ -25,14 +25,14 @@ from megavlm.objective.gather import (
 
 
 def margin(own: Representations, options: ObjectiveConfig, group: dist.ProcessGroup) -> Loss:
-    """Return this rank's share of the loss over the texts of all ranks: that of the pairs whose positive is its own."""
+    """Return this rank's share of the loss over the texts of all ranks: the pairs whose positive is its own."""
     length = longest(len(own.members), group, own.members.device)
-    found, members = gathered(own.vectors, length, group), gathered_members(own.members, length, group)
+    everyone, members = gathered(own.vectors, length, group), gathered_members(own.members, length, group)
     texts = Texts(members)
     rows = texts.documents[texts.pairs[1]]
     mine = torch.nonzero(rows // max(len(members) // group.size(), 1) == group.rank()).flatten()
-    query, document = (each[mine] for each in texts.pairs)
-    vectors = found.detach().clone().requires_grad_(True)
+    query, document = (indices[mine] for indices in texts.pairs)
+    vectors = everyone.detach().clone().requires_grad_(True)
     losses = vectors.new_zeros(len(mine))
     for width in widths_of(options, vectors.shape[1]):
         unit = normalized(vectors, width)

@@ -1,7 +1,7 @@
 """A connector with a fixed number of tokens per image: each token is a weighted mean of the image's patches.
 
-`--extension pooled_attention --projector-kind pooled` trains with it. This file declares all that the program asks;
-`module.py` computes, and is imported only where a model is built.
+`--extension pooled_attention --projector-kind pooled` trains with it. This file has all that the program must know of
+it without torch; `module.py` has the layers, and is imported only where a model is built.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megavlm.extension import (
 
 @dataclass(frozen=True)
 class PooledOptions:
-    """`model.projector.connectors.pooled` of a file of options, and of --set."""
+    """Options of the connector, in the section `model.projector.connectors.pooled`."""
 
     tokens: int = option(8, "Image tokens of each image.", valid=AT_LEAST_1)
     width: int = option(None, "Channels of a pooled feature; default: model.language.hidden_size.", valid=AT_LEAST_1)
 
 
 class Pooled(Connector):
-    """F tokens, each softmax(scores of the patches) · values, projected to the width of the language model."""
+    """Connector with F tokens, each softmax(scores of the patches) · values, projected to the language width."""
 
     name = "pooled"
     options = PooledOptions
@@ -77,7 +77,7 @@ class Pooled(Connector):
 
     def communication(self, scenario: Scenario) -> Communication:
         patches, features = (stream_bytes(stream, scenario) for stream in (Stream.PATCHES, Stream.FEATURES))
-        # Forward the two halves of the all-reduce of features; backward those of the gradient of patches.
+        # An all-reduce of features in the forward pass, and one of the gradients of patches in the backward pass.
         return Communication((patches,) * scenario.sequence_parallel, (features, features))
 
 

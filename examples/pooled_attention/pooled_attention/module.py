@@ -1,4 +1,4 @@
-"""The connector's layers."""
+"""The torch half of the connector."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megavlm.model.connector import ConnectorModule
 class PooledAttention(ConnectorModule):
     """Token n of an image is Σ_p softmax_p(scores_n · patch_p) · values(patch_p), projected.
 
-    Tensor-parallel ranks divide the channels of values. The weights of the mean are the same on each rank, and each
-    rank's channels give them a part of their gradient: `copy_to_tensor_model_parallel_region` adds the parts up.
+    The channels of values are sharded over tensor-parallel ranks. The weights of the mean are replicated, and each
+    rank's channels give a part of their gradient: `copy_to_tensor_model_parallel_region` sums the parts.
     """
 
     def __init__(self, builder: Any) -> None:
@@ -35,7 +35,7 @@ class PooledAttention(ConnectorModule):
     def features(self, patches: Tensor, grids: tuple[tuple[int, int], ...], tile_groups: Sequence[Any]) -> Tensor:
         lengths = [rows * columns for rows, columns in grids]
         scores = self.scores(patches).split(lengths)
-        weights = torch.cat([each.softmax(0) for each in scores])
+        weights = torch.cat([image.softmax(0) for image in scores])
         weights = copy_to_tensor_model_parallel_region(weights, group=self.tp_group)
         values, _ = self.values(patches)
         pooled = [w.T @ v for w, v in zip(weights.split(lengths), values.split(lengths), strict=True)]
