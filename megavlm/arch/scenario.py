@@ -142,7 +142,7 @@ def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
     """Return the scenario of a colocated encoder, of which every `vision_tp` ranks hold one copy."""
     dims = Dims(tp=vision_tp, dp=scenario.dims.world // vision_tp)
     sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
-    return replace(scenario, dims=dims, sharding=sharding, sequence_parallel=vision_tp > 1)
+    return replace(scenario, dims=dims, sharding=sharding, shard_size=None, sequence_parallel=vision_tp > 1)
 
 
 def expert_imbalance(config: Config) -> float:

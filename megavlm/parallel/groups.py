@@ -236,7 +236,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int) ->
     Dropout draws different numbers on each rank; with `same_dropout`, the ranks of one encoder draw the same ones.
     `tp` is the `encoder_tp` that the groups were built with.
     """
-    alone, world = groups.alone, groups.collection.intra_dist_opt
+    alone, world = groups.alone, groups.maker.of(range(groups.dims.world))
     together, apart = _encoder_groups(groups.dims, tp, groups.maker) if tp > 1 else (alone, world)
     collection = copy(groups.collection)
     for name in ("cp", "pp", "embd", "pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
@@ -245,7 +245,7 @@ def encoder_groups(groups: Groups, *, tp: int, same_dropout: bool, seed: int) ->
         setattr(collection, name, together)
     for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"):
         setattr(collection, name, apart)
-    collection.tp_dp_cp = world
+    collection.tp_dp_cp = collection.intra_dist_opt = world
     draws = dist.get_global_rank(together, 0) if same_dropout else dist.get_rank()
     get_cuda_rng_tracker().add(ENCODER_RNG, seed + 1_000_000 * (1 + draws))
     dims = Dims(tp=tp, pp=1, vpp=1, dp=groups.dims.world // tp)

@@ -219,7 +219,7 @@ class EncoderRunner:
 
 def encoder_config(config: Config) -> Config:
     """Return the configuration of the encoder as a model of its own: with `--vision-tp` as its tensor parallelism,
-    without a pipeline, and with gradients reduced once, at the end of a step.
+    without a pipeline, with gradients reduced once, at the end of a step, and one group of all ranks that shard it.
     """
     tp = config.parallel.vision_tensor_model_parallel_size
     parallel = replace(
@@ -227,6 +227,7 @@ def encoder_config(config: Config) -> Config:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=1,
+        hybrid_shard_size=None,
         sequence_parallel=tp > 1 and config.parallel.sequence_parallel is not False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,

@@ -192,8 +192,6 @@ def shards(config: Config) -> Iterator[str]:
             f"--hybrid-shard-size {parallel.hybrid_shard_size} has nothing to shard with --data-parallel-sharding none:"
             " choose another sharding, or leave it out"
         )
-    if parallel.hybrid_shard_size is not None and config.placement.encoder == "colocated":
-        yield "--hybrid-shard-size does not support --placement colocated: leave it out, or use --placement stages"
     option = f"--secondary-shard-size {parallel.secondary_shard_size}"
     if parallel.secondary_shard_size is not None and sharding != "full":
         yield f"{option} needs --data-parallel-sharding full, which gathers weights again: choose it, or leave it out"

@@ -88,7 +88,7 @@ CHANGES = [
     slow("", (2, "--tp 2"), (4, f"{FULL} --hybrid-shard-size 2")),
     slow("", (4, f"--pp 2 {ZERO_2}"), (2, FULL)),
     slow("", (2, "--tp 2"), (4, f"{FULL} --secondary-shard-size 2")),
-    slow("", (2, f"{FULL} --placement colocated"), (2, ZERO_2)),
+    slow("", (4, f"{FULL} --placement colocated --hybrid-shard-size 2"), (2, ZERO_2)),
     slow("", (2, f"{FULL} --offload optimizer parameters"), (2, "--tp 2")),
     slow("", (2, "--pp 2"), (1, f"{FULL} --offload optimizer parameters")),
     slow(f"{MUON} --lr 1e-4", (4, BOTH), (2, FULL)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.scenario import Scenario, Sharding, scenario_of
+from megavlm.arch.scenario import Scenario, Sharding, encoder_scenario, scenario_of
 from megavlm.optim.codes import Coded
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import coded_bytes, gradient_seconds, optimizer_seconds
@@ -34,6 +34,7 @@ def test_bytes_of_a_parameter() -> None:
     expected = {"none": 18, "optimizer": 6 + 12 / 8, "optimizer_gradients": 2 + 16 / 8, "full": 16 / 8}
     assert found == pytest.approx(expected)
     assert model_state_bytes(LAYER, case("full", size=2)).total / count == pytest.approx(16 / 2)
+    assert encoder_scenario(case("full", size=2), 1).shards == 8, "a colocated encoder is shared by all"
 
 
 def test_more_micro_batches_cost_more_collectives_from_stage_2_on() -> None:
