@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.config.schema import Config
 from megavlm.optim.fully_sharded import ShardedOptimizer
 from megavlm.optim.master_weights import held_layouts
 from megavlm.parallel.shards import ParamShard, local_part
@@ -71,6 +72,12 @@ def without(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
         if name != kind:
             found[name] = without(kind, held) if isinstance(held, dict) else held
     return found
+
+
+def weights_follow(optimizer: Any, config: Config) -> bool:
+    """Return whether trained weights are their master weights, rounded, which ranks that share them may gather."""
+    exact = config.parallel.compress_weights == "none" and not config.precision.fp8_param_gather
+    return exact and _is_shared(_parts(optimizer))
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from megavlm.checkpoint.optimizer import (
     loss_scale_state,
     param_shards,
     sharded_optimizer_state,
+    weights_follow,
     without,
 )
 from megavlm.checkpoint.saving import Saver
@@ -37,7 +38,7 @@ from megavlm.model.specs import language_config, vision_config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
-from megavlm.optim.master_weights import average
+from megavlm.optim.master_weights import average, give_model
 from megavlm.parallel.groups import Groups, random_states, set_random_states
 from megavlm.precision.fp8_state import (
     entries_to_load,
@@ -54,11 +55,16 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint saves of this rank: its chunks, maybe sharded over data-parallel ranks, and their optimizer."""
+    """What a checkpoint saves of this rank: its chunks, as they are made data-parallel, and their optimizer."""
 
-    chunks: Sequence[VLMChunk | FullyShardedChunk]
+    wrapped: Sequence[Any]
     optimizer: Any
     groups: Groups
+
+    @property
+    def chunks(self) -> list[VLMChunk | FullyShardedChunk]:
+        """Return the chunks, maybe sharded over data-parallel ranks, without megatron-core's wrapper."""
+        return [each if isinstance(each, FullyShardedChunk) else getattr(each, "module", each) for each in self.wrapped]
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ def save(
     whose = {"data": data or {}, "metrics": metrics or {}}
     summary = describe(config, plan, iteration=position.iteration, consumed_samples=consumed, **whose)
     summary["random"] = _sizes(state["random"])
+    summary["rounded"] = config.parallel.compress_weights == "none"
     with _quiet():
         share = saver.division.share(state, group=trained.groups.dp_cp, metadata=dict(_METADATA))
         saver.begin(share, summary)
@@ -103,7 +110,8 @@ def save(
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = read_summary(folder)
-    state = _sharded_state(trained, loading=True)
+    follow = summary.get("rounded") is True and weights_follow(trained.optimizer, config)
+    state = _sharded_state(trained, loading=True, follow=follow)
     resumes_random = summary["plan"] == plan.to_json() and summary.get("random") == _sizes(state["random"])
     if not resumes_random:
         del state["random"]
@@ -121,11 +129,13 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     if missing := [name for name in ("optimizer", "position") if not isinstance(loaded.get(name), dict)]:
         raise UserError(f"{common} has no {' and no '.join(missing)} of a run: use another checkpoint")
     for index, chunk in enumerate(trained.chunks):
-        chunk.load_state_dict(loaded[f"chunk{index}"])
+        chunk.load_state_dict(loaded.get(f"chunk{index}", {}), strict=not follow)
         if resumes_history:
             restore(chunk, loaded["fp8"])
     try:
         load_optimizer_state(trained.optimizer, loaded["optimizer"])
+        if follow:
+            give_model(trained.optimizer, trained.wrapped)
         if begins_averages:
             average(trained.optimizer, decay=0.0)
         load_loss_scale(trained.optimizer, loaded.get("loss_scale"))
@@ -138,7 +148,8 @@ def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Posit
     return position
 
 
-def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(trained: Trained, *, loading: bool, follow: bool = False) -> dict[str, Any]:
+    """Return all that is saved or, when `loading`, filled; where weights `follow` from master weights, only these."""
     metadata = {**_METADATA, "dp_cp_group": trained.groups.dp_cp}
     chunks = {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(trained.chunks)
@@ -146,8 +157,16 @@ def _sharded_state(trained: Trained, *, loading: bool) -> dict[str, Any]:
     parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
     shards = param_shards(trained.optimizer, parameters)
     optimizer = sharded_optimizer_state(trained.optimizer, parameters, shards, loading=loading, metadata=metadata)
-    for name, chunk in chunks.items():
-        chunks[name] = _filled_in_place(entries_to_load(chunk)) if loading else entries_to_save(chunk, shards)
+    for chunk, (name, entries) in zip(trained.chunks, chunks.items(), strict=True):
+        if not loading:
+            chunks[name] = entries_to_save(entries, shards)
+            continue
+        skipped = chunk.trained if isinstance(chunk, FullyShardedChunk) else {}
+        chunks[name] = {
+            key: entry
+            for key, entry in _filled_in_place(entries_to_load(entries)).items()
+            if key.partition("/")[0] not in skipped and not (follow and entry.data.requires_grad)
+        }
     return {
         **chunks,
         "optimizer": optimizer,

@@ -17,7 +17,6 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.optim.build_optimizer import loss_scale
 from megavlm.optim.chained import LearningRate
 from megavlm.optim.data_parallel import gather_parameters
-from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.master_weights import averaged
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.optim.slow_links import forget_errors
@@ -204,11 +203,7 @@ class Engine:
     def trained(self) -> Trained:
         """Return what a checkpoint saves of this rank, once updated weights are gathered; all ranks call it."""
         gather_parameters(self.model_chunks)
-        chunks = [
-            chunk if isinstance(chunk, FullyShardedChunk) else getattr(chunk, "module", chunk)
-            for chunk in self.model_chunks
-        ]
-        return Trained(chunks=chunks, optimizer=self.optimizer, groups=self.groups)
+        return Trained(wrapped=self.model_chunks, optimizer=self.optimizer, groups=self.groups)
 
     @property
     def model_chunks(self) -> list[Any]:

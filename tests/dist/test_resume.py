@@ -33,7 +33,6 @@ def slow(*case: Any) -> Any:
         (2, f"{MUON} --tp 2 --micro-batch-size 4"),
         slow(4, "--tp 2 --pp 2 --recompute-granularity full"),
         slow(2, NONE),
-        slow(4, "--pp 2 --vpp 2"),
         slow(2, f"{COLOCATED} {NONE}"),
         slow(2, f"{COLOCATED} --vision-tp 2"),
         slow(4, f"--tp 2 {ZERO_2} --offload optimizer"),
@@ -41,6 +40,8 @@ def slow(*case: Any) -> Any:
         slow(4, f"{MUON} --tp 2 --micro-batch-size 2 --set optimizer.muon_precision=bf16"),
         slow(2, f"{MUON} {FULL}"),
         slow(2, f"{MUON} --precision bf16 --placement colocated"),
+        (2, "--precision bf16 --overlap-grad-reduce --overlap-param-gather"),
+        slow(4, "--pp 2 --vpp 2 --precision bf16 --overlap-grad-reduce --overlap-param-gather"),
         slow(2, f"{LION} {NONE} --precision bf16"),
         slow(2, f"{MUON} {CLIP} --tp 2 --micro-batch-size 4 --precision bf16"),
         slow(4, f"{CLIP} {FULL}"),
@@ -156,12 +157,15 @@ def operations(argv: list[str], run_dir: str) -> dict[str, int]:
     ("world", "flags"), [(4, "--precision bf16"), slow(4, "--precision bf16 --tp 2"), slow(4, f"{COLOCATED} {NONE}")]
 )
 def test_ranks_read_a_checkpoint_once(pools: Pools, half: Any, tmp_path: Path, world: int, flags: str):
-    """All ranks together read each byte of the tensors once; rank 0 alone reads metadata and manifest."""
+    """All ranks together read each byte of the tensors once, and of what they share no weights, which follow from fp32
+    master weights: 12 of 14 bytes; rank 0 alone reads metadata and manifest.
+    """
     argv = [*SMALL, *PADDED.split(), *flags.split()]
     shutil.copytree(half(world, flags), tmp_path / "run")
     there = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.distcp"))
     ranks = pools(world).run(operations, argv, str(tmp_path / "run"))
-    assert sum(rank["bytes"] for rank in ranks) <= 1.1 * there, f"{ranks} of {there}"
+    share = 1.1 if NONE in flags else 0.95  # of small files, whose headers are read as well
+    assert sum(rank["bytes"] for rank in ranks) <= share * there, f"{ranks} of {there}"
     assert max(rank["tensors"] for rank in ranks) <= 0.5 * sum(rank["tensors"] for rank in ranks), "they share the work"
     assert max(rank["names"] for rank in ranks[1:]) <= 20 < ranks[0]["names"], ranks
 
