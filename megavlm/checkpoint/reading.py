@@ -3,7 +3,8 @@
 Rank 0 reads and checks what describes a checkpoint, and sends it to the others. A record that all ranks of a group need
 is read by one of them and broadcast. Of a model with P parameters in bf16, with fp32 masters and two moments, D
 data-parallel copies read 12 P bytes in all, for weights are masters, rounded. If each copy read its own weights, they
-would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four times as much. The sizes of the 2,048 files are asked for once, where each rank did so twice.
+would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four times as much. The sizes of the 2,048 files are asked for
+once, where each rank did so twice.
 
 Every rank verifies what it reads while it reads it. What they find is shared before anything loaded is used, so that
 all ranks go on from the same checkpoint.
