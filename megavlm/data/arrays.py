@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import lzma
 import math
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
+# NumPy parses a header with `ast`, which raises SystemError in Python 3.11 if threads that use it take turns.
+_ONE_HEADER = threading.Lock()
 _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
 _MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
 _MOST_PIECES = 2**16  # strips or tiles of a TIFF
@@ -146,7 +149,8 @@ def _npy(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
         raise BadSample(Reason.UNSUPPORTED, f"it is a .npy file of version {version[0]}.{version[1]}: save it again")
-    shape, in_columns, dtype = _HEADERS[version](file)
+    with _ONE_HEADER:
+        shape, in_columns, dtype = _HEADERS[version](file)
     fitting(shape, dtype)
     if not pixels:
         return _empty(shape, dtype)

@@ -44,8 +44,8 @@ class CollatedBatch:
 class Collator(Protocol):
     """Makes the sequences of a window and the micro-batches of a step."""
 
-    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
-        """Return the sequences of a window of samples, or why one is skipped; None: it is held out."""
+    def window(self, samples: Sequence[SampleId]) -> Window:
+        """Return the sequences of a window of samples."""
         ...
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
@@ -66,9 +66,8 @@ class ComputedCollator:
         self._spec = spec
         self._own_images = own_images
 
-    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
-        sequences = tuple((Segment(each),) for each in samples if each is not None and not isinstance(each, Skipped))
-        return Window(sequences, len(samples), ())
+    def window(self, samples: Sequence[SampleId]) -> Window:
+        return Window(tuple((Segment(each),) for each in samples), len(samples), ())
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         rows = [
@@ -106,14 +105,8 @@ class FileCollator:
         self._packing = packing
         self._pool = pool
 
-    def window(self, samples: Sequence[SampleId | Skipped | None]) -> Window:
-        return self.packed(self.records(samples))
-
-    def records(self, samples: Sequence[SampleId | Skipped | None]) -> list[EncodedRecord]:
-        """Return the encoded record of each sample, in order; what is skipped or held out has no tokens."""
-        encoded = iter(self.encode([each for each in samples if each is not None and not isinstance(each, Skipped)]))
-        skipped = [() if each is None else (each,) if isinstance(each, Skipped) else None for each in samples]
-        return [next(encoded) if each is None else EncodedRecord((), each) for each in skipped]
+    def window(self, samples: Sequence[SampleId]) -> Window:
+        return self.packed(self.encode(samples))
 
     def packed(self, records: Sequence[EncodedRecord]) -> Window:
         """Return the sequences of the encoded records of a window."""

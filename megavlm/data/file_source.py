@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -13,12 +13,12 @@ from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
 from megavlm.data.prompts import choose_prompts
-from megavlm.data.records import Records, cache_of, is_held_out, is_stream, name_of, open_records, open_tars
+from megavlm.data.records import Records, is_held_out, name_of, open_records
 from megavlm.data.sample_encoder import Encoder
 from megavlm.data.sample_order import Order, RecordRef, spread, weights_of
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
 from megavlm.data.source import DataSetShare, HeldOutPrompt, Source
-from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment, StreamSample
+from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
@@ -26,16 +26,13 @@ from megavlm.resilience.events import record
 
 MEASURED = 8192  # records that are encoded at most to count sequences, and a window more: about ten seconds
 _LOOKED_AT = 100  # most validation samples that are encoded to find one that can be used
-# The number of records that the order of a blend assumes for a stream, whose length is unknown.
-_ENDLESS = 2**62
 
 
 class FilesSource(Encoder, Source):
     """Reads samples of `--datasets`: conversations as tokens, images as patches.
 
-    A sample is identified by its number in the shuffled blend (`order.py`), or carries its conversation if a WebDataset
-    yielded it (`streams.py`). The data sets are opened when the first sample is read, so that ranks that receive
-    their data by broadcast never open them.
+    A sample is identified by its number in the shuffled blend (`sample_order.py`). The data sets are opened when the
+    first sample is read, so that ranks that receive their data by broadcast never open them.
     """
 
     is_read = True
@@ -51,7 +48,7 @@ class FilesSource(Encoder, Source):
         found = [
             f"--datasets {records.name}: {', '.join(records.unread)} is not read, and no image: to read it as one, add "
             f"columns=image:{records.unread[0]}"
-            for records in self.records.values()
+            for records in self.records
             if records.unread
         ]
         trained = {Path(each.path).absolute() for each in self.config.data.datasets}
@@ -69,10 +66,9 @@ class FilesSource(Encoder, Source):
         return found
 
     @cached_property
-    def records(self) -> Mapping[int, Records]:
-        """Return the map-style data sets by index. Raises UserError for one that cannot be opened."""
-        sources = enumerate(self.config.data.datasets)
-        return {number: open_records(each, pairs=self.embeds) for number, each in sources if not is_stream(each)}
+    def records(self) -> Sequence[Records]:
+        """Return the data sets. Raises UserError for one that cannot be opened."""
+        return [open_records(each, pairs=self.embeds) for each in self.config.data.datasets]
 
     @property
     def _validation(self) -> tuple[DatasetConfig, ...]:
@@ -83,14 +79,10 @@ class FilesSource(Encoder, Source):
     @cached_property
     def validation_records(self) -> Sequence[Records]:
         """Return the validation data sets. Raises UserError for one that cannot be opened."""
-        cache, split = cache_of(Path(self.config.run.run_dir)), self.config.data.validation_split > 0
+        if self.config.data.validation_split:
+            return self.records
         try:
-            return [
-                open_tars(source, cache=cache)
-                if is_stream(source)
-                else (self.records[number] if split else open_records(source, pairs=self.embeds))
-                for number, source in enumerate(self._validation)
-            ]
+            return [open_records(source, pairs=self.embeds) for source in self._validation]
         except UserError as error:
             raise UserError(str(error).replace("--datasets", "--validation", 1)) from error
 
@@ -109,25 +101,11 @@ class FilesSource(Encoder, Source):
         except BadSample:  # it is skipped, and counted, where it is read
             return False
 
-    @property
-    def shares_known(self) -> bool:
-        """Return whether it is known how data sets are mixed: by weights, or by their lengths, which streams have only
-        once they are counted.
-        """
-        datasets = self.config.data.datasets
-        streams = {number for number, source in enumerate(datasets) if is_stream(source)}
-        weighted = any(source.weight is not None for source in datasets)
-        return weighted or len(datasets) == 1 or streams <= set(self.lengths)
-
     @cached_property
     def order(self) -> Order:
         data = self.config.data
-        assert self.shares_known, "streams that have no weight are counted before they are read"
         return Order(
-            lengths=tuple(
-                len(self.records[number]) if number in self.records else self.lengths.get(number, _ENDLESS)
-                for number in range(len(data.datasets))
-            ),
+            lengths=tuple(map(len, self.records)),
             weights=weights_of([source.weight for source in data.datasets]),
             seed=self.config.train.seed,
             shuffle=data.shuffle,
@@ -142,8 +120,6 @@ class FilesSource(Encoder, Source):
 
     def conversation(self, sample_id: SampleId) -> tuple[Conversation, int]:
         """Return a sample's conversation and the index of its data set. Raises BadSample."""
-        if isinstance(sample_id, StreamSample):
-            return sample_id.conversation, sample_id.source
         records, ref = self._at(sample_id)
         return records.read(ref.record), ref.source
 
@@ -201,8 +177,6 @@ class FilesSource(Encoder, Source):
 
     def label(self, sample_id: SampleId) -> tuple[int, str]:
         """Return the index of a sample's data set, and the sample's name in messages."""
-        if isinstance(sample_id, StreamSample):
-            return sample_id.source, sample_id.label
         records, ref = self._at(sample_id)
         return ref.source, records.label(ref.record)
 
@@ -225,9 +199,7 @@ class FilesSource(Encoder, Source):
     ) -> FileCollator:
         return FileCollator(self, spec, packing=self.config.data.packing, pool=pool)
 
-    def sampler(
-        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
-    ) -> BatchSampler:
+    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
         windows, train = self.windows(config, epoch), config.train
         return PackedBatchSampler(
             lambda number: collator.window(windows.samples(number)),
@@ -237,11 +209,8 @@ class FilesSource(Encoder, Source):
         )
 
     def data_sets(self) -> list[DataSetShare]:
-        shares = self.order.shares if self.shares_known else [None] * len(self.names)
-        return [
-            DataSetShare(name, len(self.records[number]) if number in self.records else None, share)
-            for number, (name, share) in enumerate(zip(self.names, shares, strict=True))
-        ]
+        each = zip(self.names, self.records, self.order.shares, strict=True)
+        return [DataSetShare(name, len(records), share) for name, records, share in each]
 
     def windows(self, config: Config, epoch: int) -> Windows:
         return Windows(config.data.packing_window, epoch or None, within_epochs=config.train.epochs is not None)

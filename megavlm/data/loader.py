@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,13 +47,11 @@ class RankLoader:
         dp_size: int,
         micro_batch_size: int,
         balance: bool = False,
-        alone: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
         """Prepare the loader; it begins to read at the first `next_step`.
 
-        `alone`: this rank does not know the other ranks' data, so it reports no imbalance. `stage` prepares
-        micro-batches for the copy to the device, in the loader's thread.
+        `stage` prepares micro-batches for the copy to the device, in the loader's thread.
         """
         assert 0 <= dp_rank < dp_size
         self._sampler = sampler
@@ -64,7 +60,6 @@ class RankLoader:
         self._dp_size = dp_size
         self._micro_batch_size = micro_batch_size
         self._balance = balance
-        self._alone = alone
         self._stage = stage
         self._state = sampler.start
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -155,7 +150,7 @@ class RankLoader:
         evened = costs if self._balance else None
         ranked = in_turn if evened is None else of_ranks(len(sequences), ranks, size, evened)
         mine = [[sequences[j] for j in group] for group in of_micro_batches(ranked[self._dp_rank], size, evened)]
-        if costs is None or self._alone:
+        if costs is None:
             return mine, None
         evenness = Imbalance(
             vision=imbalance(costs[:, 0], ranked),
@@ -169,22 +164,11 @@ class RankLoader:
 class DataLoader:
     """Returns the data of each step, on every rank of a replica, and the state to resume from."""
 
-    def __init__(
-        self,
-        loader: RankLoader | None,
-        *,
-        broadcast: ReplicaBroadcast | None = None,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Prepare the loader of a rank.
-
-        `loader` is None on a rank that does not read. `replicas` is the data-parallel group if each replica has a state
-        of its own, as with streams.
-        """
+    def __init__(self, loader: RankLoader | None, *, broadcast: ReplicaBroadcast | None = None) -> None:
+        """Prepare the loader of a rank; `loader` is None on a rank that does not read."""
         assert (loader is not None) == (broadcast is None or broadcast.reads)
         self._loader = loader
         self._broadcast = broadcast
-        self._replicas = replicas
         self._peeked: tuple[LoaderState | None, StepData] | None = None
 
     def peek(self) -> StepData:
@@ -241,25 +225,11 @@ class DataLoader:
         if self._broadcast is not None:
             own = self._broadcast.share_state(own)
         assert own is not None
-        state: LoaderState = own
-        if self._replicas is None:
-            return state
-        states: list[Any] = [None] * self._replicas.size()
-        dist.all_gather_object(states, state, group=self._replicas)
-        return {"replicas": states}
+        return own
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continue at a state. Raises UserError for one of other data, or of streams with other replicas."""
+        """Continue at a state. Raises UserError for one of other data."""
         self._peeked = None
-        if self._replicas is not None:
-            states = state.get("replicas")
-            if states is None or len(states) != self._replicas.size():
-                was = "other data" if states is None else f"{len(states)} data-parallel replicas"
-                raise UserError(
-                    f"the checkpoint is of a run on {was}, but each replica resumes its own part of a WebDataset: use "
-                    f"the same --datasets and the same number of replicas, now {self._replicas.size()}"
-                )
-            state = states[self._replicas.rank()]
         if self._loader is not None:
             self._loader.load_state_dict(state)
 

@@ -76,17 +76,14 @@ def build_loaders(
         )
         spec = CollateSpec.of(config, source)
         collator = make(spec)
-        sampler = source.sampler(config, collator, epoch=epoch, rank=at.dp, ranks=dims.dp)
-        if source.is_divided:
-            training = loader(sampler, collator, dp_rank=0, dp_size=1, alone=True)
-        else:
-            training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
+        sampler = source.sampler(config, collator, epoch=epoch)
+        training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
         if validation:
             collator = make(replace(spec, num_sources=len(source.validation_names)))
             sampler = _validation_sampler(config, validation, collator, groups)
             measured = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
     return Loaders(
-        DataLoader(training, broadcast=broadcast, replicas=groups.dp if source.is_divided else None),
+        DataLoader(training, broadcast=broadcast),
         DataLoader(measured, broadcast=broadcast) if validation else None,
     )
 

@@ -36,7 +36,7 @@ class Windows:
     """
 
     size: int  # samples of the largest window
-    epoch: float | None = None  # samples of an epoch, of those that this rank's sampler reads; None: not known
+    epoch: int | None = None  # samples of an epoch; None: not known
     within_epochs: bool = False
 
     def samples(self, number: int) -> range:
@@ -53,19 +53,15 @@ class Windows:
     def _start(self, number: int) -> int:
         if not self.within_epochs:
             return number * self.size
+        assert self.epoch, "only data sets with an end have windows within epochs"
         epoch, place = divmod(number, self.per_epoch)
-        whole = self._whole
-        return epoch * whole + place * whole // self.per_epoch
+        return epoch * self.epoch + place * self.epoch // self.per_epoch
 
     @property
     def per_epoch(self) -> int:
         """Return the number of windows of an epoch that they do not exceed: as few, and as even, as possible."""
-        return -(-self._whole // self.size)
-
-    @property
-    def _whole(self) -> int:
         assert self.epoch, "only data sets with an end have windows within epochs"
-        return int(self.epoch)
+        return -(-self.epoch // self.size)
 
 
 class BatchSampler(Protocol):
@@ -169,15 +165,6 @@ class PackedBatchSampler:
                 f"--datasets: none of the {'' if every else 'first '}{which} can be used: "
                 f"{SkipSummary().add(lost.values()).message()}"
             )
-
-    def forget(self) -> None:
-        """Drop all buffered windows."""
-        for window in self._windows.values():
-            window.cancel()
-        while self._windows:
-            window = self._windows.popitem()[1]
-            if not window.cancelled():
-                window.exception()  # waits until a window that is being encoded is done
 
     def close(self) -> None:
         """Stop encoding ahead; a read that hangs is left to itself."""

@@ -1,14 +1,13 @@
 """`Source`: the samples of a run, and everything that depends on where they come from.
 
-As in torch.utils.data, a source is map-style (`ComputedSource`, `FilesSource`: samples have numbers, and any rank of
-any layout can make any of them) or iterable (`StreamSource`: read in order, each data-parallel rank a part of its own).
-No caller asks which kind a source is; it asks the source.
+Samples have numbers, and any rank of any layout can make any of them. They are computed (`ComputedSource`) or read
+(`FilesSource`). No caller asks which kind a source is; it asks the source.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NoReturn
@@ -42,11 +41,11 @@ class HeldOutPrompt:
 
 @dataclass(frozen=True)
 class DataSetShare:
-    """A data set of a blend: its name, its number of records and its share of the samples, if they are known."""
+    """A data set of a blend: its name, its number of records and its share of the samples."""
 
     name: str
-    records: int | None
-    share: float | None
+    records: int
+    share: float
 
 
 class Source(ABC):
@@ -58,11 +57,8 @@ class Source(ABC):
     image_token: int
     pad_token: int
     max_answer_tokens = 0  # of `questions`, the token that ends an answer included
-    lengths: Mapping[int, int] = {}  # the number of records of each data set, once they are counted
     # Whether the first rank of each replica reads and sends the others what they need. Else each rank makes its own.
     is_read = False
-    # Whether each data-parallel replica reads a part of its own, and does not know the position of the others.
-    is_divided = False
 
     @abstractmethod
     def load(self, segment: Segment) -> Sample:
@@ -85,12 +81,9 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def sampler(
-        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
-    ) -> BatchSampler:
-        """Return what chooses the samples of global batches, for data-parallel rank `rank` of `ranks`.
-
-        `epoch` is the number of samples of an epoch; 0: not known.
+    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
+        """Return what chooses the samples of global batches. `epoch` is the number of samples of an epoch; 0: not
+        known.
         """
 
     @abstractmethod
@@ -128,16 +121,12 @@ class Source(ABC):
         """Return the warnings to print before a run."""
         return []
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Note how many records each data set has, as the rank that has counted them says."""
-        self.lengths = dict(enumerate(lengths))
-
     def data_sets(self) -> list[DataSetShare]:
         """Return the data sets that the samples come from, if they come from any."""
         return []
 
     def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
-        """Return the first samples of data sets, each with its data set and its number there; none of streams."""
+        """Return the first samples of data sets, each with its data set and its number there."""
         return []
 
     def windows(self, config: Config, epoch: int) -> Windows:
@@ -179,9 +168,7 @@ class ComputedSource(Source):
         assert pool is None, "computed samples need no workers"
         return ComputedCollator(self, spec, own_images=own_images)
 
-    def sampler(
-        self, config: Config, collator: Collator, *, epoch: int = 0, rank: int = 0, ranks: int = 1
-    ) -> BatchSampler:
+    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
         return SequentialBatchSampler(count=config.train.global_batch_size)
 
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megavlm.arch.packing import pack
 from megavlm.config.messages import aligned, several
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
-from megavlm.data.records import is_stream, open_records, open_stream, prepare_stream
+from megavlm.data.records import open_records
 from megavlm.data.sampler import bins_of
 from megavlm.data.source import Source
 from megavlm.data.types import EncodedRecord, HeldOut
@@ -59,28 +58,12 @@ def prepare_data(config: Config) -> tuple[int, ...]:
     """
     if data_kind(config) != "files":
         return ()
-    run_dir, counts = Path(config.run.run_dir), list[int]()
-    for source in config.data.validation:
-        if is_stream(source):
-            prepare_stream(source, run_dir=run_dir, log=print)
-    for source in config.data.datasets:
-        if is_stream(source):
-            prepare_stream(source, run_dir=run_dir, log=print)
-            counts.append(open_stream(source, run_dir=run_dir, rank=0, world=1, seed=config.train.seed).length)
-        else:
-            counts.append(len(open_records(source)))
-    return tuple(counts)
+    return tuple(len(open_records(source)) for source in config.data.datasets)
 
 
 def with_counted_length(config: Config, source: FilesSource) -> Config:
-    """Return the configuration of a dry run of `--epochs` with its number of iterations, which is printed.
-
-    Tars are indexed, and so counted, when a run begins: with them the configuration is returned as it is.
-    """
+    """Return the configuration of a dry run of `--epochs` with its number of iterations, which is printed."""
     if config.train.epochs is None:
-        return config
-    if any(map(is_stream, config.data.datasets)):
-        print(f"--epochs {config.train.epochs:g}: iterations are counted when the run begins, which indexes the tars")
         return config
     epoch = sum(prepare_data(config))
     length = run_length(config, source, epoch)
@@ -127,10 +110,9 @@ def data_table(config: Config, source: Source) -> str:
     rows = [("data", "records", "share of samples", "epochs of the run")]
     for each in data_sets:
         epochs = ""
-        if each.records and held and sequences and each.share:
+        if held and sequences:
             epochs = f"about {rounded(sequences * held * each.share / each.records)}"
-        part = "by its size, counted when the run begins" if each.share is None else f"{each.share:.1%}"
-        rows.append((each.name, "tars" if each.records is None else f"{each.records:,}", part, epochs))
+        rows.append((each.name, f"{each.records:,}", f"{each.share:.1%}", epochs))
     lines = aligned(rows, left=(0,))
     steps = "steps" if train.train_iters is None else several(train.train_iters, "step")
     lines.append(

@@ -79,15 +79,6 @@ class Conversation:
         return tuple(image for turn in self.turns for image in turn.images)
 
 
-@dataclass(frozen=True, eq=False)
-class StreamSample:
-    """A sample that a stream yielded. It holds its conversation, because it cannot be read again."""
-
-    conversation: Conversation
-    source: int
-    label: str
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """A validation sample: the index of its validation set, and its number in that data set."""
@@ -96,8 +87,8 @@ class HeldOut:
     record: int
 
 
-# What identifies a sample: its number in the shuffled blend, itself, or its place in a validation set.
-SampleId = int | StreamSample | HeldOut
+# What identifies a sample: its number in the shuffled blend, or its place in a validation set.
+SampleId = int | HeldOut
 
 
 # --- Samples
@@ -173,7 +164,7 @@ class EncodedRecord:
 
     samples: tuple[EncodedSample, ...]
     skipped: tuple[Skipped, ...] = ()
-    sample_id: SampleId | None = None  # workers leave it out: a sample of a stream would send its images back
+    sample_id: SampleId | None = None  # workers leave it out
 
 
 class Picture(Protocol):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,7 @@ from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import read_array
 from megavlm.data.decode import MAX_PIXELS, decode
-from megavlm.data.records import Records, is_stream, open_records, open_tars, prepare_stream
-from megavlm.data.records.tars import cache_of
+from megavlm.data.records import Records, open_records
 from megavlm.data.types import ImageRef
 from megavlm.files import write_out
 from megavlm.inputs.bad_sample import BadSample
@@ -59,7 +54,7 @@ def measure(options: argparse.Namespace) -> None:
     """Write the statistics of a data set's channels. Raises UserError if no image of it can be read."""
     (source,) = Kind(DatasetConfig, many=True).from_words([options.source], name="SOURCE")
     source = replace(source, image_root=options.image_root or source.image_root)
-    records = _tars(source) if is_stream(source) else open_records(source)
+    records = open_records(source)
     vision_input = vision_input_of(options.vision_input, options.vision_in_channels or 0)
     skipped: list[BadSample] = []
     found = measured(_images(records, vision_input, options, skipped))
@@ -71,14 +66,6 @@ def measure(options: argparse.Namespace) -> None:
         f"train on it: {program('train')} --vision-input {vision_input.name} "
         f"--set model.vision.in_channels={len(found.mean)} --channel-statistics {options.out} …"
     )
-
-
-def _tars(source: DatasetConfig) -> Records:
-    """Return the samples of tars of this machine, of which an index is written beside them, or elsewhere for now."""
-    cache = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    prepare_stream(source, run_dir=cache, log=partial(print, file=sys.stderr))
-    return open_tars(source, cache=cache_of(cache))
 
 
 def _images(

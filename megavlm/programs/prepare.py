@@ -20,7 +20,7 @@ from megavlm.config.messages import several
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, size_of
-from megavlm.data.records import is_stream, open_records
+from megavlm.data.records import is_tars, open_records
 from megavlm.data.records.shapes import SHAPES
 from megavlm.data.records.writing import SKIPPED, Notes, write_shards
 from megavlm.errors import UserError
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare(options: argparse.Namespace) -> None:
     source = _source(options)
-    if is_stream(source):
+    if is_tars(source):
         raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
     check_folder("OUT_DIR", options.out)
     records = open_records(source, pairs=False)

@@ -25,8 +25,9 @@ from megavlm.storage.transfer import move, with_retries
 # What is copied of a folder: no code, and no second copy of the weights in another format.
 SUFFIXES = (
     *(".json", ".txt", ".model", ".jinja", ".tiktoken", ".safetensors"),  # Hugging Face folders
-    *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),  # data sets
+    *(".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".tar"),  # data sets
 )
+SPLIT = ".nv-meta/split.yaml"  # the file beside tars in which energon notes which of them are trained on
 DATASETS = "--datasets"  # the option whose repositories are data sets
 # How a pointer of git-lfs begins, which files that are read may be one, and how many of a folder are looked at.
 _POINTER, _READ, _LOOKED_AT = b"version https://git-lfs", {".safetensors", ".json", ".model"}, 1000
@@ -36,9 +37,9 @@ def local_path(place: str, option: str, *, weights: bool = True) -> Path:
     """Return a path as it is, and for a URL or the name of a repository of the Hugging Face hub the folder or file on
     this machine that has its content.
 
-    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it. Of a model's repository,
-    `weights` are fetched only where they are asked for. `option` names the flag in messages. Raises UserError for a
-    place that is not there, StoreLost where the store does not answer.
+    Of a folder, the files with a suffix of SUFFIXES are copied, and none of folders in it but SPLIT. Of a model's
+    repository, `weights` are fetched only where they are asked for. `option` names the flag in messages. Raises
+    UserError for a place that is not there, StoreLost where the store does not answer.
     """
     if not is_url(place) or hub.repository(place, option, is_data=option == DATASETS):
         path = _from_hub(place, option, weights=weights) or Path(place)
@@ -132,8 +133,14 @@ def _listed(url: str) -> tuple[Store, dict[str, tuple[int, str]], bool]:
     parent, _, name = url.rstrip("/").rpartition("/")
     if not (url.startswith("http") and url.endswith(SUFFIXES)):  # by http, a list is a page, and all of it is read
         found = {name: each for name, each in store.versions().items() if "/" not in name and name.endswith(SUFFIXES)}
+        if any(each.endswith(".tar") for each in found):
+            notes, _, split = SPLIT.partition("/")
+            noted = store.below(notes).versions()
+            more = {SPLIT: noted[split]} if split in noted else {}
+        else:
+            more = {}
         if found:
-            return store, {plain(name): each for name, each in found.items()}, True
+            return store, {plain(name): each for name, each in found.items()} | more, True
     if not name.endswith(SUFFIXES):
         return store, {}, True
     store = Store.at(parent)

@@ -12,7 +12,6 @@ from megavlm.config.registry import Entry, registered
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
 from megavlm.data.source import Source
-from megavlm.data.streaming import files_source
 from megavlm.data.synthetic import SyntheticPairs, SyntheticSource
 from megavlm.demo.digits import VOCABULARY as DIGITS
 from megavlm.demo.digits import DigitPairs, DigitsSource
@@ -30,7 +29,7 @@ def build_source(config: Config, *, run_dir: Path, rank: int = 0, barrier: Calla
         digits = DigitPairs if objective_of(config.model).embeds else DigitsSource
         return digits.build(config, run_dir=run_dir, rank=rank, barrier=barrier)
     if data_kind(config) == "files":
-        return files_source(config)
+        return FilesSource(config)
     return _synthetic(config) if data_kind(config) == "synthetic" else _of_extension(config)
 
 

@@ -34,10 +34,10 @@ def dry_run(config: Config, *, world: int) -> None:
     if offloaded := offload_line(config, dims, on_gpu=on_gpu):
         print(offloaded)
     if config.data.datasets:
-        from megavlm.data.streaming import files_source
+        from megavlm.data.file_source import FilesSource
         from megavlm.data.survey import data_table, with_counted_length
 
-        source = files_source(config)
+        source = FilesSource(config)
         config = with_counted_length(config, source)
         print(data_table(config, source))
         for warning in source.warnings():

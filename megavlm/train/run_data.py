@@ -23,6 +23,7 @@ from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups
 from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
 from megavlm.rules.training_rules import with_train_iters
+from megavlm.storage.cache import DATASETS, local_path
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
     Rank 0 prepares them and says what there is; the others wait for it.
     """
     rank = dist.get_rank()
-    counts = from_rank_0(partial(prepare_data, config), tuple[int, ...]())
-    epoch = sum(counts)
-    source.set_lengths(counts)
+    for each in config.data.datasets:  # each machine copies what is in a store before one waits for another
+        local_path(each.path, DATASETS)
+    epoch = sum(from_rank_0(partial(prepare_data, config), tuple[int, ...]()))
     if config.train.epochs is not None:
         length = from_rank_0(partial(run_length, config, source, epoch), RunLength(0, 0, None))
         if rank == 0:

@@ -78,7 +78,7 @@ CPU_BACKEND = "megavlm.backend.cpu"  # … through this module, which a GPU run 
 SETTINGS = "torch.backends."  # switches that torch documents: to set one is no patch
 # Packages that only extras install (pyproject.toml).
 OPTIONAL = (
-    *("huggingface_hub", "transformers", "tokenizers", "megatron.energon", "pyarrow", "sklearn", "wandb", "mlflow"),
+    *("huggingface_hub", "transformers", "tokenizers", "pyarrow", "sklearn", "wandb", "mlflow"),
     *("google", "gcsfs", "s3fs", "transformer_engine"),
 )
 OF_A_MODULE = re.compile(r"megavlm(\.\w+)+(:\w+)?")  # "package.module:name" names what is in it

@@ -1,8 +1,4 @@
-"""Record what a position in the data depends on, to refuse a resumption at which it would mean other samples.
-
-A position in a WebDataset is checked against its tars when a run resumes (`energon.py`); this module records only the
-name and the weight of a WebDataset.
-"""
+"""Record what a position in the data depends on, to refuse a resumption at which it would mean other samples."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from megavlm.config.messages import shown
 from megavlm.config.option import data_kind
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, DatasetConfig
-from megavlm.data.records.opening import files_of, is_stream, name_of
+from megavlm.data.records.opening import files_of, is_tars, name_of
+from megavlm.data.records.tars import open_tars
 from megavlm.data.sample_order import weights_of
 from megavlm.paths import open_regular
 from megavlm.rules.fields import options
@@ -89,7 +86,10 @@ def _of_dataset(source: DatasetConfig, *, weight: float | None) -> dict[str, Any
     identity: dict[str, Any] = {"name": name_of(source), "weight": weight, "files": []}
     if source.columns:
         identity["columns"] = dict(source.columns)
-    if is_stream(source):
+    if is_tars(source):
+        for tar in open_tars(source, name_of(source)).tars:
+            ends = hashlib.blake2b(tar.offsets.tobytes(), digest_size=16)
+            identity["files"].append({"name": tar.name, "bytes": int(tar.offsets[-1]), "ends": ends.hexdigest()})
         return identity
     for path in files_of(source):
         with open_regular(path) as file:

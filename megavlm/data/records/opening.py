@@ -16,6 +16,7 @@ from megavlm.data.records.containers import Choose, Container, FileRecords, Join
 from megavlm.data.records.media import FindFile, FindVideo, file_below, stored_below, stored_video, video_below
 from megavlm.data.records.shapes import SHAPES, columns_of, record_of, shape_of
 from megavlm.data.records.tables import TableFile, is_saved, saved_files
+from megavlm.data.records.tars import open_tars
 from megavlm.data.records.text_files import BOM, DELIMITERS, CsvFile, NotAnArray, SpanFile, array_spans, line_spans
 from megavlm.data.records.turns import VISUALS
 from megavlm.errors import UserError
@@ -51,8 +52,8 @@ def name_of(source: DatasetConfig) -> str:
     return source.name or Path(source.path).stem
 
 
-def is_stream(source: DatasetConfig) -> bool:
-    """Return whether a data set is WebDataset tars, which are read in order, not by number (`Records`)."""
+def is_tars(source: DatasetConfig) -> bool:
+    """Return whether a data set is WebDataset tars."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)
@@ -62,12 +63,13 @@ def is_stream(source: DatasetConfig) -> bool:
 
 
 def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records:
-    """Return the records of a data set that is not a stream, in file order (the files of a folder are sorted by name).
+    """Return the records of a data set, in file order (the files of a folder are sorted by name).
 
     `pairs`: whether they have to be of pairs; None: they may. Raises UserError if the data set as a whole cannot be
     used. For a single bad record, `read` raises BadSample.
     """
-    assert not is_stream(source)
+    if is_tars(source):
+        return open_tars(source, name_of(source))
     _check_columns(source)
     container = _container(source, partial(_columns_read, source))
     find, find_video = _finders(source)
@@ -90,8 +92,8 @@ class RawRecords(NamedTuple):
 def open_rows(source: DatasetConfig, option: str) -> RawRecords:
     """Return the raw records of files that are no training data. `option` named them. Raises UserError."""
     try:
-        if is_stream(source):
-            raise _wrong(source, "has tars, which training alone reads: give a file of records")
+        if is_tars(source):
+            raise _wrong(source, "has tars, which only --datasets and --validation read: give a file of records")
         container = _container(source, list)
         return RawRecords(Renamed(container, source.columns) if source.columns else container, *_finders(source))
     except UserError as error:
@@ -131,7 +133,7 @@ def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
 
 
 def files_of(source: DatasetConfig) -> list[Path]:
-    """Return the files of a data set that is not a stream, in order. Raises UserError if there are none."""
+    """Return the files of a data set without tars, in order. Raises UserError if there are none."""
     path = _local(source)
     if path.is_file():
         return [path]

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from megavlm.data import clips
 from megavlm.data.decode import MAX_PIXELS, content_of, size_of
-from megavlm.data.records import tars
 from megavlm.data.records.containers import Records
 from megavlm.data.records.tar_sample import ARRAYS
+from megavlm.data.records.tars import indexed
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.errors import UserError
@@ -75,7 +75,7 @@ def write_shards(
     look: Look = size_of,
     progress: Callable[[int, Notes], None] = lambda *_: None,
 ) -> Notes:
-    """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, indexed for energon.
+    """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, with their index.
 
     Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
     with each image, whose header it checks; `progress` with the number of records read so far and the notes of the last
@@ -114,7 +114,8 @@ def write_shards(
             _note(out, notes)
     if not notes.samples:
         raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.message()}")
-    tars.index(out, [f"{number:06}.tar" for number in range(notes.shards)])
+    for number in range(notes.shards):
+        indexed(out / f"{number:06}.tar")
     return notes
 
 

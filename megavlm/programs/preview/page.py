@@ -15,7 +15,6 @@ from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
 from megavlm.data.sampler import bins_of
-from megavlm.data.streaming import files_source
 from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
 from megavlm.errors import UserError
 from megavlm.html import document, dot, facts, picture, section, table
@@ -41,7 +40,7 @@ def page(config: Config, *, most: int, title: str) -> str:
     if data_kind(config) != "files":
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
     config = resolve(config)
-    source = files_source(config)
+    source = FilesSource(config)
     records = source.first_window()
     usable = [record for record in records if record.samples]
     samples, undecodable = _samples(source, usable, most)
@@ -79,8 +78,8 @@ def _sources(source: FilesSource, read: int) -> str:
     rows = (
         (
             f"{dot(number)}{escape(each.name)}",
-            "stream" if each.records is None else f"{each.records:,}",
-            f"{each.share or 0.0:.1%}",
+            f"{each.records:,}",
+            f"{each.share:.1%}",
             f"{drawn[number] / max(read, 1):.1%}",
         )
         for number, each in enumerate(source.data_sets())

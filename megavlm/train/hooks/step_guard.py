@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.checkpoint import folders, state
-from megavlm.data.types import SampleId, StepData, StreamSample
+from megavlm.data.types import SampleId, StepData
 from megavlm.errors import BadNumbers
 from megavlm.inputs.batch import MicroBatch
 from megavlm.metrics.callback import Value
@@ -181,8 +181,6 @@ def _samples(run: Run, step: StepData, place: DataPlace) -> list[str]:
 
 
 def _label(source: Any, sample: SampleId) -> str:
-    if isinstance(sample, StreamSample):
-        return sample.label
     return str(source.label(sample)[1]) if hasattr(source, "label") else f"sample {sample}"
 
 

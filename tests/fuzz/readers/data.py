@@ -16,8 +16,9 @@ from PIL import Image, features
 
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.decode import decode, size_of
-from megavlm.data.records import open_records, open_stream, prepare_stream
+from megavlm.data.records import open_records
 from megavlm.data.records.tar_sample import conversation_of_parts
+from megavlm.data.records.tars import indexed
 from megavlm.inputs.bad_sample import BadSample
 from tests.fuzz.child import Reader
 from tests.support.tar_shards import sample, write_tar
@@ -80,29 +81,26 @@ def records(name: str) -> Callable[[Path, bytes], None]:
     return read
 
 
-def stream(folder: Path) -> Any:
-    source = DatasetConfig(str(folder / "data"), kind="webdataset")
-    write_tar(folder / "data/0.tar", [sample(str(number)) for number in range(3)])
-    prepare_stream(source, run_dir=folder)
-    return open_stream(source, run_dir=folder, rank=0, world=1, seed=0)
+def tar(name: str) -> Callable[[Path, bytes], None]:
+    """Read a folder of a tar in which one file (the tar, its index, the split) is `data`."""
 
+    def read(folder: Path, data: bytes) -> None:
+        (folder / "d/.nv-meta").mkdir(parents=True)
+        write_tar(folder / "d/0.tar", [sample(str(number)) for number in range(3)])
+        (folder / "d" / name).write_bytes(data)
+        found = open_records(DatasetConfig(str(folder / "d"), kind="webdataset"))
+        for number in range(min(len(found), 20)):
+            with suppress(BadSample):
+                found.read(number)
 
-def position(folder: Path, data: bytes) -> None:
-    """Go on from a position that a checkpoint has for a stream."""
-    found = stream(folder)
-    with suppress(ValueError, RecursionError):
-        state = json.loads(data)
-        found.load_state_dict(state if isinstance(state, dict) else {})
-    for _ in itertools.islice(found, 2):
-        pass
+    return read
 
 
 @cache
-def positions() -> list[bytes]:
+def tar_files() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as name:
-        found = stream(Path(name))
-        next(iter(found))
-        return [json.dumps(found.state_dict()).encode()]
+        path = write_tar(Path(name) / "0.tar", [sample(str(number)) for number in range(3)])
+        return {"0.tar": path.read_bytes(), "0.tar.idx": indexed(path).tobytes()}
 
 
 def parts(folder: Path, data: bytes) -> None:
@@ -123,7 +121,9 @@ LINES = [json.dumps(record).encode() for record in RECORDS]
 READERS = {
     "json": Reader(records("a.json"), lambda: [json.dumps([record] * 3).encode() for record in RECORDS], few=40),
     "jsonl": Reader(records("a.jsonl"), lambda: [b"\n".join(LINES[:1] * 3), *LINES], few=40),
-    "stream position": Reader(position, positions, few=5),
+    "tar": Reader(tar("0.tar"), lambda: [tar_files()["0.tar"]], few=20),
+    "index of a tar": Reader(tar("0.tar.idx"), lambda: [tar_files()["0.tar.idx"]], few=20),
+    "split of tars": Reader(tar(".nv-meta/split.yaml"), lambda: [b'{"split_parts": {"train": ["0.tar"]}}'], few=20),
     "tar sample": Reader(parts, lambda: LINES),
     "image": Reader(image, pictures, memory=2**31, few=100),
 }

@@ -7,9 +7,12 @@ import io
 import lzma
 import os
 import pickle
+import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from megavlm.data import arrays
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.types import ImageRef
 from megavlm.data.visuals import first_frame
@@ -207,6 +211,24 @@ def test_a_fifo_in_place_of_an_array_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.npy")
     with pytest.raises(BadSample, match="is no regular file"):
         read_array(tmp_path / "a.npy", channels=2, max_pixels=MOST)
+
+
+def test_threads_take_turns_at_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11's `ast`, with which NumPy parses them, fails now and then where threads interleave."""
+    reader, inside = arrays._HEADERS[1, 0], threading.Lock()
+
+    def alone(file: Any) -> Any:
+        assert inside.acquire(blocking=False), "another thread parses a header"
+        time.sleep(0.001)
+        inside.release()
+        return reader(file)
+
+    monkeypatch.setitem(arrays._HEADERS, (1, 0), alone)
+    file = io.BytesIO()
+    np.save(file, np.zeros((4, 6, 5), np.float32))
+    with ThreadPoolExecutor(4) as pool:
+        sizes = pool.map(lambda _: array_size(file.getvalue(), channels=5, max_pixels=100), range(20))
+        assert list(sizes) == [(4, 6)] * 20
 
 
 @settings(max_examples=100, deadline=None)

@@ -106,7 +106,7 @@ def test_what_is_found_in_tars(data: Path, tmp_path: Path) -> None:
     options = ["--seq-length", "96", "--packing-window", "48", "--run-dir", str(tmp_path / "run")]
     text = page(parse([*given, *options]), most=5, title="t")
     assert "samples looked at 48" in told(text)
-    assert "tars stream 75.0% 75.0% book 20 25.0% 25.0%" in told(text)
+    assert "tars 40 75.0% 75.0% book 20 25.0% 25.0%" in told(text)
     assert images_of(text)
 
 

@@ -22,7 +22,7 @@ GIB = 2**30
 H200 = GPU("NVIDIA H200", 140 * GIB, 0, (9, 0))
 A100 = GPU("NVIDIA A100-SXM4-80GB", 80 * GIB, 0, (8, 0))
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.11.0", "jinja2": "3.1.6"}
-INSTALLED = {name: Package(VERSIONS.get(name, "9999.0")) for name in NEEDS} | {"megatron-energon": Package("7.4.1")}
+INSTALLED = {name: Package(VERSIONS.get(name, "9999.0")) for name in NEEDS}
 INSTALLED |= {"sentencepiece": Package("0.2.2")}
 
 SOUND = Facts(
@@ -120,12 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pip install 'megatron-core<0.20,>=0.16.1'",
     ),
     "no psutil": ({"packages": without("psutil")}, "error", "psutil is not installed", "pip install 'psutil"),
-    "no energon": (
-        {"packages": without("megatron-energon")},
-        "note",
-        "megatron-energon is not installed",
-        "pip install 'megatron-energon",
-    ),
+    "no pyarrow": ({"packages": without("pyarrow")}, "note", "pyarrow is not installed", "pip install 'pyarrow'"),
     "old Python": ({"python": (3, 9, 18)}, "error", "Python 3.9.18 is too old", "make PYTHON=python3.11"),
     "full disk": ({"disk_free": 3 * GIB}, "warning", "3.0 GiB are free", "--run-dir"),
     "V100": ({"devices": (replace(A100, capability=(7, 0)),)}, "warning", "7.0 has no bf16", "--precision fp16"),

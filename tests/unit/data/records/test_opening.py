@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import is_stream, open_records
+from megavlm.data.records import is_tars, open_records
 from megavlm.data.records.containers import Records
 from megavlm.data.records.shapes import SHAPES, shape_of
 from megavlm.data.types import Conversation, ImageRef, Turn
@@ -292,15 +292,15 @@ def test_folders_without_records_or_of_several_kinds(folder: Path) -> None:
         opened(folder)
 
 
-def test_which_sources_are_streams(folder: Path) -> None:
+def test_which_sources_are_tars(folder: Path) -> None:
     (folder / "tars").mkdir()
     (folder / "tars" / "0.tar").write_bytes(b"")
-    streams = ["s3://bucket/data", str(folder / "tars"), "x.tar", "blend.yaml"]
-    assert all(is_stream(DatasetConfig(path=path)) for path in streams)
-    assert not is_stream(DatasetConfig(path=str(folder)))
-    assert is_stream(DatasetConfig(path=str(folder), kind="webdataset"))
-    assert not is_stream(DatasetConfig(path="s3://bucket/d.jsonl"))
-    assert not is_stream(DatasetConfig(path="s3://bucket/shards", kind="llava"))
+    places = ["s3://bucket/data", str(folder / "tars"), "x.tar", "blend.yaml"]
+    assert all(is_tars(DatasetConfig(path=path)) for path in places)
+    assert not is_tars(DatasetConfig(path=str(folder)))
+    assert is_tars(DatasetConfig(path=str(folder), kind="webdataset"))
+    assert not is_tars(DatasetConfig(path="s3://bucket/d.jsonl"))
+    assert not is_tars(DatasetConfig(path="s3://bucket/shards", kind="llava"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json"])

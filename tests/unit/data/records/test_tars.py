@@ -1,21 +1,144 @@
-"""Tars are indexed once, wherever there is room, and damage costs what it damaged."""
+"""Tars are indexed once and read by number; damage costs what it damaged."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from megavlm.data.records import tars
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import DatasetConfig
+from megavlm.data.records import Records, data_identity, open_records, tars
+from megavlm.data.records.containers import key_of_parts
+from megavlm.data.types import Conversation, ImageRef, VideoRef
+from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import BadSample
+from megavlm.paths import FileRange
 from tests.support.tar_shards import sample, write_shards, write_tar
 
 
-def counts(home: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads((home / ".nv-meta" / ".info.json").read_text())["shard_counts"]
-    return found
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "data", count=3, each=5)
+    return tmp_path / "data"
+
+
+def opened(path: Path | str) -> Records:
+    return open_records(DatasetConfig(str(path)))
+
+
+def said(item: Conversation) -> str:
+    return str(item.turns[-1].parts[0])
+
+
+def found(records: Records) -> list[str]:
+    """What each sample says, or why it cannot be read."""
+    answers: list[str] = []
+    for number in range(len(records)):
+        try:
+            answers.append(said(records.read(number)))
+        except BadSample as error:
+            answers.append(str(error.reason))
+    return answers
+
+
+ANSWERS = [f"{shard}-{number}" for shard in range(3) for number in range(5)]
+
+
+def test_samples_are_conversations_of_raw_bytes(folder: Path) -> None:
+    records = opened(folder)
+    assert found(records) == ANSWERS
+    assert records.read(6).images == (ImageRef(b"1-1" * 200),)
+    assert records.label(6) == "1.tar/sample 1"
+    assert records.key(6) == key_of_parts(sample("1-1"))
+    assert found(opened(folder / "1.tar")) == ANSWERS[5:10]
+
+
+def test_tars_in_a_store_are_copied_with_their_split(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
+    (folder / ".nv-meta").mkdir()
+    (folder / ".nv-meta/split.yaml").write_text("split_parts: {train: [2.tar, 0.tar]}")
+    records = opened(f"file://{folder}")
+    assert found(opened(f"file://{folder}/1.tar")) == ANSWERS[5:10]
+    shutil.rmtree(folder)
+    assert found(records) == ANSWERS[:5] + ANSWERS[10:]
+
+
+def test_clips_stay_in_their_tar(tmp_path: Path) -> None:
+    spoken = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "x"}]
+    told = json.dumps({"conversations": spoken}).encode()
+    samples = [{"json": told, "mp4": bytes([number]) * 700} for number in range(3)]
+    path = write_tar(tmp_path / "data/0.tar", samples)
+    records = opened(path.parent)
+    for number in range(3):
+        (video,) = records.read(number).images
+        assert isinstance(video, VideoRef)
+        assert isinstance(video.source, FileRange)
+        with video.source.open() as file:
+            assert file.read() == samples[number]["mp4"]
+            assert (file.seek(-1, 2), file.read(5)) == (699, bytes([number]))
+        assert records.key(number) == key_of_parts(samples[number])
+
+
+def test_bad_samples_are_passed_over(tmp_path: Path) -> None:
+    good = sample("good")
+    samples = [good, {"json": b"\x00\x01garbage", "jpg": b"x"}, {"json": good["json"]}, {"jpg": b"x"}, good]
+    write_tar(tmp_path / "data" / "0.tar", samples)
+    (tmp_path / "data" / "1.tar").write_bytes(b"not a tar" * 200)
+    expected = ["good", "not_a_record", "image_count", "not_a_record", "good", "truncated"]
+    assert found(opened(tmp_path / "data")) == expected
+
+
+def test_what_is_damaged_after_it_was_opened_costs_its_samples(folder: Path) -> None:
+    records = opened(folder)
+    path = folder / "1.tar"
+    path.write_bytes(path.read_bytes()[: tars.sample_offsets(path)[3] - 300])
+    (folder / "2.tar").unlink()
+    answers = found(records)
+    assert answers[:7] == ANSWERS[:7]
+    assert answers[7:] == ["truncated"] * 3 + ["missing_file"] * 5
+
+
+def test_what_energon_noted_is_what_is_trained_on(folder: Path) -> None:
+    (folder / ".nv-meta").mkdir()
+    split = folder / ".nv-meta/split.yaml"
+    split.write_text("exclude: []\nsplit_parts:\n  test: []\n  train:\n  - 2.tar\n  - 0.tar\n  val:\n  - 1.tar\n")
+    assert found(opened(folder)) == ANSWERS[:5] + ANSWERS[10:]
+    split.write_text("exclude: [0.tar]\nsplit_parts: {train: [2.tar, 0.tar]}\n")
+    assert found(opened(folder)) == ANSWERS[10:]
+    split.write_text("split_parts: {train: [2.tar, ../3.tar]}\n")
+    with pytest.raises(UserError, match=r"names '\.\./3\.tar', which is none of its tars"):
+        opened(folder)
+    split.write_text("[]")
+    with pytest.raises(UserError, match="without a list of tars"):
+        opened(folder)
+
+
+def test_a_position_depends_on_the_tars(folder: Path) -> None:
+    config = parse(["--datasets", str(folder)])
+    before = data_identity(config)
+    assert data_identity(config) == before
+    write_tar(folder / "1.tar", [sample("other")])
+    os.utime(folder / "1.tar", ns=(2**62, 2**62))
+    assert data_identity(config) != before
+
+
+def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    for name, what in {"nowhere.tar": "is not a file or folder", "blend.yaml": "with weight="}.items():
+        with pytest.raises(UserError, match=what):
+            opened(tmp_path / name)
+    with pytest.raises(UserError, match="has no tars"):
+        open_records(DatasetConfig(str(tmp_path), kind="webdataset"))
+    write_tar(tmp_path / "a.tar", [])
+    with pytest.raises(UserError, match="without any sample"):
+        opened(tmp_path)
 
 
 def test_offsets_are_where_samples_begin(tmp_path: Path) -> None:
@@ -34,11 +157,11 @@ def test_a_cut_anywhere_leaves_the_samples_before_it(tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar"
     for size in range(1, offsets[-1], 217):
         cut.write_bytes(data[:size])
-        found = tars.sample_offsets(cut)
+        left = tars.sample_offsets(cut)
         complete = [end for end in offsets[1:] if end <= size]
-        assert found[: len(complete) + 1] == offsets[: len(complete) + 1]
-        assert found[-1] in (size, offsets[len(complete)])
-        assert len(found) <= len(complete) + 3
+        assert left[: len(complete) + 1] == offsets[: len(complete) + 1]
+        assert left[-1] in (size, offsets[len(complete)])
+        assert len(left) <= len(complete) + 3
 
 
 def test_garbage_in_the_middle_is_one_sample(tmp_path: Path) -> None:
@@ -67,42 +190,33 @@ def test_what_is_no_tar_is_one_damaged_sample(tmp_path: Path, data: bytes) -> No
     assert tars.sample_offsets(tmp_path / "a.tar") == [0, len(data)]
 
 
-def test_folders_are_prepared_in_place_and_once(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    write_shards(folder, count=2, each=3)
+def test_tars_are_indexed_once_and_again_when_they_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tar(folder / "sub" / "9.tar", [sample("9")])
     write_tar(folder / "none.tar", [])
-    tars.prepare(folder, cache=tmp_path / "cache")
-    assert tars._home_of(folder, cache=tmp_path / "cache") == folder
-    assert counts(folder) == {"0.tar": 3, "1.tar": 3, "sub/9.tar": 1}
+    assert found(opened(folder)) == [*ANSWERS, "9"]
+    assert "indexing 5 tars" in capsys.readouterr().out
     index = (folder / "0.tar.idx").read_bytes()
-    assert list(struct.unpack("<4Q", index)) == tars.sample_offsets(folder / "0.tar")
-    said: list[str] = []
-    tars.prepare(folder, cache=tmp_path / "cache", log=said.append)
-    assert said == []
+    assert list(struct.unpack("<6Q", index)) == tars.sample_offsets(folder / "0.tar")
+    assert found(opened(folder)) == [*ANSWERS, "9"]
+    assert capsys.readouterr().out == ""
+    write_tar(folder / "0.tar", [sample("new")])
+    os.utime(folder / "0.tar", ns=(2**62, 2**62))
+    assert found(opened(folder)) == ["new", *ANSWERS[5:], "9"]
 
 
-def test_where_nothing_can_be_written_links_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, cache = tmp_path / "data", tmp_path / "run" / "webdataset"
-    write_shards(folder / "sub", count=2, each=3)
-    monkeypatch.setattr(tars, "_is_writable", lambda folder: False)
-    tars.prepare(folder, cache=cache)
-    home = tars._home_of(folder, cache=cache)
-    assert home.parent == cache
-    assert counts(home) == {"sub/0.tar": 3, "sub/1.tar": 3}
-    assert (home / "sub" / "0.tar").read_bytes() == (folder / "sub" / "0.tar").read_bytes()
-    assert not (folder / ".nv-meta").exists()
+def test_where_nothing_can_be_written_the_index_is_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
+    replace = tars.replace_file
 
+    def refuse(path: Path, content: bytes) -> None:
+        if path.parent == folder:
+            raise PermissionError(path)
+        replace(path, content)
 
-def test_one_tar(tmp_path: Path) -> None:
-    write_shards(tmp_path, count=2, each=3)
-    tars.prepare(tmp_path / "1.tar", cache=tmp_path / "cache")
-    assert counts(tars._home_of(tmp_path / "1.tar", cache=tmp_path / "cache")) == {"1.tar": 3}
-
-
-def test_folders_without_samples_say_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tars"):
-        tars.prepare(tmp_path, cache=tmp_path / "cache")
-    write_tar(tmp_path / "a.tar", [])
-    with pytest.raises(ValueError, match="without any sample"):
-        tars.prepare(tmp_path, cache=tmp_path / "cache")
+    monkeypatch.setattr(tars, "replace_file", refuse)
+    assert found(opened(folder)) == ANSWERS
+    assert len(list((tmp_path / "cache/tars").iterdir())) == 3
+    assert not list(folder.glob("*.idx"))
+    shutil.rmtree(tmp_path / "cache")
