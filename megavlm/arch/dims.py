@@ -32,6 +32,7 @@ class RowSplit:
 
     @property
     def ranks(self) -> int:
+        """Return the number of context-parallel ranks."""
         return self.heads * self.groups
 
     @property
@@ -72,6 +73,7 @@ class Dims:
 
     @property
     def row_split(self) -> RowSplit:
+        """Return how context-parallel ranks shard rows."""
         return RowSplit(heads=self.cp // self.cp_groups, groups=self.cp_groups)
 
     @property
@@ -85,6 +87,7 @@ class Dims:
 
     @property
     def world(self) -> int:
+        """Return the number of ranks of the run."""
         return self.replica * self.dp
 
     @property

@@ -33,7 +33,7 @@ _TOLERATED = 1.1
 
 @dataclass(frozen=True)
 class TileGroup:
-    """Consecutive tiles of a micro-batch that are one image: its base tile, then the tiles of its grid, row by row.
+    """Consecutive tiles of a micro-batch that are one image: the base tile, then the tiles of the grid, row by row.
 
     Or one tile that is a frame of a video; `kind` tells whether it is the last.
     """
@@ -44,6 +44,7 @@ class TileGroup:
 
     @property
     def tiles(self) -> int:
+        """Return the number of tiles, the base tile included."""
         return 1 + self.grid[0] * self.grid[1]
 
 

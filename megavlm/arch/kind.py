@@ -72,6 +72,7 @@ class HiddenWeight:
 
     @property
     def size(self) -> int:
+        """Return the number of elements."""
         return self.rows * self.columns * (self.experts or 1)
 
     def shapes(self) -> Iterator[tuple[int, int]]:

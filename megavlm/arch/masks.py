@@ -25,6 +25,7 @@ class Span:
 
     @property
     def scores(self) -> int:
+        """Return the number of scores that attention computes."""
         return len(self.queries) * len(self.keys)
 
 

@@ -47,7 +47,7 @@ class Plan:
         return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
 
     def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
-        """Return whether any of the `trained` layers is in an earlier chunk, so that gradients must travel there."""
+        """Return whether any of the `trained` layers is in an earlier chunk, so that it needs gradients."""
         return any(name in trained for name in self.before(chunk))
 
     def before(self, chunk: int) -> tuple[str, ...]:

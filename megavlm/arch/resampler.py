@@ -35,6 +35,7 @@ class AttentionBlock:
         return of_rows | {f"{name}.output.weight": Split(1, self.groups * per_group, per_group)}
 
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        """Return the weights that are matrices between hidden states, by their names below `name`."""
         wide, narrow = self.local(1)
         rows = {"query": (wide, self.width), **dict.fromkeys(("key", "value"), (narrow, self.context))}
         rows["output"] = (self.width, wide)
@@ -46,6 +47,7 @@ class AttentionBlock:
         return groups * (self.heads // self.groups) * self.head_width, groups * self.head_width
 
     def parameters(self, tp: int) -> int:
+        """Return the number of parameters on one of `tp` ranks, with biases and padding."""
         queries, keys = self.local(tp)
         return (
             (self.width + self.bias) * queries
@@ -84,6 +86,7 @@ class MlpBlock:
         return ("gate", "up") if self.gated else ("fc1",)
 
     def splits(self, name: str) -> dict[str, Split]:
+        """Return how weights are sharded, by their names below `name`: along the inner channels."""
         leaves = ("weight", "bias") if self.bias else ("weight",)
         rows = {f"{name}.{layer}.{leaf}": Split(0, self.inner) for layer in self.first for leaf in leaves}
         return rows | {f"{name}.fc2.weight": Split(1, self.inner)}
@@ -93,14 +96,17 @@ class MlpBlock:
         return (*self.splits(name), *(f"{name}.fc2.bias",) * self.bias)
 
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        """Return the weights that are matrices between hidden states, by their names below `name`."""
         first = {f"{name}.{layer}.weight": hidden_weight(self.width, self.inner) for layer in self.first}
         return first | {f"{name}.fc2.weight": hidden_weight(self.inner, self.outputs)}
 
     def parameters(self, tp: int) -> int:
+        """Return the number of parameters on one of `tp` ranks, with biases and padding."""
         inner = share_of(self.inner, tp)
         return (self.width + self.bias) * inner * len(self.first) + self.outputs * (inner + self.bias)
 
     def flops(self, tokens: float) -> float:
+        """Return the FLOPs of a forward pass, summed over tensor-parallel ranks."""
         return 2.0 * tokens * self.inner * (self.width * len(self.first) + self.outputs)
 
     def saved_bytes(self, scenario: Scenario, tokens: float, *, trained: bool) -> float:

@@ -70,6 +70,7 @@ class Scenario:
 
     @property
     def bytes_each(self) -> int:
+        """Return the bytes of an activation or a weight."""
         return BYTES[self.precision]
 
     @property
@@ -117,10 +118,12 @@ class Scenario:
 
     @property
     def shards_gradients(self) -> bool:
+        """Return whether gradients are sharded (ZeRO-2 and 3)."""
         return self.sharding in ("optimizer_gradients", "full")
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """Return the names of all layers."""
         return layer_names(self.model)
 
     def trains(self, name: str) -> bool:

@@ -44,6 +44,7 @@ class PipelineShape:
 
     @property
     def chunks(self) -> int:
+        """Return the number of chunks of the whole pipeline."""
         return self.pp * self.vpp
 
     @property

@@ -43,7 +43,7 @@ class TransformerKind(LayerKind):
         """Return the width of the MLP that processes all tokens."""
 
     def mlp_share(self, model: ModelConfig, tp: int) -> int:
-        """Return the width of that MLP on one of `tp` ranks, padding included."""
+        """Return the width of the MLP that processes all tokens on one of `tp` ranks, padding included."""
         return mlp_share(self.mlp_width(model), tp)
 
     @abstractmethod

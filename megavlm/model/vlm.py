@@ -245,7 +245,7 @@ class VLMChunk(MegatronModule):
 
     @property
     def device(self) -> torch.device:
-        """Return the device that computes."""
+        """Return the device that computes and communicates."""
         return next(self.parameters()).device
 
     def shards(self) -> Iterator[ShardedTensor]:

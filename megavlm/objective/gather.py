@@ -132,7 +132,7 @@ def same(wanted: Tensor, identities: Tensor) -> Tensor:
 
 
 def longest(count: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the largest count of all ranks."""
+    """Return the largest `count` of all ranks."""
     if group.size() == 1:
         return count
     counts = torch.tensor(count, device=device)

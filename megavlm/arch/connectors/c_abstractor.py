@@ -65,6 +65,7 @@ class ConvBlock:
         return self.inputs != self.width
 
     def splits(self, name: str) -> dict[str, Split]:
+        """Return how the block's weights are sharded, by their names below `name`."""
         rows = ["conv1.weight", "conv2.weight", "excite.weight", "excite.bias"]
         rows += [f"{norm}.{leaf}" for norm in ("norm1", "norm2") for leaf in ("weight", "bias")]
         rows += ["shortcut.weight"] * self.projects
@@ -89,10 +90,12 @@ class ConvBlock:
         return matrices | ({"shortcut": (self.width, self.inputs)} if self.projects else {})
 
     def hidden_weights(self, name: str) -> dict[str, HiddenWeight]:
+        """Return the weights that are matrices between hidden states, by their names below `name`."""
         matrices = self.matrices().items()
         return {f"{name}.{leaf}.weight": hidden_weight(columns, rows) for leaf, (rows, columns) in matrices}
 
     def parameters(self, tp: int) -> int:
+        """Return the number of parameters on one of `tp` ranks, with norms and padding."""
         own = share_of(self.width, tp)
         matrices = own * (self.inputs * (1 + self.projects) + 2 * self.squeeze + self.width)
         norms = 4 * own + 2 * self.width * (1 + self.projects)
