@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(vocabulary: int) -> LlavaForConditionalGeneration:
-    """Return a LLaVA of 0.6 million random parameters."""
+    """Return a LLaVA of a million random parameters."""
     torch.manual_seed(1)
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(
