@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 288,
     "flags": 147,  # 150
     "code lines of tests": 34_594,  # 33,000
-    "words of documentation": 44_634,  # 45,000
+    "words of documentation": 44_624,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
