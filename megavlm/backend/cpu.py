@@ -44,19 +44,7 @@ _MODULES = (
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.extensions.transformer_engine",
 )
-_FACTORIES = (
-    "arange",
-    "empty",
-    "empty_like",
-    "full",
-    "ones",
-    "ones_like",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-)
+_FACTORIES = "arange empty empty_like full ones ones_like rand randn tensor zeros zeros_like".split()
 
 
 def install() -> None:

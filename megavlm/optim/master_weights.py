@@ -11,8 +11,9 @@ nothing is exchanged but for an evaluation of the averages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def round_in_one_launch(part: Any) -> None:
     Weights that are kept in FP8 stay its own affair, as do optimizers that shard nothing, which copy so already.
     """
     if isinstance(part, DistributedOptimizer) and part.config.fp8_recipe is None:
-        part._copy_main_params_to_model_params = _Rounding(part)
+        part._copy_main_params_to_model_params = partial(_round, cache(partial(_places, part)))
 
 
 def give_model(optimizer: Any, chunks: Sequence[Any]) -> None:
@@ -102,19 +103,11 @@ def averaged(optimizer: Any, chunks: Sequence[Any]) -> Iterator[None]:
         _exchange(optimizer, chunks)
 
 
-class _Rounding:
-    """The copies of a rank, whose places are looked up once: buffers do not move."""
-
-    def __init__(self, part: DistributedOptimizer) -> None:
-        self._part: Any = part
-        self._places: tuple[list[Tensor], list[Tensor]] | None = None
-
-    def __call__(self) -> None:
-        if self._places is None:
-            self._places = _places(self._part)
-        targets, sources = self._places
-        if targets:
-            torch._foreach_copy_(targets, sources)
+def _round(places: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
+    """Copy a rank's weights between places that are looked up once: buffers do not move."""
+    targets, sources = places()
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _places(part: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,8 +17,7 @@ The largest logits are found on whichever ranks they were computed (`HeadLogits`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -102,15 +101,6 @@ class QKClip:
             view.mul_(factors.to(view.device, view.dtype).view(-1, *(1,) * (view.ndim - 1)))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The heads of a layer that this rank attends with: numbers `local` in its attention are `places` in the model."""
-
-    attention: LogitAttention
-    local: Tensor
-    places: Tensor
-
-
 class HeadLogits:
     """The largest logits of all heads, layer by layer, of the training passes since `clear`."""
 
@@ -124,8 +114,8 @@ class HeadLogits:
 
     def clear(self) -> None:
         """Reset the largest logits before a step, whose passes raise them."""
-        for each in self._seen:
-            each.attention.largest.zero_()
+        for attention, _, _ in self._seen:
+            attention.largest.zero_()
 
     def over_ranks(self) -> Tensor:
         """Return the largest logit of each head over all ranks [heads of all layers] float64; all ranks call it.
@@ -133,14 +123,17 @@ class HeadLogits:
         A head without a positive logit has 0.
         """
         found = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        for each in self._seen:
-            found[each.places] = each.attention.largest[each.local]
+        for attention, local, places in self._seen:
+            found[places] = attention.largest[local]
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found
 
 
-def _seen_in(chunk: VLMChunk, config: Config, first: Mapping[str, int], device: torch.device) -> list[_Seen]:
-    found, splits = [], clipped_layers(config, tp=chunk.groups.dims.tp)
+def _seen_in(
+    chunk: VLMChunk, config: Config, first: Mapping[str, int], device: torch.device
+) -> Iterator[tuple[LogitAttention, Tensor, Tensor]]:
+    """Yield the attention of each layer, and its heads: their numbers in this attention, and in the model."""
+    splits = clipped_layers(config, tp=chunk.groups.dims.tp)
     for name, layer in chunk.transformer_layers:
         attention: Any = layer.self_attention.core_attention
         if name in first:
@@ -148,8 +141,7 @@ def _seen_in(chunk: VLMChunk, config: Config, first: Mapping[str, int], device: 
             heads = _model_heads(attention, splits[name], chunk.groups.tp.rank())
             pairs = [(local, first[name] + head) for local, head in enumerate(heads) if head is not None]
             local, places = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(device).unbind(-1)
-            found.append(_Seen(attention, local, places))
-    return found
+            yield attention, local, places
 
 
 def _model_heads(attention: Any, split: HeadSplit, rank: int) -> list[int | None]:

@@ -8,6 +8,7 @@ to decide it: every rank knows the sizes of all images.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,56 +26,55 @@ from megavlm.inputs.batch import DealtImages, ImageBatch, MicroBatch
 from megavlm.pipeline.colocated import Rows, feature_exchange_of
 
 
-class DevicePrefetcher:
-    """Gives each of a rank's chunks the same micro-batches, in order, on the device.
+def on_device(
+    batches: Sequence[MicroBatch],
+    host_copies: HostCopies,
+    *,
+    chunks: int,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[Iterator[MicroBatch]]:
+    """Return for each of a rank's chunks the same micro-batches, in order, on the device.
 
     While one micro-batch is used, the next one is copied. When all chunks have taken a micro-batch, it is freed, except
     for tensors that autograd keeps for a backward pass.
+
+    Args:
+        batches: on the host, except for features of a colocated encoder.
+        meanwhile: called before a chunk takes a micro-batch.
     """
+    moving = _moved(batches, host_copies)
+    waiting = [deque[MicroBatch]() for _ in range(chunks)]  # what other chunks have taken, and this one has not
 
-    def __init__(
-        self,
-        batches: Sequence[MicroBatch],
-        host_copies: HostCopies,
-        *,
-        chunks: int,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        """`batches` are on the host, except for features of a colocated encoder. `meanwhile` is called as a chunk takes
-        a micro-batch.
-        """
-        self._batches = batches
-        self._host_copies = host_copies
-        self._meanwhile = meanwhile
-        self._chunks_left = [chunks] * len(batches)
-        self._copying: dict[int, tuple[MicroBatch, Any]] = {}
-        self._ready: dict[int, MicroBatch] = {}
+    def taken(own: deque[MicroBatch]) -> Iterator[MicroBatch]:
+        for _ in batches:
+            meanwhile()
+            if not own:
+                batch = next(moving)
+                for each in waiting:
+                    each.append(batch)
+                del batch
+            yield own.popleft()
 
-    def for_a_chunk(self) -> Iterator[MicroBatch]:
-        """Yield all micro-batches, for one chunk."""
-        for index in range(len(self._batches)):
-            yield self._take(index)
+    return [taken(own) for own in waiting]
 
-    def _take(self, index: int) -> MicroBatch:
-        if self._meanwhile is not None:
-            self._meanwhile()
-        if index not in self._ready:
-            self._start_copy(index)
-            batch, ticket = self._copying.pop(index)
-            self._host_copies.wait(ticket)
-            self._ready[index] = _with_patches(batch)
-            self._start_copy(index + 1)
-        self._chunks_left[index] -= 1
-        return self._ready[index] if self._chunks_left[index] else self._ready.pop(index)
 
-    def _start_copy(self, index: int) -> None:
-        """Start to copy a micro-batch, if it exists and its copy has not started."""
-        if index >= len(self._batches) or index in self._copying:
-            return
-        batch = self._batches[index]
-        names, values = zip(*batch.host_tensors().items(), strict=True)
-        copies, ticket = self._host_copies.to_device(values)
-        self._copying[index] = batch.with_tensors(dict(zip(names, copies, strict=True))), ticket
+def _moved(batches: Sequence[MicroBatch], host_copies: HostCopies) -> Iterator[MicroBatch]:
+    """Yield micro-batches on the device, each when the copy of the next one has begun; keep none that was yielded."""
+    copying = deque[tuple[MicroBatch, Any]]()
+    ready: list[MicroBatch] = []
+    for index in range(len(batches) + 1):
+        if copying:
+            batch, ticket = copying.popleft()
+            host_copies.wait(ticket)
+            ready.append(_with_patches(batch))
+            del batch
+        if index < len(batches):
+            names, values = zip(*batches[index].host_tensors().items(), strict=True)
+            copies, ticket = host_copies.to_device(values)
+            copying.append((batches[index].with_tensors(dict(zip(names, copies, strict=True))), ticket))
+            del copies
+        if ready:
+            yield ready.pop()
 
 
 def _with_patches(batch: MicroBatch) -> MicroBatch:
@@ -100,7 +100,7 @@ def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfi
     """Return the micro-batch on the host as one of the context-parallel ranks computes it.
 
     `deals` is the model if its encoder is in the pipeline. The patches of a rank's images are selected once all of them
-    are on the device (`DevicePrefetcher`).
+    are on the device (`on_device`).
     """
     part = part_of(batch, split, rank=rank)
     if part.context is None or deals is None:

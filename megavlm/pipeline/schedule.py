@@ -30,7 +30,7 @@ from megavlm.parallel.groups import Groups
 from megavlm.pipeline.callbacks import BatchShapedP2P, NoSync, StepTimers
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
-from megavlm.pipeline.micro_batches import DevicePrefetcher, own_part
+from megavlm.pipeline.micro_batches import on_device, own_part
 from megavlm.pipeline.walker import ForwardStep, PassWalker
 from megavlm.resilience.phases import COMPUTE, Phases
 
@@ -230,9 +230,8 @@ class Schedule:
         `outputs`: what it gives is no loss.
         """
         # While chunks take micro-batches, passes of the next step's encoder are queued.
-        meanwhile = self.colocated.advance if self.colocated is not None else None
-        moving = DevicePrefetcher(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
-        iterators = [moving.for_a_chunk() for _ in self.chunks]
+        meanwhile = self.colocated.advance if self.colocated is not None else lambda: None
+        iterators = on_device(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
         if self._walk is not None and not forward_only:
             results = self._walk(forward, batches, iterators)
         else:

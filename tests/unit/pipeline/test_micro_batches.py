@@ -12,7 +12,7 @@ import torch
 from megavlm.arch.dims import RowSplit
 from megavlm.data.loader import HostStaging
 from megavlm.inputs.batch import ImageSizes, MicroBatch, TextBatch
-from megavlm.pipeline.micro_batches import DevicePrefetcher, own_part
+from megavlm.pipeline.micro_batches import on_device, own_part
 from tests.support.flags import resolved
 from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch
@@ -42,8 +42,7 @@ def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
     """Chunks take turns of two, as interleaved on two pipeline ranks; nothing of the plain schedule's is kept."""
     batches = [micro_batch(number) for number in range(STEP)]
     transfers = Noted()
-    moving = DevicePrefetcher(batches, transfers, chunks=chunks)
-    iterators = [moving.for_a_chunk() for _ in range(chunks)]
+    iterators = on_device(batches, transfers, chunks=chunks)
     found = []
     gc.disable()
     for turn in range(0, STEP, 2):
@@ -66,12 +65,8 @@ def test_one_is_used_and_one_is_on_its_way(chunks: int) -> None:
 def test_the_next_one_begins_when_one_is_handed_out() -> None:
     transfers = Noted()
     calls = []
-    taking = DevicePrefetcher(
-        [micro_batch(0), micro_batch(1), micro_batch(2)],
-        transfers,
-        chunks=1,
-        meanwhile=lambda: calls.append(len(transfers.events)),
-    ).for_a_chunk()
+    batches = [micro_batch(0), micro_batch(1), micro_batch(2)]
+    (taking,) = on_device(batches, transfers, chunks=1, meanwhile=lambda: calls.append(len(transfers.events)))
     assert transfers.events == []
     next(taking)
     assert transfers.events == ["fetch", "arrived", "fetch"]
