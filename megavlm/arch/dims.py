@@ -67,11 +67,6 @@ class Dims:
         return self.schedule or default
 
     @property
-    def walks(self) -> bool:
-        """Return whether our own runtime executes the schedule (`pipeline/walker.py`), not megatron-core."""
-        return self.order != "1f1b"
-
-    @property
     def row_split(self) -> RowSplit:
         """Return how context-parallel ranks shard rows."""
         return RowSplit(heads=self.cp // self.cp_groups, groups=self.cp_groups)

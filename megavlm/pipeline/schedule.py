@@ -1,5 +1,4 @@
-"""Run micro-batches through a pipeline: by megatron-core's 1F1B and gradient accumulation, or by our `walker.py` in any
-other order.
+"""Run micro-batches through a pipeline, in the order of its schedule (`walker.py`).
 
 Every rank of a pipeline iterates over the same micro-batches, and each chunk reads what its layers need: patches in the
 first vision stage, tokens in the first language stage, labels in the last. Chunks send each other hidden states only.
@@ -12,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -27,7 +25,7 @@ from megavlm.model.specs import common_config
 from megavlm.objective.gather import Representations
 from megavlm.objective.losses import next_token
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.callbacks import BatchShapedP2P, NoSync, StepTimers
+from megavlm.pipeline.callbacks import StepTimers
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.micro_batches import on_device, own_part
@@ -36,9 +34,8 @@ from megavlm.resilience.phases import COMPUTE, Phases
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
-    """Return the configuration for megatron-core's schedules, DDP and gradient finalisation."""
+    """Return the configuration for megatron-core's passes, DDP and gradient finalisation."""
     language = config.model.language
-    interleaved = dims.vpp > 1
     return common_config(
         config,
         tp=dims.tp,
@@ -47,28 +44,19 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
         num_attention_heads=dims.tp,  # read by nothing here, but its validation divides it by TP
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
         pipeline_model_parallel_size=dims.pp,
-        virtual_pipeline_model_parallel_size=dims.vpp if interleaved else None,
-        # Vision and language stages differ in sequence length and width; `BatchShapedP2P` computes the shapes.
-        variable_seq_lengths=dims.pp > 1,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
         **_expert_fields(config),
         deallocate_pipeline_outputs=True,
-        overlap_p2p_comm=interleaved,  # with two stages, batched messages would be mixed up
-        batch_p2p_comm=not interleaved,
-        # megatron-core would let the host wait for the device after each batched transfer, against a fault of torch 1.
-        batch_p2p_sync=False,
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
         **fp8_fields(config, "vision", "language"),
     )
 
 
 def _expert_fields(config: Config) -> dict[str, Any]:
-    """Return what makes schedules scale the balance losses as they scale the loss (`MoEAuxLossAutoScaler`).
-
-    Without experts, too, their shapes vary only with this dispatcher.
-    """
+    """Return what makes passes scale the balance losses as they scale the loss (`MoEAuxLossAutoScaler`)."""
     experts = config.model.experts
     if not experts.num_experts:
-        return {"moe_token_dispatcher_type": "alltoall"}
+        return {}
     return {
         "moe_token_dispatcher_type": "alltoall",
         "num_moe_experts": experts.num_experts,
@@ -109,14 +97,9 @@ class Schedule:
         self.backend = backend
         self.num_sources = num_sources
         self.phases = phases if phases is not None else Phases()
-        self.timers = StepTimers(dims, rank=groups.coords.pp, phases=self.phases)
+        self.timers = StepTimers(dims, phases=self.phases)
         self._host_copies = HostCopies(backend.device)
-        self._run = get_forward_backward_func(pp_size=dims.pp, vp_size=dims.vpp if dims.vpp > 1 else None)
-        self.no_sync = NoSync(self.chunks)
-        self._walk = None
-        if dims.walks:
-            self._walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device)
-        self._communicator = BatchShapedP2P(groups, config, sends_copies=backend.is_cpu) if dims.pp > 1 else None
+        self.walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device)
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run the forward and backward passes of one optimizer step.
@@ -130,7 +113,6 @@ class Schedule:
             count each token once per tensor-parallel rank.
         """
         self.phases.enter(COMPUTE, "images")
-        self.timers.begin_step(len(batches))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         for router in self.routers:
@@ -232,43 +214,9 @@ class Schedule:
         # While chunks take micro-batches, passes of the next step's encoder are queued.
         meanwhile = self.colocated.advance if self.colocated is not None else lambda: None
         iterators = on_device(batches, self._host_copies, chunks=len(self.chunks), meanwhile=meanwhile)
-        if self._walk is not None and not forward_only:
-            results = self._walk(forward, batches, iterators)
-        else:
-            results = self._run_megatron_core(forward, batches, iterators, forward_only=forward_only, outputs=outputs)
+        results = self.walk(forward, batches, iterators, forward_only=forward_only, outputs=outputs)
         while self.colocated is not None and self.colocated.advance():
             pass  # what is left is encoded beside the optimizer
-        return results
-
-    def _run_megatron_core(
-        self,
-        forward: ForwardStep,
-        batches: Sequence[MicroBatch],
-        iterators: Sequence[Iterator[MicroBatch]],
-        *,
-        forward_only: bool,
-        outputs: bool,
-    ) -> list[Any]:
-        single = len(self.chunks) == 1
-        arguments: dict[str, Any] = {}
-        if self._communicator is not None:
-            self._communicator.expect([chunk.module for chunk in self.chunks], batches)
-            arguments["p2p_communicator"] = self._communicator
-        try:
-            results: list[Any] = self._run(
-                forward_step_func=forward,
-                data_iterator=iterators[0] if single else iterators,
-                model=self.chunks[0] if single else self.chunks,
-                num_microbatches=len(batches),
-                seq_length=batches[0].text.tokens.shape[1],  # shapes are known from the batch: these two are not used
-                micro_batch_size=batches[0].text.tokens.shape[0],
-                forward_only=forward_only,
-                collect_non_loss_data=outputs,
-                pg_collection=self.groups.collection,
-                **arguments,
-            )
-        finally:
-            self.no_sync.close()
         return results
 
 

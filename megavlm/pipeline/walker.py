@@ -1,4 +1,4 @@
-"""Run a step's passes in any fixed order: the runtime of all schedules but 1F1B, which is megatron-core's.
+"""Run a step's passes in any fixed order: the runtime of all schedules, and of passes without gradients.
 
 Ranks that send to each other in both directions wait for each other forever if both begin with what the other does
 second: NCCL runs the transfers of a pair of ranks one after the other. So all transfers of a step have one order, which
@@ -114,6 +114,10 @@ def rank_program(shape: PipelineShape, rank: int) -> tuple[Pass | Receive, ...]:
     return tuple(program)
 
 
+def _pass_of(each: Pass | Receive) -> Pass:
+    return each.made_by if isinstance(each, Receive) else each
+
+
 ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Tensor, Any]]
 
 
@@ -131,19 +135,33 @@ class PassWalker:
         self._groups = groups
         self._device = device
         self._gradients = WeightGradients()
+        self.overlaps_reduction = False  # whether gradients are reduced beside the last backward passes of a step
         if groups.dims.order == "zb-h1":
             for number, chunk in self._chunks.items():
                 if number:
                     leave_weight_gradients(bare_chunk(chunk), self._gradients)
 
     def __call__(
-        self, forward: ForwardStep, batches: Sequence[MicroBatch], iterators: Sequence[Iterator[MicroBatch]]
+        self,
+        forward: ForwardStep,
+        batches: Sequence[MicroBatch],
+        iterators: Sequence[Iterator[MicroBatch]],
+        *,
+        forward_only: bool = False,
+        outputs: bool = False,
     ) -> list[Any]:
-        """Run the passes of a training step and finish its gradients; return what micro-batches result in, on the rank
-        of the last chunk. `iterators` give each of this rank's chunks the micro-batches, on the device.
+        """Run the passes of a training step and finish its gradients, or its forward passes alone; return what
+        micro-batches result in, on the rank of the last chunk.
+
+        Args:
+            forward: runs a chunk on its next micro-batch.
+            iterators: give each of this rank's chunks the micro-batches, on the device.
+            outputs: what `forward` gives is no loss.
         """
         shape = shape_of(self._groups.dims, len(batches))
         program = rank_program(shape, self._groups.coords.pp)
+        if forward_only:
+            program = tuple(each for each in program if _pass_of(each).kind == FORWARD)
         last = {(each.kind, each.chunk): each for each in program if isinstance(each, Pass)}
         self._gradients.clear()  # of a step that was given up
         step = _Step(
@@ -155,10 +173,13 @@ class PassWalker:
             dict(zip(self._chunks, iterators, strict=True)),
             Transfers(self._groups.pp, dtype=self._config.pipeline_dtype, device=self._device),
             self._gradients,
+            forward_only,
+            outputs,
         )
         with _timed(self._config, "forward-backward"):
-            for gather, chunk in zip(self._config.param_sync_func or (), self._chunks.values(), strict=False):
-                gather(chunk.parameters())
+            if not forward_only:  # else each part waits for what it reads
+                for gather, chunk in zip(self._config.param_sync_func or (), self._chunks.values(), strict=False):
+                    gather(chunk.parameters())
             for each in program:
                 if isinstance(each, Receive):
                     step.receive(each.made_by)
@@ -166,8 +187,9 @@ class PassWalker:
                 with self._accumulating(each.chunk, last=each == last[each.kind, each.chunk]):
                     step.run(each)
             step.transfers.finish()
-            finalize = self._config.finalize_model_grads_func
-            finalize(list(self._chunks.values()), None, pg_collection=self._groups.collection)
+            if not forward_only:
+                finalize = self._config.finalize_model_grads_func
+                finalize(list(self._chunks.values()), None, pg_collection=self._groups.collection)
         return step.results
 
     def _accumulating(self, chunk: int, *, last: bool) -> AbstractContextManager[Any]:
@@ -175,7 +197,7 @@ class PassWalker:
 
         A bucket is reduced once all its parameters have met their last gradient, in either.
         """
-        reduces = last or self._config.no_sync_func is None
+        reduces = last or not self.overlaps_reduction
         context: AbstractContextManager[Any] = nullcontext() if reduces else self._chunks[chunk].no_sync()
         return context
 
@@ -192,6 +214,8 @@ class _Step:
     iterators: dict[int, Iterator[MicroBatch]]
     transfers: Transfers
     gradients: WeightGradients
+    forward_only: bool
+    outputs: bool
     results: list[Any] = field(default_factory=list)
     kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # inputs and outputs
 
@@ -206,6 +230,8 @@ class _Step:
 
     def run(self, each: Pass) -> None:
         """Run a pass, and begin to send what it makes."""
+        if self.config.timers is not None:
+            self.config.timers.running = each
         {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT: self._weights}[each.kind](each)
 
     def _forward(self, each: Pass) -> None:
@@ -220,13 +246,15 @@ class _Step:
             self.results,
             self.config,
             cp_group_size=1,  # read by nothing: losses are sums over tokens
+            collect_non_loss_data=self.outputs,
             is_first_microbatch=each.micro == 0,
             current_microbatch=each.micro,
             is_last_stage=each.chunk == self.shape.chunks - 1,
         )
         self._send(each, output)
-        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-        self.kept[each.chunk, each.micro] = hidden, output
+        if not self.forward_only:
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+            self.kept[each.chunk, each.micro] = hidden, output
 
     def _backward(self, each: Pass) -> None:
         gradient = self._made_for(each)

@@ -281,7 +281,7 @@ def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompu
             total += model_state_bytes(name, scenario, copies_vocabulary=alone)
         saved = sum(kept_bytes(name, scenario, recompute) for name in names)
         saved += mask_bytes(scenario) * any(kind_of(name) == LANGUAGE_LAYER for name in names)
-        if scenario.dims.walks and not scenario.on_gpu:
+        if scenario.dims.pp > 1 and not scenario.on_gpu:
             total += Memory(data=_sent_bytes(scenario, bounds, chunk, whole=max(whole for whole, _ in held)))
         waiting = sum(waiting_bytes(name, scenario) for name in names)
         total += Memory(activations=max(whole * saved + halves * waiting for whole, halves in held))

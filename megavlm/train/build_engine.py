@@ -171,7 +171,7 @@ def _feature_cache(config: Config, chunk: VLMChunk, groups: Groups) -> FeatureCa
 
 
 def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimizer) -> None:
-    """Set the callbacks by which megatron-core's schedule scales losses, reduces gradients and gathers parameters."""
+    """Set the callbacks by which passes scale losses, reduces gradients and gathers parameters."""
     pipeline, chunks = schedule.config, schedule.chunks
     count_waits(chunks, schedule.phases)
     pipeline.grad_scale_func = optimizer.scale_loss
@@ -181,8 +181,7 @@ def _connect(schedule: Schedule, config: Config, optimizer: MeanGradientOptimize
         colocated=schedule.colocated,
         phases=schedule.phases,
     )
-    if config.parallel.overlap_grad_reduce:
-        pipeline.no_sync_func = schedule.no_sync
+    schedule.walk.overlaps_reduction = bool(config.parallel.overlap_grad_reduce)
     # With one chunk, each bucket begins the next one's gather; those of several chunks begin with the step.
     if config.parallel.overlap_param_gather and len(chunks) > 1:
         pipeline.param_sync_func = [chunk.start_param_sync for chunk in chunks]
