@@ -87,9 +87,7 @@ def embeddings(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[d
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        pytest.param(2, "--tp 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
-        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
         pytest.param(2, "--pp 2 --schedule zb-h1", marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),

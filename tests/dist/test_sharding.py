@@ -89,8 +89,6 @@ SECONDARY = f"{FULL} --secondary-shard-size 2"
     [
         pytest.param(4, "--cp 2 --recompute-granularity full", marks=pytest.mark.slow),
         pytest.param(4, "--precision bf16 --freeze vision --lora-rank 4", marks=pytest.mark.slow),
-        pytest.param(4, "--placement colocated --offload optimizer activations", marks=pytest.mark.slow),
-        pytest.param(8, "--tp 2 --global-batch-size 8", marks=pytest.mark.slow),
         pytest.param(8, "--pp 2 --vpp 2 --global-batch-size 16", marks=pytest.mark.slow),
         pytest.param(8, "--hybrid-shard-size 4 --global-batch-size 8", marks=pytest.mark.slow),
     ],

@@ -24,9 +24,10 @@ from tests.support.host_copies import Streams
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.stream_of("beside"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
-    monkeypatch.setattr(torch.cuda, "stream", found.entered)
+    monkeypatch.setattr(torch.cpu, "Stream", lambda device: found.stream_of(next(found.names)))
+    monkeypatch.setattr(torch.cpu, "Event", found.event)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: found.current)
+    monkeypatch.setattr(torch.cpu, "stream", found.entered)
     return found
 
 
@@ -38,21 +39,21 @@ def _tensor(streams: Streams, name: str) -> Any:
 
 
 def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(streams: Streams) -> None:
-    side = SideStream(torch.device("cuda", 0))
+    side = SideStream(torch.device("cpu"))
     side.fork()
-    assert streams.log == [("beside", "waits for", "computing")]
+    assert streams.log == [("out", "waits for", "computing")]
     streams.log.clear()
     for _ in range(2):  # what computes meanwhile is waited for by nobody
         with side.run([_tensor(streams, "pixels"), torch.zeros(1)]):
-            assert str(streams.current) == "beside"
+            assert str(streams.current) == "out"
         assert str(streams.current) == "computing"
-    assert streams.log == [("pixels", "is used by", "beside")] * 2
+    assert streams.log == [("pixels", "is used by", "out")] * 2
     streams.log.clear()
     side.join([_tensor(streams, "features")])
-    assert streams.log == [("computing", "waits for", "beside"), ("features", "is used by", "computing")]
+    assert streams.log == [("computing", "waits for", "out"), ("features", "is used by", "computing")]
 
 
-def test_two_streams_do_not_share_scratch_memory(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_streams_do_not_share_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Transformer Engine 2.11: a tensor for each device, in a cache that does not ask for the stream."""
     gemm: Any = ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
 
@@ -140,21 +141,16 @@ def test_a_step_that_the_device_has_not_ended_is_read_with_a_later_one(phases: P
 
 
 @pytest.fixture
-def copying(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    found = Streams()
-    monkeypatch.setattr(torch.cpu, "Stream", lambda device: found.stream_of(next(found.names)))
-    monkeypatch.setattr(torch.cpu, "Event", found.event)
-    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: found.current)
-    monkeypatch.setattr(torch.cpu, "stream", found.entered)
+def copying(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Streams:
     plain = torch.Tensor.copy_
 
     def copy(self: Any, source: Any, non_blocking: bool = False) -> Any:
         assert non_blocking, "the processor must not wait for a copy"
-        found.log.append((str(found.current), "copies"))
+        streams.log.append((str(streams.current), "copies"))
         return plain(self, source)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
-    return found
+    return streams
 
 
 def test_copies_wait_for_what_was_computed_and_are_waited_for(copying: Streams) -> None:

@@ -29,9 +29,10 @@ def core_attention() -> CoreAttention:
     return CoreAttention(config, 1, AttnMaskType.causal, "self")
 
 
-@pytest.mark.parametrize("lengths", [[6], [3, 3, 3], [5, 1, 2, 2, 7], [1, 1]])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("lengths", "causal", "groups"),
+    [([6], True, 4), ([3, 3, 3], False, 1), ([5, 1, 2, 2, 7], True, 2), ([5, 1, 2, 2, 7], False, 4), ([1, 1], True, 1)],
+)
 def test_packed_attention_is_block_diagonal(lengths, causal, groups):
     torch.manual_seed(0)
     total = sum(lengths)

@@ -63,17 +63,6 @@ def test_decoded_numbers_are_coded_as_themselves_and_exact_in_bf16(code: Code, s
     assert torch.equal(once.bfloat16().float(), once)
 
 
-@pytest.mark.parametrize("code", BLOCKED)
-def test_edges_of_the_range(code: Code) -> None:
-    coded = Coded(code)
-    top = {"int8": 127.0, "fp8": 448.0}[code]
-    edges = torch.tensor([[0.0, -0.0, top, -top, 1.0, top / 2, 2.0**-140, 0.0]])
-    for scale in (1.0, 2.0**-60, 2.0**80):
-        found = coded.decode(coded.encode(edges * scale), 8)
-        assert torch.equal(found[:, :5], edges[:, :5] * scale)
-    assert coded.decode(coded.encode(torch.zeros(1, 5)), 5).eq(0).all()
-
-
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_seen(code: Code, bad: float) -> None:

@@ -47,7 +47,7 @@ def step(optimizer: ElementwiseOptimizer, values: list[Tensor], number: int) -> 
 
 
 @pytest.mark.parametrize("rule", ELEMENTWISE.values(), ids=ELEMENTWISE)
-@pytest.mark.parametrize("piece", [1, 64, 500, 10**6])
+@pytest.mark.parametrize("piece", [1, 64, 10**6])
 def test_numbers_are_those_of_state_in_memory(tmp_path: Path, piece: int, rule: ElementwiseRule) -> None:
     ours, theirs = params(), params()
     disk, host = on_disk(ours, tmp_path, piece, rule), in_memory(theirs, piece, rule)
@@ -58,18 +58,6 @@ def test_numbers_are_those_of_state_in_memory(tmp_path: Path, piece: int, rule: 
         assert torch.equal(mine, other)
         for name in rule.state:
             assert torch.equal(disk.state[mine][name], host.state[other][name])
-
-
-def test_a_load_into_the_state_is_what_the_next_step_reads(tmp_path: Path) -> None:
-    ours, theirs = params(), params()
-    disk, host = on_disk(ours, tmp_path), in_memory(theirs)
-    step(host, theirs, 0)
-    disk.load_state_dict(host.state_dict())
-    for mine, other in zip(ours, theirs, strict=True):
-        mine.copy_(other)
-    step(disk, ours, 1)
-    step(host, theirs, 1)
-    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 def test_averages_stay_in_memory(tmp_path: Path) -> None:
@@ -109,7 +97,7 @@ class Failing:
         return self.call(*arguments)
 
 
-@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_failing_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
     values = params()

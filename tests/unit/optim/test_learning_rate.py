@@ -96,9 +96,10 @@ def params(seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize("store", [StateStore, HostStore])
-@pytest.mark.parametrize("clip", [0.0, 0.3, 1e6])
-@pytest.mark.parametrize("tokens", [0, 1, 12345, 2**25 + 1])
+@pytest.mark.parametrize(
+    ("store", "clip", "tokens"),
+    [(StateStore, 0.0, 0), (HostStore, 0.3, 12345), (StateStore, 0.3, 2**25 + 1), (HostStore, 1e6, 1)],
+)
 def test_one_division_is_two_passes(name: str, store: type[StateStore], clip: float, tokens: int) -> None:
     ours, theirs = params(1), params(1)
     inner = ElementwiseOptimizer(ours, ELEMENTWISE[name], store(), lr=1e-2)

@@ -47,14 +47,13 @@ def made(world: int, layout: str, *, encoder_tp: int = 1, shard: int = 0, rank: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "encoder_tp", "shard", "in_the_world"),
+    ("world", "layout", "encoder_tp", "shard", "in_the_world"),
     [
-        ("tp=8 pp=8", 1, 0, 1),
-        ("tp=4 pp=8 ep=32", 1, 0, 1.5),
-        ("tp=2 cp=2 pp=2", 4, 8, 2.5),  # the most: groups of two ranks in each direction
+        (16384, "tp=8 pp=8", 1, 0, 1),
+        (1024, "tp=4 pp=8 ep=32", 1, 0, 1.5),
+        (1024, "tp=2 cp=2 pp=2", 4, 8, 2.5),  # the most: groups of two ranks in each direction
     ],
 )
-@pytest.mark.parametrize("world", [1024, 16384])
 def test_a_rank_makes_its_own_groups_alone(
     world: int, layout: str, encoder_tp: int, shard: int, in_the_world: float
 ) -> None:

@@ -54,20 +54,6 @@ def test_a_start_that_died_half_way_is_no_trap(port: int):
     assert len(set(start(port, 3))) == 1
 
 
-def test_rank_0_names_who_is_missing_before_the_others_give_up(port: int):
-    """Whose end would end rank 0, too, and leave their tracebacks alone to tell what happened."""
-    soon = timedelta(seconds=1)
-
-    def one(rank: int) -> str:
-        return agree(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=soon), rank, 3, timeout=soon)
-
-    with ThreadPoolExecutor(2) as threads:
-        first, other = threads.submit(one, 0), threads.submit(one, 1)
-        with pytest.raises(TimeoutError, match=r"^rank 2 of 3 did not arrive"):
-            first.result()
-        assert other.result()  # it has arrived, and is ended by its launcher
-
-
 def test_an_address_that_nobody_can_use_is_one_line(port: int, monkeypatch: pytest.MonkeyPatch):
     for address, number, line in (("no-such-host.invalid", "1", "is not known here"), ("127.0.0.1", str(port), "")):
         world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": number}

@@ -17,13 +17,12 @@ def files(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gives_back_what_it_got(tmp_path, dtype):
-    features = torch.randn(5, 2, 8).to(dtype)
+def test_gives_back_what_it_got(tmp_path):
+    features = torch.randn(5, 2, 8).bfloat16()
     cache_in(tmp_path).put("ab12", features)
     found = cache_in(tmp_path).get("ab12")
     assert found is not None
-    assert found.dtype == dtype
+    assert found.dtype == torch.bfloat16
     assert torch.equal(found, features)
 
 
@@ -96,6 +95,6 @@ def use(folder: str, seed: int) -> int:
 
 
 def test_processes_share_a_folder(tmp_path):
-    with mp.get_context("spawn").Pool(2) as pool:
+    with mp.get_context("fork").Pool(2) as pool:
         assert pool.starmap(use, [(str(tmp_path), seed) for seed in range(2)]) == [0, 0]
     assert not list(tmp_path.rglob(".*.safetensors.*"))

@@ -18,14 +18,12 @@ def follow(routes, held):
     return [list(rows) for rows in after]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("count", [0, 1, 13])
+@pytest.mark.parametrize(
+    ("ranks", "copies", "parts", "count"),
+    [(1, 1, 1, 13), (2, 1, 2, 1), (2, 2, 1, 13), (4, 2, 2, 13), (6, 1, 2, 0), (6, 2, 1, 13)],
+)
 def test_features_reach_who_merges_them_and_gradients_return_once(ranks, copies, parts, count):
     """Each of some shards is merged by some ranks, those after them merge nothing."""
-    if copies * parts > ranks:
-        pytest.skip("more ranks of the first stage than ranks")
     rng = np.random.default_rng(count)
     owner = rng.integers(0, ranks, size=count)
     shards = rng.integers(0, parts, size=count)
@@ -47,8 +45,7 @@ def test_ranks_that_merge_the_same_rows_share_the_sending_of_gradients():
     assert [sum(map(len, exchange.gradients(rank).send)) for rank in range(2)] == [4, 4]
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", [0, 1, 2, 13, 40])
+@pytest.mark.parametrize(("width", "count"), [(1, 13), (2, 0), (3, 2), (4, 40)])
 def test_ranks_of_an_encoder_send_equal_runs_of_its_rows(width, count):
     encoder = np.random.default_rng(count).integers(0, 3, size=count)
     sender = senders(encoder, width=width)

@@ -33,16 +33,6 @@ def test_what_is_known_stays_and_the_end_is_told(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_what_another_program_wrote_there_is_not_kept(tmp_path: Path):
-    """A value nested 900 deep, indented, would make the file larger than what is read."""
-    deep = "[" * 900 + "]" * 900
-    (tmp_path / "status.json").write_text(f'{{"iteration": 3, "train_iters": {deep}, "other": {deep}}}')
-    write_status(tmp_path, "running", checkpoint="iter_3")
-    status = read_status(tmp_path)
-    assert (status["iteration"], status["checkpoint"]) == (3, "iter_3")
-    assert not {"train_iters", "other"} & status.keys()
-
-
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
