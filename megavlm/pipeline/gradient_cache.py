@@ -28,7 +28,6 @@ from megavlm.inputs.batch import MicroBatch
 from megavlm.objective.gather import Loss, Representations
 from megavlm.objective.losses import whole_batch
 from megavlm.parallel.groups import Groups, random_states, set_random_states
-from megavlm.pipeline.walker import ForwardStep
 
 
 class Draws:
@@ -63,22 +62,22 @@ class GradientCache:
     def step(
         self,
         batches: Sequence[MicroBatch],
-        run: Callable[[ForwardStep, bool], list[Any]],
+        run: Callable[..., list[Any]],
         *,
         num_sources: int,
     ) -> Tensor | None:
         """Leave the gradients of a step in the parameters; return what `Schedule.train` returns, None elsewhere than
         on the last stage.
 
-        `run(forward, backward)` runs all micro-batches through the pipeline.
+        `run(forward, forward_only=…, outputs=…)` runs all micro-batches through the pipeline (`PassWalker`).
         """
         draws = Draws(kept=self.draws)
         with torch.no_grad():
-            outputs = run(partial(_first_forward, draws), False)
+            outputs = run(partial(_first_forward, draws), forward_only=True, outputs=True)
         loss = self.loss(batches, outputs)
         after = random_states() if self.draws else None
         gradients = iter(self._gradients(batches, loss) if loss is not None else ())
-        run(partial(_second_forward, draws, gradients), True)
+        run(partial(_second_forward, draws, gradients), forward_only=False)
         if after is not None:
             set_random_states(after)
         return None if loss is None else self.totals(loss, num_sources)

@@ -11,6 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -25,12 +28,11 @@ from megavlm.model.specs import common_config
 from megavlm.objective.gather import Representations
 from megavlm.objective.losses import next_token
 from megavlm.parallel.groups import Groups
-from megavlm.pipeline.callbacks import StepTimers
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.micro_batches import on_device, own_part
-from megavlm.pipeline.walker import ForwardStep, PassWalker
-from megavlm.resilience.phases import COMPUTE, Phases
+from megavlm.pipeline.walker import ForwardStep, PassWalker, StepTimers
+from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 
 
 def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
@@ -99,7 +101,7 @@ class Schedule:
         self.phases = phases if phases is not None else Phases()
         self.timers = StepTimers(dims, phases=self.phases)
         self._host_copies = HostCopies(backend.device)
-        self.walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device)
+        self.walk = PassWalker(self.chunks, config=config, groups=groups, device=backend.device, timers=self.timers)
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Run the forward and backward passes of one optimizer step.
@@ -121,16 +123,10 @@ class Schedule:
             self.colocated.encoder.zero_gradients()
         batches = self._prepared(batches)
         if self.cache is not None:
-            totals = self.cache.step(batches, partial(self._cached_pass, batches), num_sources=self.num_sources)
+            totals = self.cache.step(batches, partial(self._pass, batches), num_sources=self.num_sources)
             return self.no_totals() if totals is None else totals
-        self.config.timers = self.timers
         sums = self._pass(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
-
-    def _cached_pass(self, batches: Sequence[MicroBatch], forward: ForwardStep, backward: bool) -> list[Any]:
-        """Run one of the two passes of a gradient cache; the second one has the backward pass, and is timed."""
-        self.config.timers = self.timers if backward else None
-        return self._pass(batches, forward, forward_only=not backward, outputs=not backward)
 
     def no_totals(self, num_sources: int | None = None) -> Tensor:
         """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
@@ -162,7 +158,6 @@ class Schedule:
 
         `see` is called with the embedded texts on the last stage, if the objective embeds.
         """
-        self.config.timers = None
         if self.cache is not None:
             loss = self.cache.loss(batches, self.outputs(batches), see=see)
             return self.no_totals(num_sources) if loss is None else self.cache.totals(loss, num_sources)
@@ -173,7 +168,6 @@ class Schedule:
     @torch.no_grad()
     def outputs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return what the last stage makes of each micro-batch, on its ranks, and [] elsewhere."""
-        self.config.timers = None
         return self._pass(self._prepared(batches), _forward_output, forward_only=True, outputs=True)
 
     @torch.no_grad()
@@ -187,7 +181,6 @@ class Schedule:
         if self.colocated is not None:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")
-        self.config.timers = None
         # Answers are generated alike on all context-parallel ranks.
         return self._pass(self._prepared(batches, RowSplit()), _forward_logits, forward_only=True, outputs=True)
 
@@ -231,3 +224,54 @@ def _forward_output(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, 
 
 def _forward_logits(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
     return chunk(next(batches), logits=True), lambda output, non_loss_data: output
+
+
+def finalize_gradients(
+    chunks: list[Any],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+    *,
+    groups: Groups,
+    colocated: ColocatedEncoder | None = None,
+    phases: Phases,
+) -> None:
+    """Finish the gradients after the last backward pass: reduce them over DP and TP, add up tied copies, then run a
+    colocated encoder's backward pass. The schedule calls it.
+
+    megatron-core would divide gradients by `num_tokens`, which the last stage alone counts, and let the host wait for
+    it. Here they stay sums, and the update divides (`optim/chained.py`).
+    """
+    phases.enter(COMMUNICATION, "gradients")
+    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    sum_tied_gradients(chunks, groups)
+    if colocated is not None:
+        phases.enter(COMPUTE, "backward of the encoder")
+        colocated.finish()
+
+
+def sum_tied_gradients(chunks: Sequence[Any], groups: Groups) -> None:
+    """Set `main_grad` of both copies of tied embeddings to the sum of both gradients, so that the copies stay equal.
+
+    megatron-core synchronises copies on the first and last pipeline stage. Here the first language stage may be any
+    stage, or another chunk of the last rank, so the copies have a group of their own.
+
+    With the distributed optimizer only a rank's own shard of `main_grad` is reduced over data-parallel ranks at
+    this point. megatron-core gives shared embeddings a bucket of their own, so copies are sharded alike and the sum
+    of equal shards is right.
+    """
+    copies: list[Tensor] = [
+        param.main_grad
+        for chunk in chunks
+        for param in chunk.parameters()
+        if getattr(param, "shared_embedding", False) and param.requires_grad
+    ]
+    if not copies:
+        return
+    total = copies[0]
+    for other in copies[1:]:
+        total += other
+    if groups.tied is not None:
+        dist.all_reduce(total, group=groups.tied)
+    for other in copies[1:]:
+        other.copy_(total)

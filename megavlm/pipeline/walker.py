@@ -22,11 +22,13 @@ from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megavlm.arch.dims import Dims
 from megavlm.arch.schedules import BACKWARD, FORWARD, WEIGHT, Pass, PipelineShape, shape_of, simulate, uniform
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import bare_chunk
 from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
 from megavlm.parallel.groups import Groups
+from megavlm.resilience.phases import COMPUTE, PIPELINE, Phases
 
 
 class Transfers:
@@ -114,6 +116,58 @@ def rank_program(shape: PipelineShape, rank: int) -> tuple[Pass | Receive, ...]:
     return tuple(program)
 
 
+_COMPUTE = {"forward-compute": "forward", "backward-compute": "backward", "weight-compute": "weights"}
+
+
+class StepTimers:
+    """megatron-core's timers: `timers("forward-compute").start()` begins a phase, `.stop()` ends it.
+
+    Timers do not say which chunk runs: the walker does. Between two passes a pipeline stage waits for its neighbours;
+    what is neither a forward nor a backward pass keeps megatron-core's name in a trace.
+    """
+
+    def __init__(self, dims: Dims, *, phases: Phases) -> None:
+        self.traced = False  # whether phases are labelled in a trace
+        self.running = Pass("", 0, 0)
+        self._phases = phases
+        self._between = PIPELINE if dims.pp > 1 else COMPUTE
+        self._open: dict[str, Any] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return _Timer(self, name)
+
+    def begin(self, name: str) -> None:
+        """Begin a phase."""
+        label = name
+        if name in _COMPUTE:
+            label = f"{_COMPUTE[name]} of chunk {self.running.chunk}, micro-batch {self.running.micro}"
+            self._phases.enter(COMPUTE, label)
+        if self.traced:
+            self._open[name] = torch.profiler.record_function(label)
+            self._open[name].__enter__()
+
+    def end(self, name: str) -> None:
+        """End it."""
+        if name in _COMPUTE:
+            self._phases.enter(self._between)
+        if name in self._open:
+            self._open.pop(name).__exit__(None, None, None)
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """megatron-core's view of one timer."""
+
+    timers: StepTimers
+    name: str
+
+    def start(self, barrier: bool = False) -> None:
+        self.timers.begin(self.name)
+
+    def stop(self, barrier: bool = False) -> None:
+        self.timers.end(self.name)
+
+
 def _pass_of(each: Pass | Receive) -> Pass:
     return each.made_by if isinstance(each, Receive) else each
 
@@ -125,7 +179,13 @@ class PassWalker:
     """Runs this rank's passes in the order of `rank_program`, by megatron-core's `forward_step` and `backward_step`."""
 
     def __init__(
-        self, chunks: Sequence[Any], *, config: TransformerConfig, groups: Groups, device: torch.device
+        self,
+        chunks: Sequence[Any],
+        *,
+        config: TransformerConfig,
+        groups: Groups,
+        device: torch.device,
+        timers: StepTimers,
     ) -> None:
         """`chunks` are this rank's, wrapped for data parallelism. If the schedule has passes for weight gradients, the
         backward passes of all chunks but the first leave these: nobody waits for the gradient of the first one's input.
@@ -134,6 +194,7 @@ class PassWalker:
         self._config = config
         self._groups = groups
         self._device = device
+        self._timers = timers
         self._gradients = WeightGradients()
         self.overlaps_reduction = False  # whether gradients are reduced beside the last backward passes of a step
         if groups.dims.order == "zb-h1":
@@ -158,6 +219,7 @@ class PassWalker:
             iterators: give each of this rank's chunks the micro-batches, on the device.
             outputs: what `forward` gives is no loss.
         """
+        self._config.timers = None if forward_only else self._timers
         shape = shape_of(self._groups.dims, len(batches))
         program = rank_program(shape, self._groups.coords.pp)
         if forward_only:

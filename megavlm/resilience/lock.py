@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import platform
-import stat
 import sys
 import threading
 import time
@@ -20,10 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megavlm.errors import UserError
-from megavlm.files import unwritable
+from megavlm.files import open_to_append, unwritable
 from megavlm.json_files import read_own
 from megavlm.program import started_as
 from megavlm.resilience.events import record
@@ -38,7 +37,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._file: int | None = None
+        self._file: BinaryIO | None = None
         self._released = threading.Event()
         self._on_loss: Callable[[str], object] = _say
 
@@ -50,9 +49,10 @@ class RunLock:
         """Take the lock, or take it over from a run that is dead. Raises UserError if a living run has it."""
         path = self._run_dir / FILE
         try:
-            file = _open_lock(path)
+            opened = open_to_append(path)
         except OSError as error:
             raise unwritable(self._run_dir, error) from error
+        file = opened.fileno()
         try:
             kernel_holds = _lock(file)
             owner = _owner(file)
@@ -61,7 +61,7 @@ class RunLock:
             _lock(file)  # once more: looking at the file gave the kernel's lock away
         except BlockingIOError as error:
             owner = _owner(file)
-            os.close(file)
+            opened.close()
             raise UserError(
                 f"--run-dir {self._run_dir} belongs to a run that is alive (process {owner.get('pid')} on "
                 f"{owner.get('host')}, since {owner.get('since')}): stop it, or give another --run-dir"
@@ -71,10 +71,10 @@ class RunLock:
             me["since"] = datetime.now(UTC).isoformat(timespec="seconds")
             _write(file, me)
         except OSError as error:
-            os.close(file)
+            opened.close()
             raise UserError(f"{path} cannot be written ({error.strerror}): choose another --run-dir") from error
-        self._file = file
-        threading.Thread(target=self._beat, args=(me,), name="lock", daemon=True).start()
+        self._file = opened
+        threading.Thread(target=self._beat, args=(me, file), name="lock", daemon=True).start()
         if owner:
             record(self._run_dir, "takeover", reason=f"process {owner.get('pid')} on {owner.get('host')} is dead")
 
@@ -82,15 +82,13 @@ class RunLock:
         """Release the lock. A lock that was not acquired stays as it is."""
         self._released.set()
         if self._file is not None:
-            os.ftruncate(self._file, 0)  # not deleted: another run may have opened it
-            os.close(self._file)
+            self._file.truncate(0)  # not deleted: another run may have opened it
+            self._file.close()
             self._file = None
 
-    def _beat(self, me: dict[str, Any]) -> None:
+    def _beat(self, me: dict[str, Any], file: int) -> None:
         path, told = self._run_dir / FILE, False
         while not self._released.wait(_BEAT):
-            if (file := self._file) is None:
-                return
             is_there = _is_at(file, path)
             owner = _owner(file) if is_there else read_own(path)
             if owner and owner != me:
@@ -103,15 +101,6 @@ class RunLock:
                 self._on_loss(f"{path} is gone: the folder was removed or renamed")
             with suppress(OSError):  # a file system that is read-only or away may come back
                 os.utime(file)
-
-
-def _open_lock(path: Path) -> int:
-    """Open the lock file, which is made where there is none. Raises OSError for a link or a FIFO."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "no regular file", str(path))
-    return file
 
 
 def _lock(file: int) -> bool:
@@ -186,4 +175,4 @@ def _owner(file: int) -> dict[str, Any]:
 
 def _write(file: int, owner: dict[str, Any]) -> None:
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(owner).encode() + b"\n", 0)
+    os.write(file, json.dumps(owner).encode() + b"\n")

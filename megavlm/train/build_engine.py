@@ -27,12 +27,11 @@ from megavlm.optim.data_parallel import count_waits, shard_chunks, with_whole_gr
 from megavlm.optim.fully_sharded import on_meta
 from megavlm.optim.qk_clip import HeadLogits
 from megavlm.parallel.groups import Groups, encoder_groups
-from megavlm.pipeline.callbacks import finalize_gradients
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.gradient_cache import GradientCache
-from megavlm.pipeline.schedule import Schedule, pipeline_config
+from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
 from megavlm.precision.fp8_state import plain_weights
 from megavlm.resilience.phases import Phases
 from megavlm.train.engine import Engine
