@@ -46,7 +46,7 @@ class _Held:
 
     @property
     def box(self) -> HeldBox:
-        return HeldBox(self.place.part.key, self.place.box.offset, self.place.box.size)
+        return self.place.part.key, self.place.box
 
     def view(self, values: Tensor, piece: MatrixPiece, period: int) -> Tensor:
         """Return a piece [periods, count, width] as a view of a tensor like the shard's weights."""
@@ -76,7 +76,7 @@ class MatrixUpdates:
         self._held = [_Held(shard, place) for shard in shards for place in shard.layout.places()]
         every: list[list[HeldBox]] = [[]] * group.size()
         dist.all_gather_object(every, [each.box for each in self._held], group=group)
-        weights = {box.key: hidden_weight_of(box.key, model) for boxes in every for box in boxes}
+        weights = {key: hidden_weight_of(key, model) for boxes in every for key, _ in boxes}
         self.matrices: list[Matrix] = matrices_of({key: held for key, held in weights.items() if held is not None})
         self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=ROUND)
 

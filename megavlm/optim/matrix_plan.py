@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 from megavlm.arch.kind import Band, HiddenWeight
+from megavlm.parallel.shards import Box
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,7 @@ class Matrix:
         return short * short * (2 * long + short)
 
 
-@dataclass(frozen=True)
-class HeldBox:
-    """A box of a global tensor that a rank holds."""
-
-    key: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+HeldBox = tuple[str, Box]  # a box of the global tensor of this name, which a rank holds
 
 
 @dataclass(frozen=True)
@@ -145,13 +140,13 @@ def pieces_in(boxes: Sequence[HeldBox], matrices: Sequence[Matrix]) -> list[Matr
         by_key[matrix.key].append((number, matrix))
     return [
         piece
-        for index, box in enumerate(boxes)
-        for number, matrix in by_key.get(box.key, ())
+        for index, (key, box) in enumerate(boxes)
+        for number, matrix in by_key.get(key, ())
         for piece in _pieces(index, box, number, matrix)
     ]
 
 
-def _pieces(index: int, box: HeldBox, number: int, matrix: Matrix) -> Iterator[MatrixPiece]:
+def _pieces(index: int, box: Box, number: int, matrix: Matrix) -> Iterator[MatrixPiece]:
     *leading, top, left = box.offset
     expert = None
     if matrix.expert is not None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,25 +30,15 @@ FORWARD = torch.float8_e4m3fn
 BACKWARD = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 
 
-class Scaling(Protocol):
-    """The scale of one tensor of a layer, pass after pass."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the FP8 format."""
-
-    def scale(self, x: Tensor, *, remember: bool) -> Tensor:
-        """Return the scale of x, fp32 []. `remember`: x counts for later scales if these depend on a history."""
-
-
 @dataclass(frozen=True)
 class CurrentScaling:
-    """Scales by the current values of x on all ranks of a group, so that they round alike."""
+    """The scale of a tensor of a layer by its current values on all ranks of a group, so that they round alike."""
 
     dtype: torch.dtype
     group: dist.ProcessGroup | None = None
 
     def scale(self, x: Tensor, *, remember: bool) -> Tensor:
+        """Return the scale of x, fp32 []. `remember`: x counts for later scales, if these depend on a history."""
         scale = torch.finfo(self.dtype).max / largest(x, self.group)
         return torch.where(torch.isfinite(scale), scale, 1.0)  # nothing but zeros, or so small that 1/x is no number
 
@@ -106,6 +96,9 @@ class DelayedScaling:
         if remember and not history.closed:
             history.append(self.tensor, largest(x, history.group))
         return scale
+
+
+Scaling = CurrentScaling | DelayedScaling
 
 
 @dataclass(frozen=True)

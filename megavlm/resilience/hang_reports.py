@@ -47,6 +47,12 @@ class Report:
     def loads(cls, text: str | bytes) -> Report:
         return cls(*json.loads(text))
 
+    def after(self, before: Report | None, passed: float) -> Report:
+        """Return the report that was read so many seconds after another one, silent for longer if it is the same."""
+        if before is None or self.beat != before.beat:
+            return self
+        return replace(self, silent=before.silent + passed)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -130,11 +136,6 @@ def sentence(report: Report, table: Sequence[Report], *, interval: float) -> str
     if others:
         line += f"; of the others, {waiting} of {len(others)} wait in a collective"
     return line
-
-
-def with_silence(table: Mapping[int, Report], silent: Mapping[int, float]) -> list[Report]:
-    """Return the reports with the seconds for which the reader has not seen new ones."""
-    return [replace(report, silent=silent.get(rank, 0.0)) for rank, report in sorted(table.items())]
 
 
 # A rank's own time in a step; in the other phases it waits for others, or all ranks do the same.

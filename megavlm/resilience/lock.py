@@ -7,7 +7,6 @@ touched for a while belongs to a dead run.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -111,11 +110,9 @@ def _lock(file: int) -> bool:
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno == errno.EACCES:
-            raise BlockingIOError from error
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError from error
+    except OSError:
         return False
     return True
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from megavlm.files import open_new, replace_file
 from megavlm.resilience import events
-from megavlm.resilience.hang_reports import Limits, Report, culprit, is_silent, sentence, with_silence
+from megavlm.resilience.hang_reports import Limits, Report, culprit, is_silent, sentence
 from megavlm.resilience.phases import END, Phases
 from megavlm.resilience.status import HUNG, write_status
 
@@ -94,7 +94,6 @@ class Watchdog:
         self._spent = 0
         self._place = ""
         self._changes = -1
-        self._silent: dict[int, float] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -209,15 +208,12 @@ class Watchdog:
         if not self.table and not self._store.check(keys):
             return
         read = {rank: Report.loads(text) for rank, text in enumerate(self._store.multi_get(keys))}
-        for rank, report in read.items():
-            new = rank not in self.table or report.beat != self.table[rank].beat
-            self._silent[rank] = 0.0 if new else self._silent[rank] + passed
-        self.table = read
+        self.table = {rank: report.after(self.table.get(rank), passed) for rank, report in read.items()}
 
     def _judge(self) -> None:
         if self._limits.hang == 0:
             return
-        table = with_silence(self.table, self._silent)
+        table = list(self.table.values())
         found = culprit(table, timeout=self._timeout(), limits=self._limits, interval=self._interval)
         if found is None:
             return

@@ -34,7 +34,6 @@ OWN = {
     ("checkpoint/hf/adapters.py", "rename"): "a folder that is new",
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
     ("programs/main.py", "open"): "/dev/null",
-    ("resilience/lock.py", "open"): "follows no link, and refuses what is no regular file",
     ("programs/launch/job.py", "open"): "creates, or fails; the file that torchrun names",
 }
 _WRITES = {"write_text", "write_bytes", "rename", "renames", "touch", "save_file", "savez", "copyfile", "copy2"}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.arch.kind import HiddenWeight, hidden_weight
 from megavlm.optim.matrix_plan import HeldBox, Matrix, MatrixPiece, matrices_of, owners_of, plan_rounds
+from megavlm.parallel.shards import Box
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
@@ -56,7 +57,7 @@ def values_of(matrix: Matrix, tensor: Tensor) -> Tensor:
     return whole[rows, : matrix.columns]
 
 
-def view_of(piece: MatrixPiece, box: HeldBox, matrix: Matrix, tensor: Tensor) -> Tensor:
+def view_of(piece: MatrixPiece, box: Box, matrix: Matrix, tensor: Tensor) -> Tensor:
     held = tensor[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
     held = held if piece.expert is None else held[piece.expert]
     rows = [piece.row + matrix.band.period * k + i for k in range(piece.periods) for i in range(piece.count)]
@@ -78,7 +79,7 @@ def test_every_matrix_arrives_whole_and_every_holder_gets_its_part_back(data: st
     for key, tensor in tensors.items():
         for offset, size in grid(data, tuple(tensor.shape)):
             for rank in data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[rank].append(HeldBox(key, offset, size))
+                held[rank].append((key, Box(offset, size)))
     matrices = matrices_of(weights)
     most = data.draw(st.integers(1, 60))
     plans = [plan_rounds(held, matrices, rank=rank, most=most) for rank in range(ranks)]
@@ -96,7 +97,7 @@ def test_every_matrix_arrives_whole_and_every_holder_gets_its_part_back(data: st
                     matrix = matrices[piece.matrix]
                     target = whole[piece.matrix][piece.top : piece.top + piece.rows, piece.left :]
                     assert (target[:, : piece.width] == -1).all()  # nothing is sent twice
-                    target[:, : piece.width] = view_of(piece, held[other][piece.box], matrix, tensors[matrix.key])
+                    target[:, : piece.width] = view_of(piece, held[other][piece.box][1], matrix, tensors[matrix.key])
             for index, values in whole.items():
                 assert torch.equal(values.double(), values_of(matrices[index], tensors[matrices[index].key]))
     # What a rank gets back is each element of its boxes once, and no padding.
@@ -105,8 +106,8 @@ def test_every_matrix_arrives_whole_and_every_holder_gets_its_part_back(data: st
         own = sum(
             prod(
                 min(start + size, real) - min(start, real)
-                for start, size, real in zip(box.offset, box.size, shape_of(weights[box.key], 0), strict=True)
+                for start, size, real in zip(box.offset, box.size, shape_of(weights[key], 0), strict=True)
             )
-            for box in held[rank]
+            for key, box in held[rank]
         )
         assert got == own
