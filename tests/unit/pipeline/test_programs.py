@@ -84,20 +84,6 @@ def test_no_two_ranks_wait_for_each_other(shape: PipelineShape) -> None:
     assert ends(programs_of(shape), shape)
 
 
-def test_receives_that_begin_when_they_are_needed_wait_for_each_other() -> None:
-    """What the order of transfers is for: each of two neighbours would first send what the other takes second."""
-    shape = PipelineShape("1f1b", 2, 1, 4)
-    programs: list[Program] = []
-    for order in rank_schedules(shape):
-        program: Program = []
-        for each in order:
-            needed = maker(each, shape)
-            program += [Receive(needed)] if needed is not None else []
-            program.append(each)
-        programs.append(program)
-    assert not ends(programs, shape)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 4), (4, 16), (8, 32)])
 def test_few_tensors_are_received_before_they_are_needed(schedule, pp: int, micro_batches: int) -> None:

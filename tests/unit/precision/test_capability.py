@@ -11,7 +11,7 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.precision.capability import Device, choose_implementation, parsed
+from megavlm.precision.capability import Device, choose_implementation
 from megavlm.precision.device import check_device, check_te_fp8
 
 FP8 = "--precision bf16 --fp8 hybrid"
@@ -87,13 +87,6 @@ def test_torch_layers_emulate_scales_of_whole_tensors() -> None:
         message = f"--fp8-recipe {recipe} needs .* emulate tensorwise and delayed alone, so use --fp8-recipe tensorwise"
         with pytest.raises(UserError, match=message):
             check_device(parse(f"{FP8} --fp8-recipe {recipe}".split()))
-
-
-def test_versions() -> None:
-    assert parsed("2.11.0+abc123") == (2, 11, 0)
-    assert parsed("12.9") == (12, 9)
-    assert parsed("2.9.0.dev0") == (2, 9, 0)
-    assert parsed(None) is None
 
 
 def test_torch_layers_keep_no_weights_in_fp8() -> None:

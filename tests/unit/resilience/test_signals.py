@@ -53,25 +53,16 @@ def test_any_of_the_signals_asks_and_a_second_one_is_the_same_request(number: si
     assert process.exitcode == 0
 
 
-def test_a_later_signal_ends_at_once():
-    process, _ = started(same_request=0.2)
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.4)
-    assert process.is_alive()
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(PATIENCE)
-    assert process.exitcode == 1
-
-
-def test_the_sigterm_after_a_warning_is_no_impatience():
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)]
+)
+def test_a_later_signal_ends_at_once_but_not_the_sigterm_after_a_warning(numbers: tuple[signal.Signals, ...]):
     """SLURM: `--signal=USR1@60`, and SIGTERM when the time is over."""
     process, _ = started(same_request=0.2)
-    os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.4)
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.4)
-    assert process.is_alive()
-    os.kill(process.pid, signal.SIGTERM)
+    for number in numbers:
+        assert process.is_alive()
+        os.kill(process.pid, number)
+        time.sleep(0.4)
     process.join(PATIENCE)
     assert process.exitcode == 1
 
