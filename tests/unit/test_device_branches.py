@@ -33,7 +33,6 @@ ASKED = {
     "model/packing.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
     "parallel/groups.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
-    "pipeline/schedule.py": "gloo sends a copy of what is freed: tests/dist/test_parity.py, without it tests/fake",
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
     "train/build.py": "the default that differs",
     "train/loop.py": "the memory of a full device; without it tests/dist/test_out_of_memory.py",
