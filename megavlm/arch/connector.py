@@ -33,7 +33,7 @@ class Split:
     """
 
     axis: int
-    size: int  # rows of the model along the axis, of all blocks
+    size: int  # the model's rows along the axis, in all blocks together
     unit: int = 1
     blocks: int = 1
 
@@ -62,13 +62,13 @@ class Connector(ABC):
     """A kind of projector. A class that does not override all abstract methods cannot be instantiated."""
 
     name: ClassVar[str]  # value of --projector-kind
-    options: ClassVar[type | None] = None  # a frozen dataclass of `option()`s: section NAME
+    options: ClassVar[type | None] = None  # a frozen dataclass whose fields are `option()`s
     module: ClassVar[str]  # "package.module:name" of what `build` calls
     reads: ClassVar[tuple[str, ...]] = ()  # options of `model.projector` that it reads, besides `kind`
     # Features are a grid like the patches, merged by model.projector.pixel_shuffle, as tiles, M-RoPE's positions and
     # DeepStack need.
     keeps_grid: ClassVar[bool] = False
-    recomputes: ClassVar[bool] = False  # --recompute-granularity full computes it again in the backward pass
+    recomputes: ClassVar[bool] = False  # --recompute-granularity full recomputes it in the backward pass
     launches: ClassVar[tuple[float, float]] = (15, 14)  # kernels, forward and backward: an estimate
     cpu_calls: ClassVar[float] = 6  # overhead of a pass on a CPU, in multiples of a single norm's
 

@@ -55,7 +55,7 @@ class Dims:
     vpp: int = 1
     dp: int = 1
     cp: int = 1
-    cp_groups: int = 1  # of `RowSplit`
+    cp_groups: int = 1  # `RowSplit.groups`
     ep: int = 1  # experts are spread over EP × ETP neighbouring ranks of a pipeline stage
     etp: int | None = None  # None: the default, `expert_tp`
     schedule: ScheduleName | None = None  # None: the default, `order`

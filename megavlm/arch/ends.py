@@ -114,7 +114,7 @@ class Projector(LayerKind):
 class DeepstackMerger(Projector):
     """A DeepStack merger (Qwen3-VL): a projector with a norm, on the output of an inner vision layer."""
 
-    normed = Mlp("deepstack", normed=True)  # of the kind that the projector is
+    normed = Mlp("deepstack", normed=True)  # of `model.projector.kind`
 
     def connector(self, model: ModelConfig) -> Connector:
         return self.normed

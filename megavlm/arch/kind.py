@@ -111,8 +111,8 @@ class LayerCost:
 
     parameters: int  # of its matrices, without biases and norms
     forward_flops: float
-    attention_flops: float = 0.0  # the part of them that the products of scores and values take
-    expert_flops: float = 0.0  # the part of them that the products of routed experts take
+    attention_flops: float = 0.0  # part of `forward_flops`: attention's products
+    expert_flops: float = 0.0  # part of `forward_flops`: products of routed experts
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Communication:
 
     gathers: tuple[float, ...] = ()
     reductions: tuple[float, ...] = ()
-    exchanges: tuple[float, ...] = ()  # all-to-alls: as long as a gather of so many bytes
+    exchanges: tuple[float, ...] = ()  # all-to-alls, which take as long as a gather of so many bytes
 
 
 @dataclass(frozen=True)

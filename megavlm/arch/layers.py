@@ -37,7 +37,7 @@ PART_OF_KIND = {
     OUTPUT: "language",
 }
 TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
-_CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # features that a layer makes for later ones, or takes
+_CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # DeepStack features that a layer adds to those carried, or takes
 _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.arch.scenario import Scenario
 
-QUERIES = 512  # of a span
+QUERIES = 512  # per span
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def mask_bytes(scenario: Scenario) -> float:
     windows = {language.window_size} - {None}
     if language.bidirectional_images and (language.window_size is None or language.full_attention_layers):
         windows.add(None)
-    length = max(1, work.token_squares // max(1, work.tokens))  # of a sample
+    length = max(1, work.token_squares // max(1, work.tokens))  # tokens of a sample
     tokens = work.tokens * scenario.dims.cp  # masks are of whole rows
     bounds = [*range(0, tokens, length), tokens]
     spans = (span for window in windows for span in spans_of(bounds, window=window, longest=longest))

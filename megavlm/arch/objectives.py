@@ -19,9 +19,9 @@ from megavlm.config.schema import ModelConfig
 class Objective:
     """What the output layer computes, which parameters the loss has, and what the loss is a mean over."""
 
-    embeds: bool  # the output layer pools hidden states into one vector for each text; else it has the vocabulary
-    learned: tuple[str, ...] = ()  # parameters of the loss: those that may be trained
-    counted: str = "tokens"  # a loss is the mean over these
+    embeds: bool  # the output layer pools hidden states into one vector for each text; else it computes logits
+    learned: tuple[str, ...] = ()  # parameters of the loss that may be trained
+    counted: str = "tokens"  # the loss is the mean over these
 
     @property
     def forward_passes(self) -> int:

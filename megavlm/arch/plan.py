@@ -30,7 +30,7 @@ class Plan:
     chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
     placement: str = "stages"
     encoder: tuple[str, ...] = ()  # colocated: the layers that every rank holds outside the pipeline …
-    vision_tp: int = 1  # … whole, or shared by so many neighbouring ranks of a replica
+    vision_tp: int = 1  # … whole, or sharded over so many neighbouring ranks of a replica
 
     @property
     def embedding_owner(self) -> int:
@@ -175,7 +175,7 @@ def table(plan: Plan, config: Config) -> str:
             start += len(chunk)
         rows.append((index, owner, span, f"{sum(c.parameters for c in costs):,}", f"{share:.0%}"))
     degrees = {name: f"{name} {degree}" for name, degree in plan.dims.degrees.items()}
-    experts = "".join(f", {degrees.pop(name)}" for name in ("EP", "ETP") if name in degrees)  # of the same processes
+    experts = "".join(f", {degrees.pop(name)}" for name in ("EP", "ETP") if name in degrees)  # over the same processes
     order = f", schedule {plan.dims.schedule}" if plan.dims.schedule else ""
     title = f"plan: {' × '.join(degrees.values())} = {plan.dims.world} processes{experts}{order}"
     return "\n".join([title, *aligned(rows, left=(2,))])

@@ -55,13 +55,13 @@ class Scenario:
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
-    offload: tuple[Offloaded, ...] = ()  # what is in host memory
-    moments_on_disk: bool = False  # of an offloaded optimizer
+    offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
+    moments_on_disk: bool = False  # where the optimizer is offloaded
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU saves intermediate results of RMS norms
     te: bool = False  # layers are Transformer Engine's: assumed on a GPU unless --transformer-impl is torch
     fused_gradients: bool = True  # Transformer Engine may add weight gradients to `main_grad` within the product
-    compiled_small_ops: bool = False  # of torch's layers
+    compiled_small_ops: bool = False  # torch's layers compile activation and rotation
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
     gathers_tokens: bool = False  # expert-parallel ranks all-gather all tokens; else each token is sent (all-to-all)
     imbalance: float = 1.0  # rows of the busiest expert-parallel rank, relative to the mean

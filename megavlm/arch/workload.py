@@ -15,11 +15,11 @@ class Workload:
 
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
-    window_squares: int  # Σ over their windows of patches²; read where the tower has windows
+    window_squares: int  # Σ over their windows of patches²; used if the tower has windows
     features: int  # what the projector makes of the patches, before the tiles of an image are merged
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
-    sliding_squares: int  # the same where attention slides over a window; read where the language model has one
+    sliding_squares: int  # the same with a sliding window; used if the language model has one
     trained_tokens: int  # positions that have a loss: the output layer runs for these alone
 
 
@@ -70,7 +70,7 @@ def typical_workload(config: Config) -> Workload:
     vision, data, images = config.model.vision, config.data, typical_images(config)
     sides = data.image_sizes or (vision.image_size,)
     grids = [(side // vision.patch_size,) * 2 for side in sides]
-    if config.model.projector.anyres_max_tiles is not None:  # a base tile, and the grid's if no other image is there
+    if config.model.projector.anyres_max_tiles is not None:  # a base tile, and a grid of tiles if it is the only image
         tiles = [1 + (side // vision.image_size) ** 2 * (images == 1) for side in sides]
         grids = [(vision.image_size // vision.patch_size,) * 2] * sum(tiles)
     counts = [rows * columns for rows, columns in grids]

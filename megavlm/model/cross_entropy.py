@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from megavlm.arch.ends import LOSS_WORK
 from megavlm.model.weight_gradients import LaterGradient, WeightGradients, has_halves
 
-# As `vocab_parallel_cross_entropy`.
+# A function like `vocab_parallel_cross_entropy`.
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tensor, Tensor]]
 
 

@@ -35,7 +35,7 @@ from megavlm.precision.emulated import Operands, RoundGradient, RoundOperand, Sc
 class Rows:
     """How many rows of a tensor [T, …] each expert has. Rows are ordered by expert."""
 
-    counts: Tensor  # [E] int64, wherever the dispatcher has it
+    counts: Tensor  # [E] int64, on the dispatcher's device
     ends: Tensor  # [E] int32 on the device: where each expert's rows end
 
     @classmethod
@@ -216,7 +216,7 @@ def grouped_linear(base: type) -> type:
         def forward(self, x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
             self.__dict__.update(zip(self._views(), weight.unbind(), strict=True))
             output: Tensor = super().forward(x, rows.counts.tolist(), is_first_microbatch=self.is_first_microbatch)
-            for name in self._views():  # and with them the graph of this pass
+            for name in self._views():  # they hold the graph of this pass
                 del self.__dict__[name]
             self.is_first_microbatch = False
             return output

@@ -234,7 +234,7 @@ def add_features(
         features = copy_to_tensor_model_parallel_region(features, group=sequence_group)
         position = position - sequence_group.rank() * hidden.shape[0]
         mine = (position >= 0) & (position < hidden.shape[0])
-        features = features * mine[:, None, None]  # others add zero, to any place
+        features = features * mine[:, None, None]  # features of other ranks' positions add zero
         position = position.clamp(0, hidden.shape[0] - 1)
     flat = hidden.flatten(0, 1).index_add(0, position * hidden.shape[1] + sample, features[:, 0].to(hidden.dtype))
     return flat.view_as(hidden)

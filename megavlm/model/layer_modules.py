@@ -148,7 +148,7 @@ class LayerModules:
 
     norm: Any  # before attention and before the MLP
     norm_alone: Any  # before experts, whose layers have no norm inside
-    post_norm: Any  # after them, in models that have such norms
+    post_norm: Any  # after attention and after the MLP, in some models
     column_linear: Any  # query, key and value; the MLP's first layer
     column_linear_alone: Any  # the first layer of a shared expert, without a norm inside
     row_linear: Any  # attention's output; the MLP's second layer

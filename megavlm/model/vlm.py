@@ -195,7 +195,7 @@ class VLMChunk(MegatronModule):
         layer: Any = self.parts[name]
 
         def run(x: Tensor) -> Tensor:
-            if routed is not None:  # here, since another micro-batch may come before a recomputation
+            if routed is not None:  # set here, as another micro-batch may run before a recomputation
                 layer.mlp.router.rows = routed
             with self.execution.layer(name, layer):
                 return layer(x, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packing)[0]
@@ -203,7 +203,7 @@ class VLMChunk(MegatronModule):
         offloads = self.offload is not None and torch.is_grad_enabled()
         shared = (rotary, [span.mask for span in packing.masked] if packing is not None else [])
         with self.offload.layer(layer, *shared) if offloads else nullcontext():  # type: ignore[union-attr]
-            # A layer whose input needs no gradient is the first of a frozen stretch: nothing to recompute for.
+            # If the input needs no gradient, nothing before this layer is trained, and it is not recomputed.
             if self.full_recompute and hidden.requires_grad and self.training:
                 return self.execution.recomputed(layer, run, hidden)
             return run(hidden)

@@ -30,7 +30,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._left: dict[tuple[int, int], list[tuple[Weights, Compute]]] = {}  # by chunk and micro-batch
-        self._now: list[tuple[Weights, Compute]] | None = None  # where the running backward pass leaves them
+        self._now: list[tuple[Weights, Compute]] | None = None  # those of the running backward pass
 
     @contextmanager
     def left_by(self, chunk: int, micro_batch: int) -> Iterator[None]:
@@ -157,7 +157,7 @@ class _Product(torch.autograd.Function):
         ctx.x, ctx.weight = x.detach().requires_grad_(), later.weight.detach().requires_grad_()
         with torch.enable_grad():
             output = product(ctx.x, ctx.weight)
-        ctx.later, ctx.edge = later, get_gradient_edge(output)  # which, unlike the output, keeps no memory
+        ctx.later, ctx.edge = later, get_gradient_edge(output)  # an edge keeps no memory, unlike the output
         return output.detach()
 
     @staticmethod

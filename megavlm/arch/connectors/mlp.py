@@ -15,7 +15,7 @@ from megavlm.config.derived import block_channels, projector_inputs
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 
-# The linear layers of each kind, also where their sizes are not known yet.
+# Names of the linear layers of each kind, which are needed before their sizes are known.
 _LAYERS = {
     "linear": ("linear_fc1",),
     "mlp": ("linear_fc1", "linear_fc2"),

@@ -41,7 +41,7 @@ class PerceiverConfig:
     norm_epsilon: float = option(1e-6, "Epsilon of the norm layers of the Perceiver resampler.", valid=POSITIVE)
 
 
-# Options and settings of Idefics2PerceiverConfig, whose defaults are the options' own.
+# Options, and the settings of Idefics2PerceiverConfig with the same defaults.
 _HF_NAMES = {
     "num_latents": "resampler_n_latents",
     "num_layers": "resampler_depth",

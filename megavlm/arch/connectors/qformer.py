@@ -34,7 +34,7 @@ class QFormerConfig:
     norm_epsilon: float = option(1e-12, "Epsilon of the norm layers of the Q-Former.", valid=POSITIVE)
 
 
-# Options and settings of Blip2QFormerConfig, whose defaults are the options' own.
+# Options, and the settings of Blip2QFormerConfig with the same defaults.
 _HF_NAMES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
