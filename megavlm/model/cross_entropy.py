@@ -150,8 +150,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, options
     reached, later = hidden.requires_grad and torch.is_grad_enabled(), None
     if options.weight_gradients is not None and has_halves(hidden, weight):
         later = LaterGradient(weight, options.weight_gradients)
-    seen = weight if later is None else weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, seen, labels, options, reached, later)
+    operand = weight if later is None else weight.detach()
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, operand, labels, options, reached, later)
     return loss
 
 

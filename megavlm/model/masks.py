@@ -125,9 +125,9 @@ class CachedAttention:
 
     def attend(self, layer: object, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Add to the cache and attend: query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
-        kept = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
+        cached = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
         repeats = query.shape[2] // key.shape[2]  # torch's kernels with masks do not support groups
-        keys, values = (x.repeat_interleave(repeats, dim=2).transpose(1, 2) for x in kept)
+        keys, values = (x.repeat_interleave(repeats, dim=2).transpose(1, 2) for x in cached)
         outputs = [
             F.scaled_dot_product_attention(part.permute(1, 2, 0, 3), keys, values, attn_mask=mask, scale=scale)
             for part, mask in zip(query.split(self.step), self._masks(), strict=True)

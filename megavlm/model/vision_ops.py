@@ -113,13 +113,13 @@ def unpad_and_concat(
     """
     tiles = iter(features.split(list(counts)))
     images: list[Tensor] = []
-    for is_image, some in groupby(groups, lambda group: group.kind == "image"):
+    for is_image, run in groupby(groups, lambda group: group.kind == "image"):
         if not is_image:
-            frames = list(some)
+            frames = list(run)
             for group, frame in zip(frames, _halved(torch.stack([next(tiles) for _ in frames])), strict=True):
                 images += [frame, newline[None]] if group.kind == "last frame" else [frame]
             continue
-        for group in some:
+        for group in run:
             images.append(next(tiles))
             if group.tiles == 1:
                 images.append(newline[None])

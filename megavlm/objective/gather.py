@@ -123,10 +123,10 @@ class Texts:
         return same(self.wanted[queries], self.identities[documents])
 
 
-def same(wanted: Tensor, identities: Tensor) -> Tensor:
+def same(positives: Tensor, identities: Tensor) -> Tensor:
     """Return whether each document is identical to a positive of each query, [q, d] bool."""
-    matches = torch.zeros(len(wanted), len(identities), dtype=torch.bool, device=identities.device)
-    for column in wanted.unbind(1):
+    matches = torch.zeros(len(positives), len(identities), dtype=torch.bool, device=identities.device)
+    for column in positives.unbind(1):
         matches |= column[:, None] == identities
     return matches
 

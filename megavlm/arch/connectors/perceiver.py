@@ -103,8 +103,8 @@ class Perceiver(Connector):
 
     def cost(self, model: ModelConfig, work: Workload) -> LayerCost:
         own, latents = self.own(model), work.features
-        seen = work.patches + latents
-        products, attention = self.attention(model).flops(latents, seen, seen * own.num_latents)
+        positions = work.patches + latents
+        products, attention = self.attention(model).flops(latents, positions, positions * own.num_latents)
         layer = products + self.mlp(model).flops(latents)
         flops = own.num_layers * (layer + attention) + self.projection(model).flops(work.patches)
         return LayerCost(self.parameters(model, 1), flops, own.num_layers * attention)

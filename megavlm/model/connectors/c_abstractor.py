@@ -184,11 +184,11 @@ class CAbstractor(ConnectorModule):
         of_name = C_ABSTRACTOR.conv_blocks(model)
 
         def blocks(stage: str) -> ResamplerPart:
-            made = (
+            parts = (
                 CAbstractorBlock(self.config, self.tp_group, of_name[f"{stage}.{n}"], own.norm_epsilon)
                 for n in range(own.depth)
             )
-            return ResamplerPart(self.config, self.tp_group, list(made))
+            return ResamplerPart(self.config, self.tp_group, list(parts))
 
         self.before, self.after = blocks("before"), blocks("after")
         self.mlp = ResamplerMlp(self.config, self.tp_group, C_ABSTRACTOR.mlp(model), F.silu)
