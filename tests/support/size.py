@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 288,
     "flags": 147,  # 150
     "code lines of tests": 34_412,  # 33,000
-    "words of documentation": 44_609,  # 45,000
+    "words of documentation": 44_614,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
