@@ -49,6 +49,7 @@ class Scenario:
     shard_size: int | None = None  # HSDP: ranks that state is sharded over; default: all DP × CP ranks
     secondary: int | None = None  # hpZ: ranks that keep a second shard of weights for the backward pass
     overlap_grad_reduce: bool = False
+    gradient_bytes: int = BYTES["fp32"]  # of a number while gradients are reduced
     gradient_code: Code = "none"  # in which gradients are sent
     weight_code: Code = "none"
     code_group: int = 1  # neighbouring ranks that sum uncompressed gradients before codes are sent
@@ -180,6 +181,7 @@ def scenario_of(
         shard_size=config.parallel.hybrid_shard_size,
         secondary=config.parallel.secondary_shard_size,
         overlap_grad_reduce=bool(overlapped(config, dp=dims.dp_cp).parallel.overlap_grad_reduce),
+        gradient_bytes=BYTES["bf16" if config.parallel.grad_reduce_in_bf16 else "fp32"],
         gradient_code=config.parallel.compress_gradients,
         weight_code=config.parallel.compress_weights,
         code_group=config.parallel.compress_group_size or 1,

@@ -124,6 +124,11 @@ class ParallelConfig:
         "Overlap the all-gather of parameters with the forward pass; default: on if DP > 1 and optimizer state is "
         "sharded.",
     )
+    grad_reduce_in_bf16: bool = option(
+        False,
+        "Reduce gradients in bf16, which halves their bytes on links; default: fp32. Unless they are sharded, they are "
+        "summed over micro-batches in bf16 as well.",
+    )
     ddp_bucket_size: int | None = key_only(
         None,
         "Number of parameters per gradient bucket, which is reduced in one collective; default: the larger of 40 "

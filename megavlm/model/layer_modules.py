@@ -318,9 +318,9 @@ def accumulation_fields(config: Config, part: str) -> dict[str, Any]:
 def output_accumulation_fields(config: Config) -> dict[str, Any]:
     """Return the fields with which megatron-core's output layer adds its weight gradient to `main_grad` in one kernel.
 
-    The kernel is NVIDIA Apex's, which megatron-core takes where it can be imported.
+    The kernel is NVIDIA Apex's for sums in fp32, which megatron-core takes where it can be imported.
     """
-    fused = _sums_in_place(config) and layers._grad_accum_fusion_available
+    fused = _sums_in_place(config) and not config.parallel.grad_reduce_in_bf16 and layers._grad_accum_fusion_available
     return {"gradient_accumulation_fusion": True} if fused else {}
 
 

@@ -120,7 +120,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
     """Make chunks data-parallel: gradient buffers that are reduced (or reduce-scattered) over the ranks."""
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not parallel.grad_reduce_in_bf16,
         overlap_grad_reduce=bool(parallel.overlap_grad_reduce),
         overlap_param_gather=bool(parallel.overlap_param_gather),
         # Interleaved chunks are gathered when the schedule says so (`param_sync_func`).

@@ -94,6 +94,7 @@ class FullyShardedChunk(_BaseDataParallel):
         self.groups = groups
         self.layouts = _layouts(chunk, groups)
         self.device = device
+        self.reduced_in = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else torch.float32
         self.rows_on_host = "parameters" in offloaded(config)
         self._drawn_in = {name: param.dtype for name, param in chunk.named_parameters()}
         attributes = {name: dict(vars(param)) for name, param in chunk.named_parameters()}
@@ -110,7 +111,7 @@ class FullyShardedChunk(_BaseDataParallel):
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view")
         device = self.device.type
         mesh = DeviceMesh.from_group(self.groups.shard, device)
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduced_in, cast_forward_inputs=False)
         place = CPUOffloadPolicy(pin_memory=device != "cpu") if self.rows_on_host else OffloadPolicy()
         units: list[nn.Module] = [*_units(chunk), chunk]
         resharding: Any = nullcontext()

@@ -152,7 +152,7 @@ def carried_bytes(scenario: Scenario) -> list[float]:
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
-    """Return the seconds to reduce a rank's gradients in fp32 over DP × CP ranks and to gather updated weights.
+    """Return the seconds to reduce a rank's gradients over DP × CP ranks and to gather updated weights.
 
     ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
     or (3) for each pass.
@@ -188,7 +188,7 @@ def _scatter_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> 
     """Return the seconds of a reduce-scatter of gradients within a shard group: in HSDP exact, else by codes if any."""
     shards, tp = scenario.shards, scenario.dims.tp
     if scenario.gradient_code == "none" or shards < scenario.dims.dp_cp:
-        return gathers((trained * FP32,), group_of(hardware, shards, span=shards * tp))
+        return gathers((trained * scenario.gradient_bytes,), group_of(hardware, shards, span=shards * tp))
     inside = min(shards, scenario.code_group)
     seconds = gathers((trained * FP32,), group_of(hardware, inside, span=inside * tp))
     across = group_of(hardware, shards // inside, span=shards * tp)
@@ -220,7 +220,10 @@ def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware)
 def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of an all-reduce of so many gradients, exact or coded (there and back)."""
     if scenario.gradient_code == "none":
-        return all_reduce(numbers * FP32, group)
+        size = (
+            FP32 if scenario.shards_gradients else scenario.gradient_bytes
+        )  # rows of micro-batches are summed in fp32
+        return all_reduce(numbers * size, group)
     coded = numbers * coded_bytes(scenario.gradient_code)
     return all_to_all(coded, group) + gathers((coded,), group) + numbers * _CODING / hardware.memory_bandwidth
 

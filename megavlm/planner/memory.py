@@ -1,6 +1,6 @@
 """Bytes on each pipeline rank: what weights, their gradients and the optimizer take, and what a step adds at its peak.
 
-Honest to what this program allocates: gradients are summed in fp32 whatever the precision, master weights exist under
+Honest to what this program allocates: gradients are summed in fp32 unless bf16 is asked for, master weights exist under
 bf16 alone but where gradients are sharded (there they are what ranks share), and a micro-batch is on the device from
 when the one before is taken until every chunk has taken it. With `--offload` some of it is on the host instead:
 `host.py` counts that.
@@ -93,7 +93,7 @@ def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) 
         return Memory(weights=count * scenario.bytes_each)
     masters = FP32 * count if scenario.bytes_each != FP32 else 0
     state = masters + FP32 * kept_numbers(name, scenario, count) * moments_here(scenario)
-    gradients = count * FP32 + _residuals(count, scenario)
+    gradients = count * scenario.gradient_bytes + _residuals(count, scenario)
     return Memory(weights=count * scenario.bytes_each, gradients=gradients, optimizer=state / scenario.shards)
 
 
@@ -161,15 +161,23 @@ def _gathered(name: str, scenario: Scenario) -> float:
     return rank_parameters(name, scenario) * 3 * scenario.bytes_each
 
 
+def _widened(names: Sequence[str], scenario: Scenario) -> float:
+    """Return the bytes of fp32 copies of gradients, with which a rank updates where they are summed in bf16."""
+    if scenario.gradient_bytes == FP32 or scenario.shards_gradients:
+        return 0.0
+    trained = [name for name in names if scenario.trains(name)]
+    return sum(FP32 * layout_parameters(name, each) / each.shards for name in trained for each in scenario.layouts)
+
+
 def _reduced(name: str, scenario: Scenario) -> float:
-    """Return the bytes of a layer's gradients and of the fp32 copy of them that ranks reduce (ZeRO-2 and 3).
+    """Return the bytes of a layer's gradients and of the copy of them that ranks reduce (ZeRO-2 and 3).
 
     Where codes are sent, the gradients are gone by then, and what is decoded is there twice as its scales are applied.
     """
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
     decoded = 2 * FP32 * _sent_share(scenario) if scenario.shards == scenario.dims.dp_cp else 0.0
-    return rank_parameters(name, scenario) * (FP32 + max(scenario.bytes_each, decoded))
+    return rank_parameters(name, scenario) * (scenario.gradient_bytes + max(scenario.bytes_each, decoded))
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
@@ -294,7 +302,7 @@ def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompu
     held_names = [
         name for chunk in scenario.dims.chunks_of(rank) for name in spans[chunk][max(0, skip - bounds[chunk]) :]
     ]
-    update = matrix_bytes(held_names, scenario)
+    update = matrix_bytes(held_names, scenario) + _widened(held_names, scenario)
     transient = max(transient, max(total.gradients * copies, update) - total.activations)
     with_patches = not skip and any(PATCH_EMBED in spans[chunk] for chunk in scenario.dims.chunks_of(rank))
     data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=with_patches)

@@ -217,6 +217,10 @@ def codes_on_links(config: Config) -> Iterator[str]:
         yield (
             f"{of_weights} has no weights to gather with --data-parallel-sharding none: use optimizer, or leave it out"
         )
+    if parallel.grad_reduce_in_bf16 and precision.dtype != "bf16":
+        yield "--grad-reduce-in-bf16 reduces gradients in the type of the model: add --precision bf16, or leave it out"
+    if parallel.grad_reduce_in_bf16 and gradients:
+        yield f"--grad-reduce-in-bf16 and {option} both say how gradients are reduced: leave one out"
     if weights and precision.dtype == "fp32":
         yield f"{of_weights} needs exact master weights beside the gathered ones: use --precision bf16"
     if weights and precision.fp8_param_gather:

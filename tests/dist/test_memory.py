@@ -74,6 +74,7 @@ CASES = {
     "pp2-zb-h1-experts": (2, f"--pp 2 {EXPERTS} --schedule zb-h1"),
     "pp2-rich-tied": (2, f"--pp 2 {RICH} --precision bf16"),
     "dp2-no-zero": (2, "--data-parallel-sharding none"),
+    "dp2-gradients-bf16": (2, "--precision bf16 --grad-reduce-in-bf16"),
     "dp2-zero3": (2, "--precision bf16 --data-parallel-sharding full"),
     "dp4-zero3-secondary": (4, "--precision bf16 --data-parallel-sharding full --secondary-shard-size 2"),
     "dp2-zero3-codes": (

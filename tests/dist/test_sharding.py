@@ -81,6 +81,55 @@ def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
             assert abs(ours["loss"] - exact["loss"]) < 1e-2
 
 
+def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
+    """Bytes that this rank gives to sums over ranks in two steps, by type; small sums are of other things."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megavlm.train.loop import close
+
+    counted: dict[str, int] = {}
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func)
+            if name.startswith("c10d.") and "reduce" in name:
+                given = args[0] if "allreduce" in name else args[1]
+                for each in given if isinstance(given, list | tuple) else [given]:
+                    if each.numel() > 1000:
+                        counted[str(each.dtype)] = counted.get(str(each.dtype), 0) + each.nbytes
+            return func(*args, **(kwargs or {}))
+
+    run = started(argv, run_dir)
+    with Sums():
+        for _ in range(2):
+            run.engine.train_step(run.data_loader.next_step().batches)
+    close(run)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, "--data-parallel-sharding optimizer"),
+        (2, FULL),
+        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
+        pytest.param(4, "--hybrid-shard-size 2 --placement colocated --overlap-grad-reduce", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_reduced_in_bf16_take_half_the_bytes(
+    pools: Pools, one_process, tmp_path: Path, world: int, flags: str
+):
+    argv = [*SMALL, *THREE, "--no-save", "--precision", "bf16", *flags.split()]
+    in_bf16 = [*argv, "--grad-reduce-in-bf16"]
+    (whole,) = pools(world).run(summed_over_ranks, argv, str(tmp_path / "fp32"))[0].items()
+    (half,) = pools(world).run(summed_over_ranks, in_bf16, str(tmp_path / "bf16"))[0].items()
+    assert (whole[0], half) == ("torch.float32", ("torch.bfloat16", whole[1] // 2))
+    pools(world).run(train, in_bf16, str(tmp_path / "run"))
+    for ours, exact in zip(metrics(tmp_path / "run"), one_process("plain"), strict=True):
+        assert abs(ours["loss"] - exact["loss"]) < 1e-2
+        assert ours["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-2)
+
+
 SECONDARY = f"{FULL} --secondary-shard-size 2"
 
 

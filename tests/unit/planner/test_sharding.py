@@ -50,6 +50,16 @@ def test_more_micro_batches_cost_more_collectives_from_stage_2_on() -> None:
     assert stages == sorted(stages, reverse=True)
 
 
+def test_gradients_in_bf16_take_half_the_bytes_and_time_of_links() -> None:
+    hardware, count = PROFILES["h100"], 1e9
+    for kind in KINDS:
+        half, exact = (replace(case(kind), micro_batches=1, gradient_bytes=size) for size in (2, 4))
+        seconds = [gradient_seconds(count, each, hardware, held=count) for each in (half, exact)]
+        assert seconds[0] < seconds[1]
+    sizes = [model_state_bytes(LAYER, replace(case("optimizer"), gradient_bytes=size)).gradients for size in (2, 4)]
+    assert sizes[0] == sizes[1] / 2
+
+
 def test_replicas_add_an_all_reduce_of_their_rows() -> None:
     """Over a network that is slower than the links of a node, sums of rows cost less than rows from everywhere."""
     base, count = PROFILES["h100"], 1e9
