@@ -17,6 +17,7 @@ from megavlm.programs import history
 from megavlm.programs.history import NOTABLE, History, moment_of, number, past_of, records_of
 from megavlm.resilience import phases
 from megavlm.resilience.events import events
+from megavlm.resilience.lock import silent_since
 from megavlm.resilience.status import read_status
 
 _LEAST = 0.02  # smaller shares of the time are not reported
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 no run is there."""
     run_dir = _parser().parse_args(argv).run_dir
     steps, happened = records_of(run_dir), events(run_dir)
-    start = start_line(happened, phases.unfinished(run_dir), read_status(run_dir))
+    start = start_line(happened, phases.unfinished(run_dir), read_status(run_dir), silent_since(run_dir))
     if not steps and start is None:
         raise UserError(f"{run_dir} has no metrics.jsonl with a step: name the folder of a run")
     if start is not None:
@@ -63,21 +64,26 @@ def start_line(
     events: Sequence[Mapping[str, Any]],
     unfinished: Mapping[str, Any],
     status: Mapping[str, Any],
+    silent: float | None = None,
     *,
     now: float | None = None,
 ) -> str | None:
     """Return a line on what the last start took, or takes `now`; None if nothing is known of it.
 
-    `unfinished` is what `phases.unfinished` returns. Of a start that failed, `status` says when it ended.
+    `unfinished` is what `phases.unfinished` returns. Of a start that failed, `status` says when it ended; one that has
+    been `silent` since a time (`silent_since`) was killed.
     """
     state = status.get("state")
     if unfinished and state not in ("finished", "stopped"):
         began, since = _number(unfinished.get("began")), _number(unfinished.get("since"))
-        ended = moment_of(status) if state == "failed" else None
-        over = ended is not None and ended >= since - 1  # status.json has whole seconds
-        until = max(since, ended if ended is not None and over else now or time.time())
+        failed = moment_of(status) if state == "failed" else None
+        ended, first = None, "the run has been starting for"
+        if failed is not None and failed >= since - 1:  # status.json has whole seconds
+            ended, first = failed, "the start ended after"
+        elif silent is not None:
+            ended, first = silent, "the start was killed after"
+        until = max(since, ended or now or time.time())
         before = _parts(unfinished.get("phases"))
-        first = "the start ended after" if over else "the run has been starting for"
         words = f"{first} {until - began:,.1f} s: it was {phases.PARTS[unfinished['part']]} for {until - since:,.1f} s"
         return f"{words} (before that: {before})" if before else words
     started = next((event for event in reversed(events) if event.get("kind") == "started"), None)

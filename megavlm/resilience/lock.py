@@ -102,6 +102,18 @@ class RunLock:
                 os.utime(file)
 
 
+def silent_since(run_dir: Path) -> float | None:
+    """Return when a run last touched the lock of its folder, in seconds since 1970; None if that is not a minute ago.
+
+    A run that is killed does not touch it again. The clocks of a file server and of this machine may differ by seconds.
+    """
+    try:
+        touched = (run_dir / FILE).stat().st_mtime
+    except OSError:
+        return None
+    return touched if time.time() - touched > 3 * _SILENCE else None
+
+
 def _lock(file: int) -> bool:
     """Take the kernel's lock; return False on a file system without locks. Raises BlockingIOError if another has it.
 

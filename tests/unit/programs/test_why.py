@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def status(state: str, second: float) -> dict[str, Any]:
 def test_a_start_is_told_by_its_parts(happened, file, state, line: str | None):
     found = start_line(happened, file, state, now=1099.0)
     assert found == line or (line is not None and found is not None and found.startswith(f"{line}: it was making"))
+
+
+def test_a_start_that_was_killed_is_no_longer_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It leaves its last part, and a lock that nobody touches."""
+    (tmp_path / "starting.json").write_text(json.dumps(STARTING))
+    (tmp_path / "lock").touch()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("the run has been starting for")
+    os.utime(tmp_path / "lock", (1012.0, 1012.0))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"the start was killed after 12.0 s: it was reading weights for 5.0 s {BEFORE}\n"
 
 
 def test_a_run_that_has_no_step_yet_is_no_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
