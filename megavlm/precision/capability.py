@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import packaging.version
+from packaging.version import Version
 
 from megavlm.errors import UserError
 
-Version = tuple[int, ...]
-OLDEST_TE = (2, 9)
+OLDEST_TE, OLDEST_MCORE = Version("2.9"), Version("0.16.1")
 _REMEDY = "pip install --no-build-isolation -e '.[gpu]'"
 
 
@@ -18,19 +17,19 @@ class Device:
     """The device and software that layers run on. `capability` is CUDA's (9, 0 for Hopper); None: no CUDA device."""
 
     name: str
-    capability: Version | None
+    capability: tuple[int, int] | None
     te: Version | None  # Transformer Engine that is installed
     te_error: str = ""  # why it cannot be loaded, though it is installed
-    mcore: Version = (0, 16, 1)  # megatron-core, whose layers wrap Transformer Engine's
+    mcore: Version = OLDEST_MCORE  # megatron-core, whose layers wrap Transformer Engine's
 
 
 def newest_te(mcore: Version) -> Version:
-    """Return the newest Transformer Engine (major, minor) for a version of megatron-core.
+    """Return the newest Transformer Engine (its minor version) for a version of megatron-core.
 
     0.16 to 0.18 are taken for as old as 0.16.1, which declares "below 2.12"; 0.19 declares no bound, and 2.20.2 is the
     newest whose sources have been read.
     """
-    return (2, 20) if mcore >= (0, 19) else (2, 11)
+    return Version("2.20") if mcore.release >= (0, 19) else Version("2.11")
 
 
 def choose_implementation(asked: str, device: Device) -> str:
@@ -47,20 +46,11 @@ def _missing_for_te(device: Device) -> str:
     if device.te is None:
         return f"needs Transformer Engine, which is not installed: {_REMEDY}"
     newest = newest_te(device.mcore)
-    if not OLDEST_TE <= device.te[:2] <= newest:
+    if not OLDEST_TE.release <= device.te.release[:2] <= newest.release:
         return (
-            f"needs Transformer Engine {shown(OLDEST_TE)} to {shown(newest)} with megatron-core {shown(device.mcore)}, "
-            f"but {shown(device.te)} is installed: {_REMEDY}"
+            f"needs Transformer Engine {OLDEST_TE} to {newest} with megatron-core {device.mcore}, but "
+            f"{device.te} is installed: {_REMEDY}"
         )
     if device.te_error:
         return f"needs Transformer Engine, which cannot be loaded here ({device.te_error}): {_REMEDY}"
     return ""
-
-
-def shown(version: Version) -> str:
-    return ".".join(map(str, version))
-
-
-def parsed(text: str | None) -> Version | None:
-    """Return the release of a version: "2.11.0+abc" → (2, 11, 0)."""
-    return packaging.version.parse(text).release if text else None

@@ -8,12 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from megavlm.backend.installed import loading_error
 from megavlm.config.derived import shards_gradients
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.precision.capability import Device, choose_implementation, parsed
+from megavlm.precision.capability import Device, choose_implementation
 
 EMULATED = ("tensorwise", "delayed")
 # What Transformer Engine is asked of each recipe; all need the first.
@@ -75,8 +76,8 @@ def check_te_fp8(config: Config) -> None:
         )
 
 
-def _version_of(package: str) -> tuple[int, ...] | None:
+def _version_of(package: str) -> Version | None:
     try:
-        return parsed(version(package))
+        return Version(version(package))
     except PackageNotFoundError:
         return None

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megavlm.precision.capability import OLDEST_TE, newest_te, parsed, shown
+from megavlm.precision.capability import OLDEST_MCORE, OLDEST_TE, newest_te
 from megavlm.program import program
 from megavlm.programs.doctor.machine import Facts
 
@@ -142,10 +142,10 @@ def _major(version: str) -> int:
 def transformer_engine(facts: Facts, needs: Needs) -> Iterator[Problem]:
     need, have = needs[TE], facts.packages.get(TE)
     mcore = facts.packages.get("megatron-core")
-    newest = newest_te(parsed(mcore.version if mcore else None) or (0, 16, 1))
-    if have is not None and not (need.admits(have.version) and (parsed(have.version) or ())[:2] <= newest):
-        what = f"{TE} {have.version} is installed, megatron-core needs {shown(OLDEST_TE)} to {shown(newest)}"
-        remedy = f"pip install --no-build-isolation '{need.requirement.name}[pytorch]=={shown(newest)}.*'"
+    newest = newest_te(Version(mcore.version) if mcore else OLDEST_MCORE)
+    if have is not None and not (need.admits(have.version) and Version(have.version).release[:2] <= newest.release):
+        what = f"{TE} {have.version} is installed, megatron-core needs {OLDEST_TE} to {newest}"
+        remedy = f"pip install --no-build-isolation '{need.requirement.name}[pytorch]=={newest}.*'"
         yield Problem("error" if facts.devices else "warning", what, remedy)
     elif have is not None and have.error is not None and facts.devices:
         remedy = f"{need.command} --force-reinstall --no-deps --no-cache-dir"

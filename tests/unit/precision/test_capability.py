@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
@@ -16,7 +17,7 @@ from megavlm.precision.device import check_device, check_te_fp8
 
 FP8 = "--precision bf16 --fp8 hybrid"
 CPU = Device("a CPU", None, None)
-H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), (2, 11, 0))
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), Version("2.11.0"))
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,10 @@ H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), (2, 11, 0))
         ("auto", CPU, "torch"),
         ("auto", H100, "te"),
         ("auto", replace(H100, te=None), "torch"),
-        ("auto", replace(H100, te=(2, 8, 0)), "torch"),
-        ("auto", replace(H100, te=(2, 12)), "torch"),
-        ("te", replace(H100, te=(2, 20, 2), mcore=(0, 19, 2)), "te"),
-        ("auto", replace(CPU, te=(2, 11, 0)), "torch"),
+        ("auto", replace(H100, te=Version("2.8.0")), "torch"),
+        ("auto", replace(H100, te=Version("2.12")), "torch"),
+        ("te", replace(H100, te=Version("2.20.2"), mcore=Version("0.19.2")), "te"),
+        ("auto", replace(CPU, te=Version("2.11.0")), "torch"),
         ("auto", replace(H100, te_error="OSError: libcudnn.so.9"), "torch"),
         ("torch", H100, "torch"),
         ("te", replace(H100, capability=(8, 0)), "te"),
@@ -43,8 +44,11 @@ def test_te_is_chosen_where_it_and_a_device_are(asked: str, device: Device, chos
     [
         (CPU, "needs a CUDA device, but this is a CPU"),
         (replace(H100, te=None), "not installed: pip install"),
-        (replace(H100, te=(2, 12, 1)), "2.9 to 2.11 with megatron-core 0.16.1, but 2.12.1 is installed"),
-        (replace(H100, te=(2, 21), mcore=(0, 19, 2)), "2.9 to 2.20 with megatron-core 0.19.2, but 2.21 is installed"),
+        (replace(H100, te=Version("2.12.1")), "2.9 to 2.11 with megatron-core 0.16.1, but 2.12.1 is installed"),
+        (
+            replace(H100, te=Version("2.21"), mcore=Version("0.19.2")),
+            "2.9 to 2.20 with megatron-core 0.19.2, but 2.21 is installed",
+        ),
         (
             replace(H100, te_error="OSError: libcudnn.so.9"),
             "cannot be loaded here (OSError: libcudnn.so.9): pip install",
