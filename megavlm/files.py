@@ -104,7 +104,7 @@ def write_out(option: str, path: Path, content: str | bytes) -> None:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         nobody = isinstance(error, OSError) and error.errno == errno.ENXIO
         reason = "nobody reads it" if nobody else getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{option} {_shown(path)} cannot be written: {reason}") from error
+        raise UserError(f"{option} {path} cannot be written: {reason}") from error
 
 
 def check_folder(option: str, path: Path) -> None:
@@ -112,13 +112,13 @@ def check_folder(option: str, path: Path) -> None:
     made there.
     """
     if os.path.lexists(path) and not path.is_dir():
-        raise UserError(f"{option} {_shown(path)} is no folder: name another")
+        raise UserError(f"{option} {path} is no folder: name another")
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # a Path has one of its two slashes
-        raise UserError(f"{option} {_shown(path)} is a URL: name a folder of this machine, and copy it there")
+        raise UserError(f"{option} {path} is a URL: name a folder of this machine, and copy it there")
     try:
         os.rmdir(tempfile.mkdtemp(dir=next(each for each in (path, *path.absolute().parents) if each.is_dir())))
     except OSError as error:
-        raise UserError(f"{option} {_shown(path)} cannot be written ({error.strerror}): name another") from error
+        raise UserError(f"{option} {path} cannot be written ({error.strerror}): name another") from error
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:
@@ -133,10 +133,6 @@ def unwritable(run_dir: Path, error: OSError) -> UserError:
 
 def _bytes(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-
-
-def _shown(path: Path) -> str:
-    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _refuse_special(path: Path) -> None:

@@ -45,18 +45,13 @@ def _real(path: Path) -> Path:
 
 def plain(name: str) -> str:
     """Return a name that has no directory in it and is none. Raises Escapes for any other."""
-    too_long = len(name.encode("utf-8", "surrogatepass")) > 255
-    if name in ("", ".", "..") or any(each in name for each in "/\\\0") or too_long or not _can_be_a_name(name):
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a character, as JSON may write it
+        length = 0
+    if name in (".", "..") or any(each in name for each in "/\\\0") or not 0 < length <= 255:
         raise Escapes(f"{name!r:.80} is no plain file name")
     return name
-
-
-def _can_be_a_name(name: str) -> bool:
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # half of a character, as JSON may write it
-        return False
-    return True
 
 
 def check_regular(path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ class StepTimers:
         self._between = PIPELINE if dims.pp > 1 else COMPUTE
         self._open: dict[str, Any] = {}
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        return _Timer(self, name)
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        return SimpleNamespace(start=lambda **_: self.begin(name), stop=lambda **_: self.end(name))
 
     def begin(self, name: str) -> None:
         """Begin a phase."""
@@ -152,20 +153,6 @@ class StepTimers:
             self._phases.enter(self._between)
         if name in self._open:
             self._open.pop(name).__exit__(None, None, None)
-
-
-@dataclass(frozen=True)
-class _Timer:
-    """megatron-core's view of one timer."""
-
-    timers: StepTimers
-    name: str
-
-    def start(self, barrier: bool = False) -> None:
-        self.timers.begin(self.name)
-
-    def stop(self, barrier: bool = False) -> None:
-        self.timers.end(self.name)
 
 
 def _pass_of(each: Pass | Receive) -> Pass:
