@@ -11,14 +11,10 @@ _SCRIPTS = {"train": "pretrain_vlm.py", "prepare": "tools/prepare_data.py", "pre
 
 def started_as(command: str) -> str:
     """Return the name under which a running command speaks: that of the clone's script, or `megavlm COMMAND`."""
-    script = Path(_script(command)).name
+    script = Path(_SCRIPTS.get(command, f"tools/{command}.py")).name
     return script if Path(sys.argv[0]).name == script else f"megavlm {command}"
 
 
 def program(command: str) -> str:
     """Return what starts a command: `megavlm plan`, say; `python -m megavlm plan` where the running one began so."""
     return f"{'python -m ' if sys.argv[0].startswith('python -m megavlm') else ''}megavlm {command}"
-
-
-def _script(command: str) -> str:
-    return _SCRIPTS.get(command, f"tools/{command}.py")

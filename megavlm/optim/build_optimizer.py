@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from torch import Tensor
 
 from megavlm.arch.kinds import hidden_weight_of
 from megavlm.arch.layers import part_of
@@ -25,6 +26,7 @@ from megavlm.optim.qk_clip import QKClip, clipped_layers
 from megavlm.optim.rules import ELEMENTWISE, OF_MATRICES
 from megavlm.optim.stores import DiskStore, HostStore, StateStore
 from megavlm.parallel.groups import Groups
+from megavlm.parallel.shards import ShardLayout
 
 
 def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> MeanGradientOptimizer:
@@ -62,8 +64,13 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         if not part.is_stub_optimizer:
             _choose_update(part, config)
             round_in_one_launch(part)
-    matrices = _matrices(parts, chunks, config, groups)
-    qk_clip = _qk_clip(parts, chunks, config)
+    matrices, qk_clip = [], []
+    if (rule_of := OF_MATRICES.get(options.kind)) is not None:
+        held = [MatrixShard(*each) for each in _held(parts, chunks) if hidden_weight_of(each[2].key, config.model)]
+        device = chunks[0].device if shards_gradients(config) else next(chunks[0].parameters()).device
+        matrices = [MatrixUpdates(held, config.model, rule_of(options), groups.collection.tp_dp_cp, device)]
+    if layers := clipped_layers(config):
+        qk_clip = [QKClip(_held(parts, chunks), layers, options)]
     return MeanGradientOptimizer(
         parts, clip=options.clip_grad, matrices=matrices, qk_clip=qk_clip, ema_decay=options.ema_decay
     )
@@ -93,30 +100,12 @@ def _store(optimizer: torch.optim.Optimizer, names: Sequence[str], config: Confi
     return HostStore() if "optimizer" in off else StateStore()
 
 
-def _matrices(parts: Sequence[Any], chunks: Sequence[Any], config: Config, groups: Groups) -> tuple[MatrixUpdates, ...]:
-    """Return what updates the matrices of these optimizers; with an elementwise rule nothing."""
-    rule_of = OF_MATRICES.get(config.optimizer.kind)
-    if rule_of is None:
-        return ()
+def _held(parts: Sequence[Any], chunks: Sequence[Any]) -> Iterator[tuple[ElementwiseOptimizer, Tensor, ShardLayout]]:
+    """Yield parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
     entries = entries_of(chunks)
-    shards = [
-        MatrixShard(part.optimizer, weights, layout)
-        for part in parts
-        for _, weights, layout in held_layouts(part, entries)
-        if hidden_weight_of(layout.key, config.model) is not None
-    ]
-    device = chunks[0].device if shards_gradients(config) else next(chunks[0].parameters()).device
-    return (MatrixUpdates(shards, config.model, rule_of(config.optimizer), groups.collection.tp_dp_cp, device),)
-
-
-def _qk_clip(parts: Sequence[Any], chunks: Sequence[Any], config: Config) -> tuple[QKClip, ...]:
-    """Return what scales the projections that these optimizers update; without `--qk-clip` nothing."""
-    layers = clipped_layers(config)
-    if not layers:
-        return ()
-    entries = entries_of(chunks)
-    held = ((part.optimizer, weights, layout) for part in parts for _, weights, layout in held_layouts(part, entries))
-    return (QKClip(held, layers, config.optimizer),)
+    for part in parts:
+        for _, weights, layout in held_layouts(part, entries):
+            yield part.optimizer, weights, layout
 
 
 def loss_scale(optimizer: Any) -> float | None:
@@ -128,8 +117,8 @@ def loss_scale(optimizer: Any) -> float | None:
 def chain_optimizers(first: MeanGradientOptimizer, *others: MeanGradientOptimizer) -> MeanGradientOptimizer:
     """Return one optimizer that steps all of them together."""
     parts = [part for optimizer in (first, *others) for part in optimizer.chained_optimizers]
-    matrices = tuple(each for optimizer in (first, *others) for each in optimizer.matrices)
-    qk_clip = tuple(each for optimizer in (first, *others) for each in optimizer.qk_clip)
+    matrices = [each for optimizer in (first, *others) for each in optimizer.matrices]
+    qk_clip = [each for optimizer in (first, *others) for each in optimizer.qk_clip]
     return MeanGradientOptimizer(parts, clip=first.clip, matrices=matrices, qk_clip=qk_clip, ema_decay=first.ema_decay)
 
 

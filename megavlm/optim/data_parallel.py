@@ -107,13 +107,13 @@ def shard_chunks(
     chunks: Sequence[VLMChunk], config: Config, groups: Groups, device: torch.device
 ) -> list[FullyShardedChunk]:
     """Shard chunks, which are on `meta`, over the data-parallel ranks: gradients, and weights too (ZeRO-2 and 3)."""
-    size, compressing_size = config.parallel.secondary_shard_size, config.parallel.compress_group_size
-    secondary = None if size == groups.shard.size() else _levels(size, config, groups)
-    compressing = secondary
-    if secondary is None or size != compressing_size:
-        compressing = _levels(compressing_size, config, groups)
-    levels = {"secondary": secondary, "compressing": compressing}
-    return [FullyShardedChunk(chunk, config, groups, device=device, **levels) for chunk in chunks]
+    size = config.parallel.secondary_shard_size
+    secondary = None if size == groups.shard.size() else _levels(size, groups)
+    compressing = _levels(config.parallel.compress_group_size, groups)
+    return [
+        FullyShardedChunk(chunk, config, groups, device=device, secondary=secondary, compressing=compressing)
+        for chunk in chunks
+    ]
 
 
 def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> list[Any]:
@@ -151,11 +151,9 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
     return wrapped
 
 
-def _levels(size: int | None, config: Config, groups: Groups) -> Levels | None:
+def _levels(size: int | None, groups: Groups) -> Levels | None:
     """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
-    if size is None or size == 1:
-        return None
-    return levels_of(groups.shard, size, groups.maker)
+    return levels_of(groups.shard, size, groups.maker) if size and size > 1 else None
 
 
 def with_whole_gradients(config: Config) -> Config:

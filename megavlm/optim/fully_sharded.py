@@ -169,7 +169,8 @@ class FullyShardedChunk(_BaseDataParallel):
                 param.grad = torch.zeros_like(param)
             param.main_grad = local_part(param.grad)
         if self.groups.replicas is not None:
-            for index, gradients in enumerate(_portions(self._gradients(), _REDUCED_AT_ONCE)):
+            every = [param.main_grad for param in self.trained.values()]
+            for index, gradients in enumerate(_portions(every, _REDUCED_AT_ONCE)):
                 together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
                 if self._between is None:
                     dist.all_reduce(together, group=self.groups.replicas)
@@ -177,9 +178,6 @@ class FullyShardedChunk(_BaseDataParallel):
                     together = self._between.total(index, together, self.groups.replicas)
                 for gradient, part in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-
-    def _gradients(self) -> list[Tensor]:
-        return [param.main_grad for param in self.trained.values()]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -83,18 +83,15 @@ class Receive:
 _ONWARD = {FORWARD: 1, BACKWARD: -1}  # hidden states go to the next chunk, gradients to the previous one
 
 
-def receiver(made_by: Pass, shape: PipelineShape) -> Pass | None:
+def receiver(made_by: Pass, shape: PipelineShape, *, way: int = 1) -> Pass | None:
     """Return the pass of another chunk that takes this pass's output as input; None if no pass does."""
-    return _neighbour(made_by, _ONWARD.get(made_by.kind, 0), shape)
+    chunk = made_by.chunk + way * _ONWARD.get(made_by.kind, shape.chunks)
+    return Pass(made_by.kind, chunk, made_by.micro) if 0 <= chunk < shape.chunks else None
 
 
 def maker(needed_by: Pass, shape: PipelineShape) -> Pass | None:
     """Return the pass of another chunk whose output this pass takes as input; None if no pass does."""
-    return _neighbour(needed_by, -_ONWARD.get(needed_by.kind, 0), shape)
-
-
-def _neighbour(of: Pass, way: int, shape: PipelineShape) -> Pass | None:
-    return Pass(of.kind, of.chunk + way, of.micro) if way and 0 <= of.chunk + way < shape.chunks else None
+    return receiver(needed_by, shape, way=-1)
 
 
 @lru_cache(maxsize=64)

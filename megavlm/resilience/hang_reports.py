@@ -77,15 +77,6 @@ def patience(report: Report, timeout: float, limits: Limits) -> float:
     return max(timeout, longest, 0.0 if report.steps else FIRST_STEP)
 
 
-def _up_to_date(table: Sequence[Report]) -> list[Report]:
-    """Return the reports that say where their ranks are: ranks are at most one iteration apart.
-
-    The last report of a process that was stopped may be from the start, which may take long.
-    """
-    latest = max(report.iteration for report in table)
-    return [report for report in table if report.iteration >= latest - 1]
-
-
 def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval: float) -> Report | None:
     """Return the report of the rank that stopped first if the run hangs; None while it does not.
 
@@ -102,7 +93,11 @@ def culprit(table: Sequence[Report], *, timeout: float, limits: Limits, interval
     idle = max(report.idle + report.silent for report in table)
     doomed = max(report.waited for report in table) > DOOMED * limits.collective
     stopped = any(report.silent > timeout and report.steps and report.phase != phases.END for report in table)
-    if not doomed and not stopped and idle <= max(patience(report, timeout, limits) for report in _up_to_date(table)):
+    # Ranks are at most one iteration apart: an older report says no longer where its rank is. The last one of a process
+    # that was stopped may be from the start, which may take long.
+    latest = max(report.iteration for report in table)
+    longest = max(patience(report, timeout, limits) for report in table if report.iteration >= latest - 1)
+    if not doomed and not stopped and idle <= longest:
         return None
     return min(
         table,
