@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megavlm.model.weight_gradients import WeightGradients, product_leaving_gradient
-from megavlm.precision.emulated import Operands, RoundGradient, RoundOperand, Scaling
+from megavlm.precision.emulated import Operands, Round, Scaling
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,12 +188,12 @@ def emulated(by: Operands) -> Product:
     """
 
     def rounded(x: Tensor, sizes: int | list[int], scaling: Scaling) -> Tensor:
-        return torch.cat([RoundOperand.apply(part, scaling, False) for part in x.split(sizes)])
+        return torch.cat([Round.apply(part, scaling, None, False) for part in x.split(sizes)])
 
     def product(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         sizes = rows.counts.tolist()
         outputs = grouped(rounded(x, sizes, by.input), rounded(weight, 1, by.weight), rows)
-        return torch.cat([RoundGradient.apply(part, by.gradient) for part in outputs.split(sizes)])
+        return torch.cat([Round.apply(part, None, by.gradient, True) for part in outputs.split(sizes)])
 
     return product
 

@@ -182,7 +182,9 @@ class Schedule:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")
         # Answers are generated alike on all context-parallel ranks.
-        return self._pass(self._prepared(batches, RowSplit()), _forward_logits, forward_only=True, outputs=True)
+        return self._pass(
+            self._prepared(batches, RowSplit()), partial(_forward_output, logits=True), forward_only=True, outputs=True
+        )
 
     def _prepared(self, batches: Sequence[MicroBatch], split: RowSplit | None = None) -> list[MicroBatch]:
         """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features."""
@@ -218,12 +220,8 @@ def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int
     return chunk(batch), partial(next_token, batch, num_sources)
 
 
-def _forward_output(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
-    return chunk(next(batches)), lambda output, non_loss_data: output
-
-
-def _forward_logits(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
-    return chunk(next(batches), logits=True), lambda output, non_loss_data: output
+def _forward_output(batches: Iterator[MicroBatch], chunk: Any, *, logits: bool = False) -> tuple[Tensor, Any]:
+    return chunk(next(batches), logits=logits), lambda output, non_loss_data: output
 
 
 def finalize_gradients(

@@ -147,29 +147,17 @@ def rounded(x: Tensor, scaling: Scaling, *, remember: bool = False) -> Tensor:
     return ((x.float() * scale).clamp(-limit, limit).to(scaling.dtype).float() / scale).to(x.dtype)
 
 
-class RoundOperand(torch.autograd.Function):
-    """Rounds in the forward pass; the gradient of the rounded operand is taken as that of the operand."""
+class Round(torch.autograd.Function):
+    """Rounds what passes forward, or the gradient that passes back as FP8 products would read it; the other stays."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scaling: Scaling, remember: bool) -> Tensor:
-        return rounded(x, scaling, remember=remember)
+    def forward(ctx: Any, x: Tensor, forward: Scaling | None, backward: Scaling | None, remember: bool) -> Tensor:
+        ctx.scaling = backward
+        return x.view_as(x) if forward is None else rounded(x, forward, remember=remember)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-class RoundGradient(torch.autograd.Function):
-    """Rounds the gradient in the backward pass, as FP8 products would read it; the forward pass is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scaling: Scaling) -> Tensor:
-        ctx.scaling = scaling
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rounded(grad, ctx.scaling, remember=True), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad if ctx.scaling is None else rounded(grad, ctx.scaling, remember=True), None, None, None
 
 
 class _EmulatesFp8:
@@ -192,9 +180,9 @@ class _EmulatesFp8:
         self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         by = self.operands
-        operands = (RoundOperand.apply(x, s, self.training) for x, s in ((input, by.input), (weight, by.weight)))
+        operands = (Round.apply(x, s, None, self.training) for x, s in ((input, by.input), (weight, by.weight)))
         product = super()._forward_impl(*operands, *args, bias=None, **kwargs)  # type: ignore[misc]
-        product = RoundGradient.apply(product, by.gradient)
+        product = Round.apply(product, None, by.gradient, True)
         return product if bias is None else product + bias
 
 
