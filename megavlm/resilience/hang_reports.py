@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 from megavlm.resilience import phases
 from megavlm.resilience.phases import COMPUTE, DATA, OPTIMIZER, OTHER
@@ -140,45 +141,17 @@ _REPEATS = 3  # reports in a row that must agree on a slow rank and its phase be
 _PAUSE = 600.0  # seconds between two events
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How ranks spent the steps between two tables of reports, in seconds per step."""
-
-    steps: int  # of the slowest rank
-    seconds: Mapping[str, float]  # median over ranks, by phase
-    slowest: int  # the rank with the most time of its own
-    host: str
-    own: float  # its own time
-    excess: float  # by which fraction that is above the median of all ranks
-    phase: str  # where it spends more than the median rank
-
-    @property
-    def notable(self) -> bool:
-        return self.excess > NOTABLE
-
-    @property
-    def longer(self) -> float:
-        """Return how many seconds per step the slowest rank takes more than the median rank."""
-        return self.own - self.own / (1 + self.excess)
-
-    @property
-    def words(self) -> str:
-        """Return what the progress line says of the slowest rank."""
-        who = f"rank {self.slowest} ({self.host})"
-        return f"{who} takes {self.longer:.2f} s per step more than the median, in {self.phase}"
-
-
 class SlowEvents:
     """Selects the reports of a slow rank that are written as events; one event per report would fill events.jsonl."""
 
     def __init__(self) -> None:
-        self._named: tuple[int, str] | None = None  # by the last report
+        self._named: tuple[Any, Any] | None = None  # by the last report
         self._repeats = 0
         self._last = -math.inf
 
-    def wants(self, found: Spread, now: float) -> bool:
+    def wants(self, found: Mapping[str, Any], now: float) -> bool:
         """Return whether a report at `now` (seconds of any clock) is to be an event; call it with each report."""
-        named = (found.slowest, found.phase) if found.notable else None
+        named = (found["slowest_rank"], found["slowest_rank_phase"]) if "slow" in found else None
         self._repeats = self._repeats + 1 if named == self._named else 1
         self._named = named
         if named is None or self._repeats < _REPEATS or now - self._last < _PAUSE:
@@ -187,8 +160,10 @@ class SlowEvents:
         return True
 
 
-def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> Spread | None:
-    """Return how ranks spent their time between two tables; None where a rank has done no step in between.
+def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> dict[str, Any] | None:
+    """Return what the record of a step says of how ranks spent their time between two tables, in seconds per step:
+    medians over ranks by phase, the rank with the most time of its own, by which fraction that is above the median,
+    and where it spends more; and a line on it if that is notable. None where a rank has done no step in between.
 
     Ranks that share a layer (tensor parallelism) wait for one another inside it, and all count as busy meanwhile: of
     these the first is named.
@@ -208,12 +183,17 @@ def spread(before: Mapping[int, Report], after: Mapping[int, Report]) -> Spread 
     slowest = max(own, key=lambda rank: (own[rank], -rank))
     middle = statistics.median_low(own.values())
     extra = {name: per_step[slowest].get(name, 0.0) - median[name] for name in names if name in OWN}
-    return Spread(
-        steps=after[slowest].steps - before[slowest].steps,
-        seconds=median,
-        slowest=slowest,
-        host=after[slowest].host,
-        own=own[slowest],
-        excess=own[slowest] / middle - 1 if middle > 0 else 0.0,
-        phase=max(extra, key=lambda name: extra[name], default=DATA),
-    )
+    excess = own[slowest] / middle - 1 if middle > 0 else 0.0
+    phase = max(extra, key=lambda name: extra[name], default=DATA)
+    found = {
+        "phase_seconds": median,
+        "slowest_rank": slowest,
+        "slowest_rank_s": own[slowest],
+        "slowest_rank_excess": excess,
+        "slowest_rank_phase": phase,
+    }
+    if excess > NOTABLE:
+        who = f"rank {slowest} ({after[slowest].host})"
+        longer = own[slowest] - own[slowest] / (1 + excess)
+        found["slow"] = f"{who} takes {longer:.2f} s per step more than the median, in {phase}"
+    return found

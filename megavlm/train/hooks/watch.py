@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from megavlm.data.workers import ATTEMPTS
 from megavlm.metrics.callback import Value
 from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
-from megavlm.resilience.hang_reports import Limits, SlowEvents, Spread, spread
+from megavlm.resilience.hang_reports import Limits, SlowEvents, spread
 from megavlm.resilience.phases import END, START, Phases, StartTimes
 from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.watchdog import RunMember, Watchdog
@@ -83,7 +83,7 @@ class Watch(RankHook):
             return {}
         if self._slow.wants(found, time.monotonic()):
             _record(self._run_dir, step.iteration, found)
-        return _fields(found)
+        return found
 
     def ending(self) -> None:
         """Begin the end of this rank."""
@@ -103,30 +103,18 @@ def _limits(config: Config) -> Limits:
     )
 
 
-def _record(run_dir: Path, iteration: int, found: Spread) -> None:
+def _record(run_dir: Path, iteration: int, found: Mapping[str, Any]) -> None:
+    own, excess = found["slowest_rank_s"], found["slowest_rank_excess"]
     events.record(
         run_dir,
         "slow",
         iteration=iteration,
-        seconds=round(found.longer, 3),
-        reason=found.words,
-        slow_rank=found.slowest,
-        phase=found.phase,
-        excess=round(found.excess, 3),
+        seconds=round(own - own / (1 + excess), 3),
+        reason=found["slow"],
+        slow_rank=found["slowest_rank"],
+        phase=found["slowest_rank_phase"],
+        excess=round(excess, 3),
     )
-
-
-def _fields(found: Spread) -> dict[str, Value]:
-    fields: dict[str, Value] = {
-        "phase_seconds": dict(found.seconds),
-        "slowest_rank": found.slowest,
-        "slowest_rank_s": found.own,
-        "slowest_rank_excess": found.excess,
-        "slowest_rank_phase": found.phase,
-    }
-    if found.notable:
-        fields["slow"] = found.words
-    return fields
 
 
 def _own_store(meeting: Meeting) -> Any:
