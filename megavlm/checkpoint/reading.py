@@ -10,7 +10,8 @@ Every rank verifies what it reads while it reads it. What they find is shared be
 all ranks go on from the same checkpoint.
 
 megatron-core and torch unpickle the descriptions (`.metadata`), each tensor, and what is common to all ranks
-(`common.pt`). Here `items.json` and `state.json` say the same, and values are taken from the files as bytes.
+(`common.pt`). Here `items.json` and `state.json` say the same, and values are taken from the files as bytes. So
+`load` takes the steps of megatron-core's `dist_checkpointing.load` without the files that describe a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -39,7 +44,7 @@ from megavlm.checkpoint.folders import Holds
 from megavlm.checkpoint.items import Record, read_items, read_state
 from megavlm.checkpoint.manifest import Damaged, first_look
 from megavlm.errors import UserError
-from megavlm.parallel.rendezvous import exchanged_on, from_rank_0
+from megavlm.parallel.rendezvous import exchanged_on, from_rank_0, on_rank_0
 
 Loaded = TypeVar("Loaded")
 _NOT_THE_FILES = (MemoryError, torch.OutOfMemoryError)  # why a load may fail although every byte is right
@@ -100,12 +105,12 @@ def load(state: dict[str, Any], folder: Path, groups: Sequence[dist.ProcessGroup
     common, described = found
     patches.read_checkpoints_with(lambda path: VerifyingReader(path, described, groups))
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            state, str(folder), common_strategy=_Common(common), validate_access_integrity=False
-        )
+        force_all_tensors_to_non_fp8(state)
+        sharded, _, factories = load_preprocess(state)
+        merge(common, TorchDistLoadShardedStrategy().load(extract_sharded_base(sharded)[0], folder))
+        return cast(dict[str, Any], apply_factory_merges(common, factories))
     except (CheckpointException, CheckpointingException, OSError, TypeError, ValueError) as error:
         raise _unloadable(folder, error) from error
-    return loaded
 
 
 def _unloadable(folder: Path, error: BaseException) -> UserError:
@@ -194,17 +199,6 @@ def _fill(item: ReadItem, stored: Tensor, planner: LoadPlanner, name: str) -> No
     planner.commit_tensor(item, target)
 
 
-class _Common(TorchCommonLoadStrategy):
-    """Gives megatron-core what all ranks have in common: `state.json`, already read, in place of `common.pt`."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        super().__init__()
-        self._state = state
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return self._state
-
-
 @dataclass(frozen=True)
 class Choices:
     """The checkpoints that a run may start from, newest first, and a warning for each that is left out."""
@@ -252,10 +246,10 @@ def load_newest(
 ) -> tuple[Path, Loaded]:
     """Load the newest checkpoint that turns out to be whole; return it and what `load` returned. All ranks call it.
 
-    Raises UserError if none is, or if `check` finds that one does not belong to this run.
+    Raises UserError if none is, or if `check`, which rank 0 calls, finds that one does not belong to this run.
     """
     for number, folder in enumerate(choices.folders):
-        check(folder)
+        on_rank_0(partial(check, folder))
         loaded, problem = _load_and_verify(folder, load)
         if problem is None:
             return folder, loaded

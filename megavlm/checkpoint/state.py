@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from megavlm.optim.elementwise import AVERAGE
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.master_weights import average, give_model
 from megavlm.parallel.groups import Groups, random_states, set_random_states
+from megavlm.parallel.rendezvous import from_rank_0
 from megavlm.precision.fp8_state import (
     entries_to_load,
     entries_to_save,
@@ -109,7 +111,7 @@ def save(
 
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
-    summary = read_summary(folder)
+    summary = from_rank_0(partial(read_summary, folder), dict[str, Any]())
     follow = summary.get("rounded") is True and weights_follow(trained.optimizer, config)
     state = _sharded_state(trained, loading=True, follow=follow)
     resumes_random = summary["plan"] == plan.to_json() and summary.get("random") == _sizes(state["random"])

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,16 +43,15 @@ class Mirror:
     _there: dict[int, str | None] | None = None  # complete in the store → which save wrote it
     _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
     _parts: dict[tuple[int, str | None], set[str]] = field(default_factory=dict)  # files that are copied already
+    _done: set[tuple[int, str | None]] = field(default_factory=set)  # copied
     refused: set[tuple[int, str | None]] = field(default_factory=set)  # not what was saved
 
     def due(self) -> Path | None:
         """Return the newest checkpoint that is to be copied next; None if there is none. Raises StoreError."""
-        here = dict(folders.complete(self.root))
-        wanted = self._wanted(here)
-        for iteration in sorted(wanted & here.keys(), reverse=True):
-            attempt = attempt_of(here[iteration])
-            if self._copies().get(iteration, "") != attempt and (iteration, attempt) not in self.refused:
-                return here[iteration]
+        for iteration, folder in reversed(folders.complete(self.root)):
+            save = (iteration, attempt_of(folder))
+            if self._copies().get(iteration, "") != save[1] and save not in self._done | self.refused:
+                return folder
         return None
 
     def copy(self, folder: Path, go_on: remote.GoOn) -> int | None:
@@ -73,6 +72,8 @@ class Mirror:
         finally:
             holds.release()
         self._copies()[iteration] = attempt
+        self._done.add((iteration, attempt))  # and not again, although the rule may take the copy away
+        self._metrics[iteration] = metrics_of(folder)
         self._parts.clear()
         return moved
 
@@ -83,33 +84,16 @@ class Mirror:
             self._there = {each.iteration: each.attempt() for each in found}
         return self._there
 
-    def _wanted(self, here: Mapping[int, Path]) -> set[int]:
-        """Return the iterations that the rule keeps, of those on either side.
-
-        One in the store that is newer than all here is of a future that this run went back from: it does not count.
-        """
-        if not here:
-            return set()
-        best = self.keep.best
-        for iteration, path in here.items():
-            if best is not None and iteration not in self._metrics:
-                self._metrics[iteration] = metrics_of(path)
-        return self._kept(here.keys() | {each for each in self._copies() if each <= max(here)})
-
-    def _kept(self, iterations: Iterable[int]) -> set[int]:
-        best = self.keep.best
-        metric = {each: found[best] for each, found in self._metrics.items() if best is not None and best in found}
-        return kept(sorted(iterations), self.keep, metric)
-
     def prune(self) -> None:
         """Delete the copies that the rule does not keep. Raises StoreError.
 
         It is asked of the copies alone: newer checkpoints that are not copied yet must not take their place.
         """
         newest = max(dict(folders.complete(self.root)), default=-1)
-        there = [iteration for iteration in self._copies() if iteration <= newest]
-        wanted = self._kept(there)
-        for iteration in [each for each in there if each not in wanted]:
+        there = [iteration for iteration in self._copies() if iteration <= newest]  # not of a future that was left
+        best = self.keep.best
+        metric = {each: found[best] for each, found in self._metrics.items() if best is not None and best in found}
+        for iteration in set(there) - kept(there, self.keep, metric):
             remote.remove(self.store.below(folders.folder_for(Path(), iteration).name))
             del self._copies()[iteration]
 

@@ -167,8 +167,8 @@ class Reports:
 
 def _bytes_of(ranks: Iterable[int], checkpoint: Path) -> int:
     """Return the bytes of tensors that ranks have in a checkpoint's files by now."""
-    names = tuple(f"__{rank}_" for rank in ranks)
-    files = [name for name in os.listdir(checkpoint) if name.startswith(names) and name.endswith(TENSORS)]
+    theirs = {f"__{rank}" for rank in ranks}
+    files = [name for name in os.listdir(checkpoint) if name.endswith(TENSORS) and name.rpartition("_")[0] in theirs]
     return sum((checkpoint / name).stat().st_size for name in files)
 
 

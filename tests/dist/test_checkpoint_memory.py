@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.flags import PADDED
 from tests.support.pool import Pools
-from tests.support.training import SMALL, started, train
+from tests.support.training import started
 
 MODEL = (
     "--global-batch-size 4 --micro-batch-size 1 --seq-length 32 --no-tensorboard --set "
@@ -103,64 +101,3 @@ def test_a_save_takes_a_ranks_share_and_a_load_one_tensor(pools: Pools, tmp_path
         assert rank["save"] <= rank["share"] + largest, rank
         assert rank["written"] <= rank["share"] + largest, rank
         assert rank["load"] <= largest + 2**17, rank  # what ranks tell each other of their parts
-
-
-def saved_again(argv: list[str], run_dir: str, into: str) -> None:
-    """Resume a run, and save it as it is."""
-
-    from megavlm.checkpoint import state
-    from megavlm.checkpoint.folders import Keep
-    from megavlm.checkpoint.saving import Saver
-    from megavlm.train.loop import close
-
-    run = started(argv, run_dir)
-    position = state.Position(iteration=run.position.iteration, loader=run.position.loader)
-    saver = Saver(Path(into), Keep(0))
-    state.save(run.engine.trained(), position, config=run.config, plan=run.plan, saver=saver)
-    saver.wait()
-    saver.close()
-    close(run)
-
-
-def tensors(folder: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint by name, unsharded."""
-    from megatron.core import dist_checkpointing
-
-    found = dist_checkpointing.load_plain_tensors(folder)
-    found = {key: tensor for key, tensor in found.items() if not key.startswith("random.")}
-    return {key: tensor for key, tensor in found.items() if isinstance(tensor, torch.Tensor)}
-
-
-LAYOUTS = (
-    (4, "--tp 2"),
-    (4, "--data-parallel-sharding full --hybrid-shard-size 2"),
-    (2, "--tp 2 --placement colocated --vision-tp 2"),
-    (2, "--pp 2 --placement colocated"),
-    (2, "--tp 2 --data-parallel-sharding full"),
-    (1, "--offload optimizer"),
-)
-
-
-@pytest.mark.slow
-def test_saved_at_another_layout_a_checkpoint_is_the_same(pools: Pools, tmp_path: Path) -> None:
-    """Bit for bit, master weights, moments and weights, but for the padding that TP may need."""
-    argv = [*SMALL, *PADDED.split(), *"--precision bf16 --train-iters 3".split()]
-    pools(4).run(train, [*argv, *"--pp 2 --vpp 2".split()], str(tmp_path / "0"))
-    (expected,) = pools(1).run(tensors, str(tmp_path / "0/checkpoints/iter_0000003"))
-    assert {key.split(".")[2] for key in expected if key.startswith("optimizer.state")} == {
-        "param",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-    for number, (world, flags) in enumerate(LAYOUTS):
-        before, after = tmp_path / str(number), tmp_path / str(number + 1)
-        pools(world).run(saved_again, [*argv, *flags.split()], str(before), str(after / "checkpoints"))
-        (found,) = pools(1).run(tensors, str(after / "checkpoints/iter_0000003"))
-        assert found.keys() == expected.keys()
-        for key, tensor in found.items():
-            common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, expected[key].shape, strict=True))
-            assert tensor[common].equal(expected[key][common]), (flags, key)
-            for whole in (tensor, expected[key]):
-                rest = whole.clone()
-                rest[common] = 0
-                assert not rest.any(), (flags, key)

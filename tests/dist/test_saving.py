@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -40,7 +41,7 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
 
     from megavlm import backend
     from megavlm.checkpoint import saving, writer
-    from megavlm.checkpoint.staging import SaveError
+    from megavlm.checkpoint.staging import SaveError, Staging
     from megavlm.command_line.parsing import parse
     from megavlm.errors import UserError
     from megavlm.parallel.groups import destroy_groups
@@ -74,8 +75,11 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     saving.PATIENCE = 3.0 if how == "hangs once" else patience
     writer.write_share = write_share
     enter = mock.patch.object(Phases, "enter", autospec=True, side_effect=Phases.enter)
+    full = OSError(errno.ENOMEM, "Cannot allocate memory") if how == "no memory" and here else None
+    copies = mock.patch.object(Staging, "copy", side_effect=full) if full is not None else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), enter as entered:
+        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with quiet[0], quiet[1], copies, enter as entered:
             fit(build(parse([*argv, "--run-dir", run_dir]), backend.activate()))
         if how == "hangs once" and "waits for the writer" not in str(entered.mock_calls):
             return "the watchdog would take the wait for a writer for a hang"
@@ -127,7 +131,11 @@ def test_stalls_and_times_of_saves_are_measured(undisturbed: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("fails", "the disk is full"), ("killed", "rank 1: the process that writes checkpoints was ended by SIGKILL")],
+    [
+        ("fails", "the disk is full"),
+        ("killed", "rank 1: the process that writes checkpoints was ended by SIGKILL"),
+        ("no memory", "rank 1 cannot copy its part to host memory (Cannot allocate memory)"),
+    ],
 )
 def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, how: str, reason: str) -> None:
     """Although it is rank 0 that commits: it does not wait for a writer that is gone."""

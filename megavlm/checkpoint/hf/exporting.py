@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,20 +30,21 @@ from megavlm.checkpoint.hf.embedding_files import (
     write_file_of_parts,
 )
 from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, INDEX, PIECE_BYTES, HfFolder, StreamedFile, for_each
-from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, slice_of, without_output
+from megavlm.checkpoint.hf.pretrained import check_size, copies, refuse, without_output
 from megavlm.checkpoint.hf.sidecar import (
     TENSORS,
     Sidecar,
     copy_kept,
     sidecars,
 )
+from megavlm.checkpoint.hf.slices import pieces_of, slice_of
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Rule, Shape, Stack, Table, Transpose, TransposeEach, row_pairs
+from megavlm.families.shared.table import Shape, Table, Transpose
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
@@ -150,7 +150,7 @@ class Exported:
         """Yield rows of a weight as they are written: the tensor, its first row of these, and them in its type."""
         rule, held = self.table[key], self.adapters.get(key)
         pairs = held.by_hf_name(rule) if held is not None and held.of_experts is None else {}
-        for name, rows, values in _pieces(rule, self.values(key, start, stop), start, self.shape(key)):
+        for name, rows, values in pieces_of(rule, self.values(key, start, stop), start, self.shape(key)):
             if name in pairs and self.merged is not None:
                 values = folded(values, pairs[name], rows, self.merged)
             yield name, rows.start, values.to(DTYPES[self.declared[name][0]])
@@ -167,20 +167,9 @@ class Exported:
         """Return a weight of megavlm in fp32, with the values that are written."""
         shape = self.shape(key)
         values = self.values(key, 0, shape[0]).float()
-        for name, _, rows in _pieces(self.table[key], values, 0, shape):
+        for name, _, rows in pieces_of(self.table[key], values, 0, shape):
             rows.copy_(rows.to(DTYPES[self.declared[name][0]]))
         return values
-
-
-def _pieces(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[tuple[str, slice, Tensor]]:
-    """Yield views of rows of a weight of this shape, from row `start` on, as rows of Hugging Face tensors."""
-    if isinstance(rule, Stack):
-        for number, each in enumerate(values, start):
-            yield from _pieces(rule.rules[number], each, 0, shape[1:])
-        return
-    for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
-        rows = values[pair.rows]
-        yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, (Transpose, TransposeEach)) else rows
 
 
 def export(
@@ -341,23 +330,13 @@ def _bytes(tensor: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _write_rest(folder: Path, files: Mapping[str, Declared], sidecar: Sidecar) -> None:
-    """Copy the files without weights, and correct the types and sizes in them where training changed those."""
+    """Copy the files without weights, and write the list of files, or its size, where channels were added."""
     copy_kept(sidecar.files, folder)
-    tensors = [tensor for held in files.values() for tensor in held.values()]
-    size = sum(map(_bytes, tensors))
     if len(files) > 1:
+        size = sum(_bytes(tensor) for held in files.values() for tensor in held.values())
         weight_map = {name: file for file, held in files.items() for name in held}
         index: dict[str, Any] = read_json(folder / INDEX) if (folder / INDEX).exists() else {"weight_map": weight_map}
         metadata = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
         if metadata.get("total_size") != size:
             index["metadata"] = {**metadata, "total_size": size}
             replace_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    sizes = Counter[str]()
-    for dtype, shape in tensors:
-        if DTYPES[dtype].is_floating_point:
-            sizes[str(DTYPES[dtype]).removeprefix("torch.")] += math.prod(shape)
-    config = read_json(folder / "config.json")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if sizes and key in config and config[key] not in sizes:
-        config[key] = sizes.most_common(1)[0][0]
-        replace_file(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,25 +16,15 @@ from megavlm.arch.image_tokens import Tiling
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import EMBEDDING, OUTPUT, PATCH_EMBED, kind_of, layer_names, part_of
 from megavlm.arch.objectives import is_learned_scalar, objective_of
-from megavlm.checkpoint.hf.hf_files import DTYPES, HfFolder, TensorInfo
+from megavlm.checkpoint.hf.hf_files import DTYPES, HfFolder
+from megavlm.checkpoint.hf.slices import RowReader, slice_of, widened, widest
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ExpertsConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import family_of, without_published
 from megavlm.families.shared.connectors import decided_of, with_connector
 from megavlm.families.shared.family import ALL_PARTS, Family
-from megavlm.families.shared.table import (
-    RowPair,
-    Rule,
-    Shape,
-    Stack,
-    Table,
-    Transpose,
-    TransposeEach,
-    fits,
-    matches,
-    row_pairs,
-)
+from megavlm.families.shared.table import Shape, Table, fits, matches
 from megavlm.rules.defaults import resolve_model
 from megavlm.rules.fields import options
 from megavlm.storage.cache import local_path
@@ -166,87 +155,6 @@ class Pretrained:
         narrow = slice_of(folder, rule, (real[0], width), (index[0], slice(0, width)))
         wide = widened(narrow, own, real[1] * own // width, repeat=self.new_channels == "repeat")
         return wide[:, index[1]]
-
-
-class RowReader(Protocol):
-    """What reads rows of tensors: a folder, or one that several ranks read together."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str, rows: slice, /) -> Tensor: ...
-
-
-def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
-    """Yield the names and rows that `slice_of` reads, in its order."""
-    if isinstance(rule, Stack):
-        for each in rule.rules[index[0]]:
-            yield from reads_of(folder, each, real[1:], index[1:])
-        return
-    for pair in row_pairs(rule.hf_rows(real), index[0].start, index[0].stop):
-        yield pair.hf_name, _rows_of(folder, rule, pair, real)
-
-
-def slice_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
-    """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
-    that holds the values of all if they have several.
-    """
-    if isinstance(rule, Stack):
-        return _joined([slice_of(folder, each, real[1:], index[1:]) for each in rule.rules[index[0]]])
-    rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
-    shape = [s.stop - s.start for s in index]
-    parts = [
-        (pair.rows, _rows(folder, rule, pair, real)[(slice(None), *rest)])
-        for pair in row_pairs(rule.hf_rows(real), rows.start, rows.stop)
-    ]
-    if len(parts) == 1 and list(parts[0][1].shape) == shape:
-        return parts[0][1]
-    device = parts[0][1].device if parts else None
-    out = torch.zeros(shape, dtype=widest(part.dtype for _, part in parts), device=device)
-    for own, part in parts:
-        out[(own, *(slice(size) for size in part.shape[1:]))] = part
-    return out
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    dtype = widest(part.dtype for part in parts)
-    return torch.stack([part.to(dtype) for part in parts])
-
-
-def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the type that holds the values of all of these; of none, fp32."""
-    return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
-
-
-def _rows_of(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> slice:
-    """Return the rows to read for a pair: all where they are no rows of the tensor in the file."""
-    shape = folder.tensors[pair.hf_name].shape
-    nested = len(shape) > len(real) and shape[0] == 1 and not isinstance(rule, TransposeEach)  # [1, N, H] for [N, H]
-    return slice(None) if isinstance(rule, Transpose) or nested else pair.hf_rows
-
-
-def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
-    """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
-    rows = _rows_of(folder, rule, pair, real)
-    values = folder.read(pair.hf_name, rows)
-    if isinstance(rule, Transpose):
-        return values.T[pair.hf_rows].contiguous()
-    if isinstance(rule, TransposeEach):
-        return values.mT.contiguous()
-    values = values.reshape(-1, *real[1:])
-    return values[pair.hf_rows] if rows == slice(None) else values
-
-
-def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:
-    """Return a patch embedding [H, own·D] for images of more channels, [H, wanted·D].
-
-    New channels have zero weights: the numbers are those of the first `own` channels. With `repeat`, channel c has
-    channel (c mod own)'s weights times own / wanted, which keeps the sum over equal channels.
-    """
-    channels = weight.unflatten(1, (own, -1))
-    if repeat:
-        return (channels[:, torch.arange(wanted) % own] * (own / wanted)).flatten(1)
-    return torch.cat([channels, channels.new_zeros(len(weight), wanted - own, channels.shape[2])], dim=1).flatten(1)
 
 
 def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -> dict[str, str]:

@@ -188,10 +188,12 @@ def test_a_hostile_manifest_writes_nothing(store: Store, root: Path, tmp_path: P
 
 
 def test_the_newest_goes_first_and_the_rule_holds_in_the_store(store: Store, root: Path) -> None:
-    mirror = mirror_of(root, store, newest=2, every=40, best="loss")
+    rule = Keep(newest=2, every=40, best="loss")
+    mirror = Mirror(root, store, rule)
     assert mirror.due() is None
     for iteration, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
         save(root, iteration, loss=loss)
+    folders.prune(root, rule)
     order = []
     while (folder := mirror.due()) is not None:
         order.append(folder.name[-2:])
@@ -199,9 +201,10 @@ def test_the_newest_goes_first_and_the_rule_holds_in_the_store(store: Store, roo
     assert order == ["30", "20"]  # 10 is not kept
     for iteration in (40, 50, 60, 70):
         mirror.copy(save(root, iteration, loss=5.0), lambda moved: None)
+        folders.prune(root, rule)
         mirror.prune()
     assert [each.iteration for each in remote.complete_in(store)] == [20, 40, 60, 70]
-    fresh = mirror_of(root, store, newest=2, every=40, best="loss")  # as after a restart
+    fresh = Mirror(root, store, rule)  # as after a restart
     assert fresh.due() is None
     save(root, 70, attempt="b")
     assert fresh.due() == root / "iter_0000070"

@@ -1,0 +1,108 @@
+"""Read slices of weights from rows of Hugging Face tensors, and give rows of weights as such rows.
+
+A family's table says which rows these are (`families/shared/table.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megavlm.checkpoint.hf.hf_files import TensorInfo
+from megavlm.families.shared.table import RowPair, Rule, Shape, Stack, Transpose, TransposeEach, row_pairs
+
+
+class RowReader(Protocol):
+    """What reads rows of tensors: a folder, or one that several ranks read together."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, rows: slice, /) -> Tensor: ...
+
+
+def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
+    """Yield the names and rows that `slice_of` reads, in its order."""
+    if isinstance(rule, Stack):
+        for each in rule.rules[index[0]]:
+            yield from reads_of(folder, each, real[1:], index[1:])
+        return
+    for pair in row_pairs(rule.hf_rows(real), index[0].start, index[0].stop):
+        yield pair.hf_name, _rows_of(folder, rule, pair, real)
+
+
+def slice_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Tensor:
+    """Return the slice `index` of a megavlm weight of shape `real` whose tensors are in `folder`, in their type; in one
+    that holds the values of all if they have several.
+    """
+    if isinstance(rule, Stack):
+        return _joined([slice_of(folder, each, real[1:], index[1:]) for each in rule.rules[index[0]]])
+    rows, rest = index[0], tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index[1:], real[1:], strict=True))
+    shape = [s.stop - s.start for s in index]
+    parts = [
+        (pair.rows, _rows(folder, rule, pair, real)[(slice(None), *rest)])
+        for pair in row_pairs(rule.hf_rows(real), rows.start, rows.stop)
+    ]
+    if len(parts) == 1 and list(parts[0][1].shape) == shape:
+        return parts[0][1]
+    device = parts[0][1].device if parts else None
+    out = torch.zeros(shape, dtype=widest(part.dtype for _, part in parts), device=device)
+    for own, part in parts:
+        out[(own, *(slice(size) for size in part.shape[1:]))] = part
+    return out
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    dtype = widest(part.dtype for part in parts)
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the type that holds the values of all of these; of none, fp32."""
+    return reduce(torch.promote_types, dtypes) if (dtypes := [*dtypes]) else torch.float32
+
+
+def _rows_of(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> slice:
+    """Return the rows to read for a pair: all where they are no rows of the tensor in the file."""
+    shape = folder.tensors[pair.hf_name].shape
+    nested = len(shape) > len(real) and shape[0] == 1 and not isinstance(rule, TransposeEach)  # [1, N, H] for [N, H]
+    return slice(None) if isinstance(rule, Transpose) or nested else pair.hf_rows
+
+
+def _rows(folder: RowReader, rule: Rule, pair: RowPair, real: Shape) -> Tensor:
+    """Return a pair's rows of the Hugging Face tensor, reshaped to the trailing dimensions of megavlm's weight."""
+    rows = _rows_of(folder, rule, pair, real)
+    values = folder.read(pair.hf_name, rows)
+    if isinstance(rule, Transpose):
+        return values.T[pair.hf_rows].contiguous()
+    if isinstance(rule, TransposeEach):
+        return values.mT.contiguous()
+    values = values.reshape(-1, *real[1:])
+    return values[pair.hf_rows] if rows == slice(None) else values
+
+
+def widened(weight: Tensor, own: int, wanted: int, *, repeat: bool) -> Tensor:
+    """Return a patch embedding [H, own·D] for images of more channels, [H, wanted·D].
+
+    New channels have zero weights: the numbers are those of the first `own` channels. With `repeat`, channel c has
+    channel (c mod own)'s weights times own / wanted, which keeps the sum over equal channels.
+    """
+    channels = weight.unflatten(1, (own, -1))
+    if repeat:
+        return (channels[:, torch.arange(wanted) % own] * (own / wanted)).flatten(1)
+    return torch.cat([channels, channels.new_zeros(len(weight), wanted - own, channels.shape[2])], dim=1).flatten(1)
+
+
+def pieces_of(rule: Rule, values: Tensor, start: int, shape: Shape) -> Iterator[tuple[str, slice, Tensor]]:
+    """Yield views of rows of a weight of this shape, from row `start` on, as rows of Hugging Face tensors."""
+    if isinstance(rule, Stack):
+        for number, each in enumerate(values, start):
+            yield from pieces_of(rule.rules[number], each, 0, shape[1:])
+        return
+    for pair in row_pairs(rule.hf_rows(shape), start, start + len(values)):
+        rows = values[pair.rows]
+        yield pair.hf_name, pair.hf_rows, rows.mT if isinstance(rule, (Transpose, TransposeEach)) else rows
