@@ -184,13 +184,7 @@ def temporary_for(root: Path, name: str) -> Path:
 
 def share(sums: Mapping[str, FileSum], *, rank: int, world: int) -> list[str]:
     """Return the files that one of `world` ranks copies, so that all copy about as many bytes."""
-    shares: list[list[str]] = [[] for _ in range(world)]
-    loads = [0] * world
-    for name in _largest_first(sums, sums):
-        to = min(range(world), key=loads.__getitem__)
-        shares[to].append(name)
-        loads[to] += sums[name].bytes
-    return shares[rank]
+    return list(_largest_first(sums, sums)[rank::world])
 
 
 def damage(stored: StoredCheckpoint) -> str | None:

@@ -46,7 +46,7 @@ from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.items import STATE, state_as_json
 from megavlm.checkpoint.manifest import SUMMARY, in_words
 from megavlm.checkpoint.staging import THREADS, Item, Places, Staging
-from megavlm.checkpoint.writer import PATIENCE, Outcome, Pulse, SaveJob, is_committed, reports_of, serve
+from megavlm.checkpoint.writer import PATIENCE, Outcome, SaveJob, is_committed, reports_of, serve
 from megavlm.resilience.signals import how_it_ended
 
 _GIVEN_UP = 20.0  # seconds that a run that ends by an error waits for a save that is under way
@@ -200,7 +200,7 @@ class Saver:
             memory=self._staging.bytes,
             failure=failure,
         )
-        self._pulse.beat()
+        self._pulse.value = time.monotonic()
         try:
             self._connection.send(self._job)
         except (BrokenPipeError, ConnectionResetError):
@@ -235,7 +235,7 @@ class Saver:
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
-        self._pulse = Pulse()
+        self._pulse = context.RawValue("d", time.monotonic())
         shared = (theirs, self._connection, self._pulse, self._staging.file)
         self._process = context.Process(target=_serve, args=shared, daemon=True)
         self._process.start()
@@ -246,7 +246,7 @@ class Saver:
         try:
             if self._connection.poll(patience):
                 self._end(self._connection.recv())
-            elif self._pulse.silence() > PATIENCE:
+            elif time.monotonic() - self._pulse.value > PATIENCE:
                 self._process.kill()
                 self._lost(f"the process that writes checkpoints wrote nothing for {PATIENCE:.0f} s")
         except (EOFError, ConnectionResetError):
@@ -275,6 +275,6 @@ class Saver:
         self._job = None
 
 
-def _serve(connection: Connection, of_the_rank: Connection, pulse: Pulse, file: int) -> None:
+def _serve(connection: Connection, of_the_rank: Connection, pulse: Any, file: int) -> None:
     of_the_rank.close()  # else this process would hold open the socket whose end ends it
     serve(connection, pulse, file)

@@ -127,10 +127,6 @@ class Written:
     places: Sequence[tuple[str, Sequence[int], Place]]
     sums: Mapping[str, FileSum]
 
-    @property
-    def bytes(self) -> int:
-        return sum(each.bytes for each in self.sums.values())
-
 
 class SaveError(Exception):
     """Is raised when a file of a checkpoint cannot be written. The message says which and why, in one line."""

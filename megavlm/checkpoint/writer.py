@@ -75,34 +75,18 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: why it failed (None: it did not), why its first attempt failed, and the bytes written.
+    """How a job ended: why it failed (None: it did not), and why its first attempt failed.
 
     `not_finite` is the name of a tensor that has a NaN or an infinity: no attempt could help.
     """
 
     error: str | None
     retried: str | None = None
-    bytes: int = 0
     not_finite: str | None = None
 
 
 class Abandoned(Exception):
     """Is raised in the writer when its rank is gone."""
-
-
-class Pulse:
-    """The time of a writer's last sign of life, in memory that it shares with its rank. Make it before the fork."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8)
-        self.beat()
-
-    def beat(self) -> None:
-        self._memory[:] = time.monotonic_ns().to_bytes(8, "little")
-
-    def silence(self) -> float:
-        """Return the seconds since the last sign of life."""
-        return (time.monotonic_ns() - int.from_bytes(self._memory[:], "little")) / 1e9
 
 
 class Reports:
@@ -172,8 +156,11 @@ def _bytes_of(ranks: Iterable[int], checkpoint: Path) -> int:
     return sum((checkpoint / name).stat().st_size for name in files)
 
 
-def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
-    """Do the jobs of a rank, whose state is in the memory `file`, until it closes the connection."""
+def serve(connection: Connection, pulse: Any, file: int) -> NoReturn:
+    """Do the jobs of a rank, whose state is in the memory `file`, until it closes the connection.
+
+    `pulse` is a number that both processes share: the time of this one's last sign of life.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
@@ -182,7 +169,7 @@ def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
     try:
         while True:
             job: SaveJob = connection.recv()
-            pulse.beat()
+            pulse.value = time.monotonic()
             metadata = job.metadata or metadata
             if job.memory > (0 if memory is None else len(memory)):
                 memory = mmap.mmap(file, job.memory)
@@ -194,11 +181,11 @@ def serve(connection: Connection, pulse: Pulse, file: int) -> NoReturn:
         os._exit(1)
 
 
-def _check(connection: Connection, pulse: Pulse) -> None:
+def _check(connection: Connection, pulse: Any) -> None:
     """Give a sign of life. Raises Abandoned where the rank has closed the connection: else it says nothing now."""
-    if pulse.silence() < _OFTEN:
+    if time.monotonic() - pulse.value < _OFTEN:
         return
-    pulse.beat()
+    pulse.value = time.monotonic()
     if connection.poll(0):
         raise Abandoned
 
@@ -212,7 +199,7 @@ def do(job: SaveJob, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Out
         reports.leave(job.rank, written, None)
         if job.rank == 0:
             _commit(job, folder, reports, go_on)
-        return Outcome(None, failures[0] if failures else None, bytes=written.bytes)
+        return Outcome(None, failures[0] if failures else None)
     except (SaveError, OSError) as failure:
         error = str(failure) if isinstance(failure, SaveError) else in_words(failure)
         not_finite = error if isinstance(failure, NotFinite) else None
