@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 289,
     "flags": 148,  # 150
     "code lines of tests": 34_325,  # 33,000
-    "words of documentation": 44_628,  # 45,000
+    "words of documentation": 44_623,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
