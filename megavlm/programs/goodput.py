@@ -6,7 +6,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def summary(name: str, history: History) -> dict[str, Any]:
     waited for; `typical_recovery_s` is the median from the end of an attempt to the next step that counts.
     """
     recoveries = recoveries_of(history)
-    known = [each.to_step for each in recoveries if each.kind != "finish" and each.to_step is not None]
+    known = [each["to_step"] for each in recoveries if each["kind"] != "finish" and each["to_step"] is not None]
     return {
         "run": name,
         "wall_s": history.wall,
@@ -66,27 +65,21 @@ def summary(name: str, history: History) -> dict[str, Any]:
         "devices": devices_of([attempt.start for attempt in history.attempts]),
         "restarts": history.restarts,
         "typical_recovery_s": statistics.median(known) if known else None,
-        "recoveries": [asdict(each) for each in recoveries],
+        "recoveries": recoveries,
     }
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """How an attempt ended, and how long the run took to come back."""
+def recoveries_of(history: History) -> list[dict[str, Any]]:
+    """Return for each attempt but the first how the one before ended, and how long the run took to come back.
 
-    kind: str  # the event of its end, or KILLED
-    lost_steps: int
-    to_step: float | None  # seconds from its last step, or the end that was asked for, to the next step
-
-
-def recoveries_of(history: History) -> list[Recovery]:
-    """Return a recovery for each attempt but the first."""
+    `kind` is the event of the end, or KILLED; `to_step` the seconds from the last step, or the end that was asked for,
+    to the next step.
+    """
     found = []
     for number, (ended, later) in enumerate(pairwise(history.attempts), start=1):
         time, event = ended.end or (ended.alive, {})
         kind, lost = str(event.get("kind", KILLED)), later.start.get("lost_steps")
         back = next((step.end for attempt in history.attempts[number:] for step in attempt.steps), None)
-        began = time if kind in ASKED else ended.alive
-        to_step = None if back is None else (back - began) / 1e6
-        found.append(Recovery(kind, lost if isinstance(lost, int) else 0, to_step))
+        to_step = None if back is None else (back - (time if kind in ASKED else ended.alive)) / 1e6
+        found.append({"kind": kind, "lost_steps": lost if isinstance(lost, int) else 0, "to_step": to_step})
     return found

@@ -56,7 +56,6 @@ def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoRet
     status, and after an error it might wait for processes and threads that nobody has ended.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    open_closed_streams()
     escape_unprintable()
     try:
         os.getcwd()
@@ -100,19 +99,6 @@ class _Lossy(io.FileIO):
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
-
-
-def open_closed_streams() -> None:
-    """Open those of stdin, stdout and stderr that the shell has closed (`>&-`) on /dev/null, for this process and those
-    that it starts. A file that is opened later would have their number, and get what is printed.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            assert os.open(os.devnull, os.O_RDWR) == number, "the lowest that is free"
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def escape_unprintable() -> None:

@@ -131,10 +131,7 @@ def plan(options: argparse.Namespace) -> int:
         write_out("--out", options.out, to_yaml(to_train(outcome.config(given), options)))
         print(f"wrote {options.out}")
     batch, length = config.train.global_batch_size, config.train.seq_length
-    print(
-        f"a step has {several(batch, 'sequence')} of {length:,} tokens, {batch * length:,} in all"
-        + ("" if options.config or _names(options, "--gbs", "--global-batch-size") else " (--gbs sets another batch)")
-    )
+    print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
     print(report(outcome))
     if outcome.best and machine is not None:
         print("", *costs(options, config, outcome.best[0], machine), sep="\n")
@@ -158,11 +155,6 @@ def to_train(config: Config, options: argparse.Namespace) -> Config:
     """
     config = replace(config, run=replace(config.run, world_size=options.gpus))
     return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
-
-
-def _names(options: argparse.Namespace, *flags: str) -> bool:
-    """Return whether the flags of the run name one of these."""
-    return any(word.partition("=")[0] in flags for word in options.run)
 
 
 def configuration(options: argparse.Namespace) -> Config:

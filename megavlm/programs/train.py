@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megavlm.config.derived import device_queues
 from megavlm.errors import BadNumbers, RankError, Stopped, UserError
 from megavlm.planner.auto import explain
 from megavlm.programs.configuration import with_model, with_plan
+from megavlm.programs.history import moment_of
 from megavlm.programs.launch.job import note_cause, note_exit
 from megavlm.programs.main import survive_lost_output
 from megavlm.resilience.signals import StopRequest, listen, under_torchrun
@@ -154,7 +154,7 @@ def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
     if status.get("state") != "failed" or status.get("exit_status") not in (UserError.status, BadNumbers.status):
         return
     # status.json has whole seconds; an attempt fails much later than a second after torchrun's start
-    if status.get("world") != world or _time_of(status.get("time")) < launched + 1:
+    if status.get("world") != world or (moment_of(status) or 0.0) < launched + 1:
         return
     kind = BadNumbers if status["exit_status"] == BadNumbers.status else UserError
     line = f"{status.get('reason')} (not tried again: attempt {status.get('attempt')} of this torchrun ended so)"
@@ -176,10 +176,3 @@ def _birth(process: int) -> float | None:
         return float(psutil.Process(process).create_time())
     except psutil.Error:
         return None
-
-
-def _time_of(text: object) -> float:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return 0.0

@@ -96,5 +96,5 @@ def test_steps_after_the_checkpoint_are_lost_and_done_again(pools: Pools, tmp_pa
     assert past.seconds[LOST] > sum(lost[i]["step_time_s"] for i in (5, 6, 7)) - 1e-3
     assert past.seconds[TRAINING] < sum(record["step_time_s"] for record in metrics(tmp_path)) + 1e-3
     (back,) = recoveries_of(past)
-    assert (back.kind, back.lost_steps) == ("finish", 3)
-    assert back.to_step is not None
+    assert (back["kind"], back["lost_steps"]) == ("finish", 3)
+    assert back["to_step"] is not None

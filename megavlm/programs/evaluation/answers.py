@@ -14,7 +14,7 @@ from megavlm.data.survey import rounded
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
-from megavlm.inputs.bad_sample import REMEDIES, BadSample, Reason, Skipped, SkipSummary
+from megavlm.inputs.bad_sample import REMEDIES, BadSample, Skipped, SkipSummary
 from megavlm.json_files import read_json
 from megavlm.paths import open_regular
 from megavlm.programs.charts import duration
@@ -23,8 +23,7 @@ from megavlm.programs.inference.assistant import Assistant, Sampling
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
 _SECONDS = 10  # between two lines of progress
-_MOST_UNASKED = 0.05  # of a task's questions: a score of the others says nothing about the task
-_REMEDIES = {**REMEDIES, Reason.TOO_LONG: "shorten the questions"}
+_MOST_UNREADABLE = 0.05  # of a task's questions: a score of the others says nothing about the task
 
 
 def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, world: int = 1) -> list[tuple[Task, int]]:
@@ -38,35 +37,22 @@ def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, wor
     return [(task, number) for task, number in everything[rank::world] if (task.name, number) not in done]
 
 
-def unreadable(tasks: Sequence[Task]) -> Iterator[Answer]:
-    """Yield the answers of questions whose images or videos are not where the task says: the reason, and no text."""
+def refuse_unreadable(tasks: Sequence[Task]) -> None:
+    """Raise UserError, with the commonest reason, if more than 5 % of a task's questions have images or videos that are
+    not where the task says.
+    """
     for task in tasks:
-        for number, question in enumerate(task.questions):
+        failed: list[Skipped] = []
+        for question in task.questions:
             try:
                 task.pictures(question)
             except BadSample as error:
-                yield _not_asked(task, number, error)
-
-
-def refuse_unasked(tasks: Sequence[Task], answers: Iterable[Answer]) -> None:
-    """Raise UserError, with the commonest reason, if more than 5 % of the questions of a task could not be asked."""
-    failed = [answer for answer in answers if answer.error is not None]
-    for task in tasks:
-        mine = [answer for answer in failed if answer.task == task.name]
-        if len(mine) > _MOST_UNASKED * len(task.questions):
-            told = SkipSummary().add(_skipped(task, answer) for answer in mine).message(_REMEDIES)
+                failed.append(Skipped(question.label, task.name, error.reason, error.detail))
+        if len(failed) > _MOST_UNREADABLE * len(task.questions):
             raise UserError(
-                f"--task {task.name}: {len(mine):,} of {len(task.questions):,} questions could not be asked: {told}"
+                f"--task {task.name}: {len(failed):,} of {len(task.questions):,} questions could not be asked: "
+                f"{SkipSummary().add(failed).message(REMEDIES)}"
             )
-
-
-def _not_asked(task: Task, number: int, error: BadSample) -> Answer:
-    return Answer(task.name, number, "", f"{error.reason}: {error.detail}")
-
-
-def _skipped(task: Task, answer: Answer) -> Skipped:
-    reason, _, detail = (answer.error or "").partition(": ")
-    return Skipped(task.questions[answer.number].label, task.name, Reason(reason), detail)
 
 
 def ask(
@@ -98,7 +84,7 @@ def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str 
             assistant.check_length(sample)
             prompts.append((task, number, sample))
         except BadSample as error:
-            yield _not_asked(task, number, error)
+            yield Answer(task.name, number, "", f"{error.reason}: {error.detail}")
     if prompts:
         texts = assistant.answers([sample for _, _, sample in prompts], sampling)
         for (task, number, _), text in zip(prompts, texts, strict=True):
@@ -155,25 +141,13 @@ class AnswerFolder:
                 found[answer.task, answer.number] = answer
         return found
 
-    def forget_unasked(self) -> None:
-        """Remove the answers of questions that could not be asked, so that the next command asks them. No other
-        process may be answering.
-        """
-        for file in self.path.glob("answers-*.jsonl"):
-            replace_file(file, _written(answer for answer in list(_lines(file)) if answer.error is None))
-
     def append(self, answers: Iterable[Answer]) -> None:
         """Write answers to the end of this process's file, on a line of their own, and hand them to the system."""
-        lines = _written(answers)
+        lines = "".join(f"{json.dumps(asdict(answer), ensure_ascii=False)}\n" for answer in answers)
         with open_to_append(self._file, buffering=-1) as file:
             if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 file.write(b"\n")
-            file.write(lines)
-
-
-def _written(answers: Iterable[Answer]) -> bytes:
-    lines = (f"{json.dumps(asdict(answer), ensure_ascii=False)}\n" for answer in answers)
-    return "".join(lines).encode("utf-8", "surrogatepass")
+            file.write(lines.encode("utf-8", "surrogatepass"))
 
 
 def _lines(file: Path) -> Iterator[Answer]:

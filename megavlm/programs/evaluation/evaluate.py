@@ -22,7 +22,7 @@ import torch
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
-from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unasked, remaining, unreadable
+from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unreadable, remaining
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
@@ -81,7 +81,7 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
         check_folder("--out", given.out)
     tasks = _tasks(given)
     sampling = sampling_of(given)
-    refuse_unasked(tasks, unreadable(tasks))
+    refuse_unreadable(tasks)
     found = model_folder(given.model, say=_note)
     folder = AnswerFolder(given.out or found.results, rank=world.rank)
     settings = {
@@ -106,21 +106,11 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
         if world.rank == 0:
             while remaining(tasks, folder):  # other processes still answer theirs
                 time.sleep(_PAUSE)
-            _check_asked(tasks, folder)
             _report(given, tasks, folder, settings)
     except OSError as error:
         raise UserError(
             f"{folder.path} cannot be written ({error.strerror or error}): name a folder with --out"
         ) from error
-
-
-def _check_asked(tasks: Sequence[Task], folder: AnswerFolder) -> None:
-    """Raise UserError if too many questions could not be asked; the same command then asks them again."""
-    try:
-        refuse_unasked(tasks, folder.read().values())
-    except UserError:
-        folder.forget_unasked()
-        raise
 
 
 def _tasks(given: argparse.Namespace) -> list[Task]:
@@ -137,15 +127,9 @@ def _report(given: argparse.Namespace, tasks: Sequence[Task], folder: AnswerFold
     found = [(task, scored(task, answers)) for task in tasks]
     about = [("model", str(given.model)), ("answers", f"at most {given.max_new_tokens} tokens")]
     page = failures_page(f"Answers of “{given.model.resolve().name}”", about, found, most=given.failures)
-    for name, text in (
-        (
-            "results.json",
-            json.dumps(results_json(found, {"model": str(given.model), **settings}), indent=1, ensure_ascii=False)
-            + "\n",
-        ),
-        ("failures.html", page),
-    ):
-        replace_file(folder.path / name, text)
+    results = results_json(found, {"model": str(given.model), **settings})
+    replace_file(folder.path / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    replace_file(folder.path / "failures.html", page)
     for task, mine in found:
         for score in scores_of(mine):
             print(f"{task.name}: {score}")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.hf.hf_files import transformers_model
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig
+from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.config.schema import Config, DataConfig, ModelConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Sample
@@ -27,8 +27,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import check, listed, number, read_json, whole
-from megavlm.programs.inference.own_model import OwnAnswers, Streamer, config_of_parts
-from megavlm.rules.defaults import resolve
+from megavlm.programs.inference.own_model import OwnAnswers, Streamer, config_of
 
 _TOKEN = whole(0, 2**31 - 1)
 _GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}
@@ -62,19 +61,18 @@ class Assistant:
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
         """Return the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
-        check_generation(folder / "language" if is_in_parts(folder) else folder)
-        if is_in_parts(folder):
-            config = config_of_parts(folder, data, ModelConfig(), DTYPES[dtype])
-            source = _source(folder, config)
-            model = OwnAnswers.load(folder, config, device)
-            return cls(model, source, config, None, _ends(model, source))
-        given = Config(checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
-        config = resolve(with_pretrained_model(given))
-        pretrained = Pretrained.of(folder, *ALL_PARTS)
-        if problems := pretrained.problems():
+        in_parts = is_in_parts(folder)
+        check_generation(folder / "language" if in_parts else folder)
+        config = config_of(folder, data, ModelConfig(), DTYPES[dtype])
+        pretrained = None if in_parts else Pretrained.of(folder, *ALL_PARTS)
+        if pretrained is not None and (problems := pretrained.problems()):
             raise UserError(f"{folder} does not contain the model that its config.json describes: {problems[0]}")
         source = _source(folder, config)
-        model = transformers_model(folder, dtype=DTYPES[dtype]).to(device)
+        model = (
+            OwnAnswers.load(folder, config, device)
+            if in_parts
+            else transformers_model(folder, dtype=DTYPES[dtype]).to(device)
+        )
         return cls(model, source, config, pretrained, _ends(model, source))
 
     def answers(self, samples: Sequence[Sample], sampling: Sampling) -> list[str]:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_embedding_file
 from megavlm.checkpoint.hf.hf_files import transformers_model
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import shown
-from megavlm.config.schema import CheckpointConfig, Config, DataConfig, DatasetConfig
+from megavlm.config.schema import Config, DataConfig, DatasetConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.records.opening import RawRecords, open_rows
@@ -38,8 +38,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.batch import MicroBatch
 from megavlm.programs.inference.assistant import DTYPES
 from megavlm.programs.inference.exports import device_of, model_folder
-from megavlm.programs.inference.own_model import config_of_parts, own_model
-from megavlm.rules.defaults import resolve
+from megavlm.programs.inference.own_model import config_of, own_model
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.fields import Kind
 
@@ -58,13 +57,7 @@ class Embedder:
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: torch.dtype | str) -> Embedder:
         """Return the model of an export. Raises UserError for a folder that cannot be used."""
         said, in_parts = read_embedding_file(folder), is_in_parts(folder)
-        config = (
-            config_of_parts(folder, data, said, dtype)
-            if in_parts
-            else resolve(
-                with_pretrained_model(Config(model=said, checkpoint=CheckpointConfig(init_from=str(folder)), data=data))
-            )
-        )
+        config = config_of(folder, data, said, dtype)
         pooled = _megavlms(config, device) if in_parts else _transformers(folder, config, device, dtype)
         return cls(pooled, FilesSource(config), config)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megavlm.checkpoint.hf.embedding_files import read_file_of_parts
+from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_file_of_parts
 from megavlm.checkpoint.hf.hf_files import DTYPES
 from megavlm.checkpoint.hf.pretrained import pretrained_of, with_pretrained_model
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
@@ -61,11 +61,16 @@ _PRECISIONS: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
 }
 
 
-def config_of_parts(folder: Path, data: DataConfig, model: ModelConfig, dtype: torch.dtype | str) -> Config:
-    """Return the configuration of the model that an export in parts holds. Raises UserError if it cannot be used.
+def config_of(folder: Path, data: DataConfig, model: ModelConfig, dtype: torch.dtype | str) -> Config:
+    """Return the configuration of the model that a Hugging Face folder or an export in parts holds. Raises UserError if
+    it cannot be used.
 
-    `model` says what the folders do not; weights have the type `dtype`, "auto" that of the language model's files.
+    `model` says what the folders do not; weights of parts have the type `dtype`, "auto" that of the language model's
+    files.
     """
+    if not is_in_parts(folder):
+        given = Config(model=model, checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
+        return resolve(with_pretrained_model(given))
     vision, projector, language = (str(folder / part) for part in ALL_PARTS)
     found = CheckpointConfig(vision_from=vision, projector_from=projector, language_from=language)
     said = read_file_of_parts(folder, model)

@@ -22,7 +22,7 @@ def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.
     argv = ["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best)]
     assert plan.main(argv) == 0
     printed = capsys.readouterr().out
-    assert "a step has 128 sequences of 4,096 tokens, 524,288 in all (--gbs sets another batch)" in printed
+    assert "a step has 128 sequences (--gbs) of 4,096 tokens, 524,288 in all" in printed
     assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"
     config = parse(["--config", str(best), "--datasets", "mine.json"])
     check(config, world=2)

@@ -174,7 +174,7 @@ def test_every_cause_is_told_apart():
     assert past.microseconds == run.truth()
     assert past.wall == run.now / 1e6
     (back,) = recoveries_of(past)
-    assert (back.kind, back.lost_steps, back.to_step) == ("hang", 2, 86.0)
+    assert back == {"kind": "hang", "lost_steps": 2, "to_step": 86.0}
     assert past.goodput == pytest.approx(8.0 / past.wall)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,22 +28,6 @@ def start(**streams: object) -> subprocess.Popen[bytes]:
     code = "import signal; signal.signal(signal.SIGPIPE, signal.SIG_IGN)" + PROGRAM
     environment = {**os.environ, "PYTHONPATH": root}
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment, **streams)  # type: ignore[call-overload]
-
-
-def test_closed_streams_do_not_write_into_files(tmp_path: Path) -> None:
-    """The first file that is opened would have the number of stdin, the next those of stdout and stderr."""
-    code = (
-        "import sys, os; from megavlm.programs.main import run\n"
-        "def main(argv):\n"
-        "    files = [open(f'{number}', 'w') for number in range(3)]\n"
-        "    os.write(1, b'printed'); print('x'); print('y', file=sys.stderr); os.system('echo z'); sys.stdin.read()\n"
-        "    raise ValueError('told')\n"
-        "run(main, teardown=False)"
-    )
-    command = f"exec {sys.executable} -c {shlex.quote(code)} <&- >&- 2>&-"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    assert subprocess.run(command, shell=True, cwd=tmp_path, env=environment, check=False).returncode == 1
-    assert [(tmp_path / str(number)).read_text() for number in range(3)] == [""] * 3
 
 
 def test_a_locale_without_a_character_stops_nothing() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from megavlm.data.types import ImageRef, VideoRef
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unasked, remaining
+from megavlm.programs.evaluation.answers import Answer, AnswerFolder, refuse_unreadable, remaining
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import check_names, read_task, task_option
 
@@ -183,12 +183,15 @@ def test_scores_and_the_page_of_failures(file: Path) -> None:
     assert failures_page("x", [], [(task, found)], most=1).count("<article>") == 1
 
 
-def test_a_task_of_which_more_than_a_twentieth_cannot_be_asked_has_no_score(tmp_path: Path) -> None:
-    task = read_task(task_option(str(written(tmp_path, [{"question": "What?", "answers": ["it"]}] * 40))))
-    errors = [Answer("task", number, "", f"too_long: {number}") for number in range(3)]
-    refuse_unasked([task], [*errors[:2], *(Answer("task", number, "x") for number in range(2, 40))])
-    with pytest.raises(UserError, match=r"task: 3 of 40 questions could not be asked: 3 × too_long.*shorten the quest"):
-        refuse_unasked([task], errors)
+def test_a_task_of_which_more_than_a_twentieth_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    records = [{"question": "What?", "answers": ["it"], "image": "cat.png"}] * 40
+    records[:2] = [{**records[0], "image": "none.png"}] * 2
+    Image.new("RGB", (7, 5)).save(tmp_path / "cat.png")
+    refuse_unreadable([read_task(task_option(str(written(tmp_path, records))))])
+    records[2] = records[0]
+    task = read_task(task_option(str(written(tmp_path, records))))
+    with pytest.raises(UserError, match=r"task: 3 of 40 questions could not be asked: 3 × missing_file"):
+        refuse_unreadable([task])
 
 
 def test_shares_of_right_answers_have_wilsons_interval_and_other_means_a_bootstraps(tmp_path: Path) -> None:
