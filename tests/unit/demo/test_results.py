@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from megavlm.data.source import HeldOutPrompt
@@ -34,17 +33,14 @@ def test_the_table_counts_per_kind() -> None:
     assert largest.split() == ["largest", "1", "100.0%", "0.0%", "100.0%"]
 
 
-@pytest.mark.parametrize(("count", "rows"), [(1, 1), (4, 1), (5, 2)])
-def test_examples_are_green_where_right_and_red_where_wrong(tmp_path: Path, count: int, rows: int) -> None:
-    questions = [asked("which digits", "one") for _ in range(count)]
-    predictions = ["one", *["three seven seven seven seven seven"] * (count - 1)]
+def test_examples_are_green_where_right_and_red_where_wrong(tmp_path: Path) -> None:
+    questions = [asked("which digits", "one") for _ in range(5)]
+    predictions = ["one", *["three seven seven seven seven seven"] * 4]
     path = tmp_path / "run" / "examples.png"
     draw_examples(questions, predictions, path)
     with Image.open(path) as picture:
         colours = {colour: number for number, colour in picture.convert("RGB").getcolors(maxcolors=1 << 16)}
-        heights = picture.height
-    assert colours[GREEN] > 1000
-    assert (colours.get(RED, 0) > 1000) == (count > 1)
+    assert 3 * colours[GREEN] < colours[RED]
     draw_examples(questions[:1], predictions[:1], path)
     with Image.open(path) as one:
-        assert heights > (rows - 0.5) * one.height
+        assert picture.height > 1.5 * one.height, "five are in two rows"

@@ -84,8 +84,9 @@ def test_copy_verifies(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_it_needs_no_torch(run: Path) -> None:
+    """Nor does the account of a job's attempts, for which all nodes wait."""
     code = (
-        "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; "
+        "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; import megavlm.programs.launch.attempt; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", code, str(ROOT / "tools/checkpoint.py"), "list", str(run)]

@@ -131,22 +131,6 @@ def test_a_machine_that_comes_twice_was_replaced():
         assert job.host.begin(idle) == coming.result(WAIT) == 2
 
 
-def test_a_decision_and_the_next_beginning_may_come_in_one_piece():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as machine_0,
-        closing(Guest(Node(1, 2, *machine_0.getsockname()), "job")) as guest,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        begun = thread.submit(guest.begin, idle)
-        connection, _ = machine_0.accept()
-        with connection:
-            connection.sendall(b'{"begin": 1}\n')
-            assert begun.result(WAIT) == 1
-            connection.sendall(b'{"again": true, "status": 1, "reason": "again"}\n{"begin": 2}\n')
-            assert guest.agree(MachinePart(None)) == GO_ON
-            assert thread.submit(guest.begin, idle).result(WAIT) == 2
-
-
 def test_guests_outlive_machine_0():
     with job_of(2) as job:
         job.all(lambda machine: machine.begin(idle))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -118,9 +116,3 @@ def test_a_job_that_cannot_run_ends_before_it_begins(flags: str, tmp_path: Path,
     job = Job(tmp_path / "run", capsys)
     assert job.call("begin", flags=flags) == (2, "")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_account_needs_no_torch():
-    """It runs on the first node of a job while all others wait."""
-    program = "import sys; import megavlm.programs.launch.attempt; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
