@@ -131,8 +131,9 @@ _COSTS = ("train_iters", "samples", "price_per_hour", "spot_price_per_hour", "pr
 
 
 def add_cost_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--train-iters", type=int, metavar="N", help="Steps of the run; default: FILE.yaml's.")
-    group.add_argument("--samples", type=int, metavar="N", help="Samples to train on, instead of --train-iters.")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--train-iters", type=int, metavar="N", help="Steps of the run; default: FILE.yaml's.")
+    length.add_argument("--samples", type=int, metavar="N", help="Samples to train on, instead of --train-iters.")
     group.add_argument(
         "--price-per-hour", type=float, metavar="DOLLARS", help="Price of a machine; default: a dated one of a table."
     )
@@ -159,8 +160,6 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
     for name in (*_COSTS, "restart_seconds", "stall_seconds"):
         if (value := getattr(options, name)) is not None and not 0 <= value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value} must be a number from 0")
-    if options.samples is not None and options.train_iters is not None:
-        raise UserError("--samples and --train-iters say the same: give one of them")
     return machine
 
 
@@ -189,40 +188,24 @@ def costs(options: argparse.Namespace, config: Config, best: Estimate, machine: 
     )
     if steps is not None:
         yield f"  {steps:,} steps, {steps * tokens / 1e9:,.3g} billion tokens"
-    if machine.on_demand is None:
-        yield "  on demand: no price; give one by --price-per-hour"
-    else:
-        yield _bill("on demand", machine.on_demand, 0.0, options, best, machine, machines, steps)
-    if options.preemptions_per_day is None:
-        yield "  spot: say how often a machine is taken away (--preemptions-per-day), which no table knows"
-    elif machine.spot is None:
-        yield "  spot: no price; give one by --spot-price-per-hour"
-    else:
-        yield _bill("spot", machine.spot, options.preemptions_per_day, options, best, machine, machines, steps)
-
-
-def _bill(
-    way: str,
-    price: float,
-    preemptions: float,
-    options: argparse.Namespace,
-    best: Estimate,
-    machine: Machine,
-    machines: int,
-    steps: int | None,
-) -> str:
-    """Return a line on what a way to pay for machines comes to, with failures and restarts.
-
-    Saves are as far apart as Young and Daly recommend. A job that loses one machine waits for another, and all its
-    machines are paid for meanwhile. `preemptions` are those of a machine and day, beside the failures of its GPUs.
-    """
-    rate = LLAMA3_PER_GPU_HOUR + preemptions / 24 / machine.gpus
-    job = FailingJob(options.gpus, rate, options.stall_seconds, options.restart_seconds, _DETECTION)
-    goodput, per_hour = job.goodput(job.best_interval), price * machines
-    hours = best.step.seconds / goodput / 3600 if goodput else math.inf
-    total = "" if steps is None else f"{steps * hours:,.1f} h, ${steps * hours * per_hour:,.0f}, "
-    per_billion = 1e9 * hours * per_hour / (best.tokens_per_second * best.step.seconds)
-    return (
-        f"  {way}: {total}${per_billion:,.0f} per billion tokens at ${per_hour:,.2f} an hour; goodput {goodput:.1%} "
-        f"with a save every {job.best_interval:,.0f} s"
-    )
+    # Saves are as far apart as Young and Daly recommend. A job that loses one machine waits for another, and all its
+    # machines are paid for meanwhile. Preemptions of a machine come beside the failures of its GPUs.
+    for way, price, preemptions in (
+        ("on demand", machine.on_demand, 0.0),
+        ("spot", machine.spot, options.preemptions_per_day),
+    ):
+        if preemptions is None:
+            yield f"  {way}: say how often a machine is taken away (--preemptions-per-day), which no table knows"
+            continue
+        if price is None:
+            yield f"  {way}: no price; give one by --{'spot-' * (way == 'spot')}price-per-hour"
+            continue
+        rate = LLAMA3_PER_GPU_HOUR + preemptions / 24 / machine.gpus
+        job = FailingJob(options.gpus, rate, options.stall_seconds, options.restart_seconds, _DETECTION)
+        goodput, per_hour = job.goodput(job.best_interval), price * machines
+        hours = best.step.seconds / goodput / 3600 if goodput else math.inf
+        total = "" if steps is None else f"{steps * hours:,.1f} h, ${steps * hours * per_hour:,.0f}, "
+        yield (
+            f"  {way}: {total}${1e9 * hours * per_hour / tokens:,.0f} per billion tokens at ${per_hour:,.2f} an hour; "
+            f"goodput {goodput:.1%} with a save every {job.best_interval:,.0f} s"
+        )

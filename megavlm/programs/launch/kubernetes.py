@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ from megavlm.world import NODES
 PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config
 _TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
-_LONGEST = 63  # characters of a name in DNS
 _AGREEMENT = 60  # seconds after the last save within which a pod hears what the others did, and ends
 
 
@@ -82,29 +80,17 @@ def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each reason for which a job would start to no avail, or pods would not find one another; what
-    else is wrong, kubectl says when it sends the job.
+    """Yield a line for each reason for which a job would start to no avail; what else is wrong, kubectl says when it
+    sends the job.
     """
-    longest = f"{options.name}-{job.nodes - 1}"
-    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name):
-        yield f"--name {plain(options.name)} must have lowercase letters, digits and - only, and begin with a letter"
-    elif len(longest) > _LONGEST:
-        yield f"--name {options.name} is too long: pods are named {longest}, with {_LONGEST} characters at most"
     for each in options.volumes:
         claim, _, path = each.partition(":")
         if not claim or not path.startswith("/") or not path.isprintable():
             yield f"--volume {plain(each)} must be CLAIM:/PATH, with the name of a PersistentVolumeClaim"
     mounts = mounts_of(options)
-    if hidden := next((each for each in mounts if each in ("/", "/dev/shm/", f"{CONFIG}/")), None):
-        yield f"--volume {hidden} hides what the pod itself has there: mount the claim elsewhere"
     if not is_in(config.run.run_dir, mounts):
         place = f"use a folder in {' or '.join(mounts)}" if mounts else "give --volume CLAIM:/PATH"
         yield f"--run-dir {config.run.run_dir} is on the disk of each pod and lost with it: {place}"
-    if gpus := next((name for name in options.resources if name.startswith("nvidia.com/gpu")), None):
-        yield f"--resource {gpus} is --gpus-per-node: leave it out"
-    reserved = (JOB, NODES, "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
-    if own := next((name for name in options.variables if name in reserved), None):
-        yield f"--env {own} is set by the job itself: leave it out"
 
 
 def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -141,7 +127,7 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: argparse.Namespace) -> Non
     if options.config_file is not None:
         volumes.append({"name": "config", "configMap": {"name": f"{options.name}-config"}})
         mounts.append({"name": "config", "mountPath": CONFIG})
-    resources = {"nvidia.com/gpu": str(job.processes), **options.resources}
+    resources = {**options.resources, "nvidia.com/gpu": str(job.processes)}
     own = {
         JOB: options.identity,
         NODES: str(job.nodes),

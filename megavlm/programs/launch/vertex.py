@@ -169,13 +169,7 @@ def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterato
     """
     machine = MACHINES.get(options.machine)
     if machine is None:
-        if options.machine.startswith("n1-"):
-            yield f"--machine {options.machine}: the GPUs of N1 machines have no bfloat16: use G2, A2 or later"
-        else:
-            yield (
-                f"--machine {plain(options.machine)} is no GPU machine that is known: choose one of "
-                f"{', '.join(MACHINES)}"
-            )
+        yield f"--machine {plain(options.machine)} is no GPU machine that is known: choose one of {', '.join(MACHINES)}"
         return
     if job.processes != machine.count:
         yield f"--gpus-per-node {job.processes}: {machine.name} has {machine.count} GPUs, and a job has all of them"
@@ -184,8 +178,6 @@ def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterato
     for option, text in [*options.variables.items(), *(("--", flag) for flag in job.flags)]:
         if "$(" in text:  # whether it undoes $$( is not documented
             yield f"{plain(option)} {plain(text)}: Vertex AI puts variables where $( stands: use a file of --config"
-    if reserved := next((key for key in options.variables if key == "CLUSTER_SPEC" or key.startswith("AIP_")), None):
-        yield f"--env {reserved} is set by Vertex AI itself: leave it out"
     yield from _of_storage(config, options)
 
 

@@ -102,7 +102,7 @@ TINY = "--config {file} --gpus 8 --precision fp32".split()
         ("--price-per-hour 3", "--price-per-hour needs --machine"),
         ("--machine a3-mega", "--machine a3-mega is not known: did you mean a3-megagpu-8g"),
         ("--machine a2-megagpu-16g", "--gpus 8 is no multiple of the 16 GPUs"),
-        ("--machine p5.48xlarge --samples 3 --train-iters 2", "give one of them"),
+        ("--machine p5.48xlarge --samples 3 --train-iters 2", "--train-iters: not allowed with argument --samples"),
         ("--machine p5.48xlarge --preemptions-per-day -1", "--preemptions-per-day -1.0 must be a number from 0"),
     ],
 )
