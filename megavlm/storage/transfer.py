@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,7 +42,7 @@ def move(
     for name in names:
         waiting.put(name)
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    state, stop = _Count(), threading.Event()
+    state, stop, reported = _Count(), threading.Event(), time.monotonic()
 
     def work() -> None:
         while not stop.is_set():
@@ -59,8 +60,18 @@ def move(
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(THREADS, len(names)))]
     for thread in threads:
         thread.start()
+    done = 0
     try:
-        _wait(len(names), ended, state, go_on, patience)
+        while done < len(names):
+            with suppress(queue.Empty):
+                if (error := ended.get(timeout=1.0)) is not None:
+                    raise error
+                done, state.last = done + 1, time.monotonic()
+            if time.monotonic() - reported > 1.0:
+                go_on(state.bytes)
+                reported = time.monotonic()
+            if time.monotonic() - state.last > patience:
+                raise StoreError(f"nothing has moved for {patience:.0f} s: the store does not answer")
     finally:
         stop.set()
         until = time.monotonic() + min(patience, _LAST)
@@ -80,29 +91,6 @@ class _Count:
         with self._lock:
             self.bytes += count
             self.last = time.monotonic()
-
-
-def _wait(
-    count: int,
-    ended: queue.SimpleQueue[BaseException | None],
-    state: _Count,
-    go_on: Callable[[int], None],
-    patience: float,
-) -> None:
-    done, reported = 0, time.monotonic()
-    while done < count:
-        try:
-            error = ended.get(timeout=1.0)
-            done, state.last = done + 1, time.monotonic()
-        except queue.Empty:
-            error = None
-        if error is not None:
-            raise error
-        if time.monotonic() - reported > 1.0:
-            go_on(state.bytes)
-            reported = time.monotonic()
-        if time.monotonic() - state.last > patience:
-            raise StoreError(f"nothing has moved for {patience:.0f} s: the store does not answer")
 
 
 def with_retries(act: Callable[[], Result], stop: threading.Event | None = None, *, attempts: int = ATTEMPTS) -> Result:

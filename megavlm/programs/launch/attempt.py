@@ -171,10 +171,10 @@ class Account:
         try:
             written: dict[str, Any] = json.loads(read_bytes(self._file, at_most=_LARGEST))
             return [Attempt(**each) for each in written["attempts"]], written["open"]
-        except OSError as error:
-            raise UserError(f"{self._file} cannot be read ({error.strerror or error}): delete it") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"the account of the job's attempts is damaged ({error}): delete RUN_DIR/jobs") from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{self._file}, the account of the job's attempts, is damaged ({error}): delete it"
+            ) from error
 
     def _write(self, ended: Sequence[Attempt], began: int | None) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,12 +196,9 @@ def main(argv: Sequence[str]) -> int:
                 return 0
         else:
             decision = account.end(warned=options.warned, max_crashes=options.max_crashes)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"job {options.job} does not start: {error}", file=sys.stderr)
-        return error.status
-    except OSError as error:
-        print(f"job {options.job}: --run-dir cannot be written: {error}", file=sys.stderr)
-        return 2
+        return error.status if isinstance(error, UserError) else 2
     print(f"job {options.job} {'is started again' if decision.again else 'ends'}: {decision.reason}", file=sys.stderr)
     if decision.again:
         machines = account.faulty_machines()

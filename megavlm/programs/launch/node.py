@@ -75,12 +75,9 @@ def main(argv: Sequence[str]) -> int:
     except _Asked:
         print("asked to stop before an attempt began", flush=True)
         return STOPPED
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"megavlm.programs.launch.node: {error}", file=sys.stderr, flush=True)
-        return error.status
-    except OSError as error:
-        print(f"megavlm.programs.launch.node: {error}", file=sys.stderr, flush=True)
-        return 2
+        return error.status if isinstance(error, UserError) else 2
 
 
 def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:

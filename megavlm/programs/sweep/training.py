@@ -89,17 +89,12 @@ class Runs:
     """Runs that are under way. A signal is passed on to all of them, and no other is started after it."""
 
     def __init__(self, processes: int, slots: int, gpus: Sequence[str] = ()) -> None:
-        self._processes, self._gpus = processes, gpus
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._processes = processes
+        self._slots: queue.SimpleQueue[str] = queue.SimpleQueue()  # GPUs of each; "" on a machine without
         for slot in range(slots):
-            self._slots.put(slot)
+            self._slots.put(",".join(gpus[slot * processes : (slot + 1) * processes]))
         self._running: set[subprocess.Popen[bytes]] = set()
         self.stopping = False
-
-    def _devices(self, slot: int) -> dict[str, str]:
-        """Return the variable that gives the processes of a slot GPUs of their own, where there are any."""
-        mine = self._gpus[slot * self._processes : (slot + 1) * self._processes]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
 
     def stop(self, number: int, _: Any = None) -> None:
         self.stopping = True
@@ -118,7 +113,7 @@ class Runs:
             with open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output:
                 started = subprocess.Popen(
                     (sys.executable, "-m", "megavlm", *words),
-                    env={**os.environ, **self._devices(slot)},
+                    env={**os.environ, **({"CUDA_VISIBLE_DEVICES": slot} if slot else {})},
                     stdout=output,
                     stderr=output,
                     stdin=subprocess.DEVNULL,

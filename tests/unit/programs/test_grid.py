@@ -171,8 +171,7 @@ def test_variants_beside_one_another_have_gpus_of_their_own(tmp_path: Path, monk
     with pytest.raises(UserError, match="--parallel 2 variants of 2 processes need 4 GPUs, and 3 are here"):
         training.train_here(grid, variants_of(grid), parallel=2, say=print)
     runs = training.Runs(2, 2, ["4", "5", "6", "7"])
-    assert [runs._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
-    assert training.Runs(2, 2)._devices(0) == {}
+    assert [runs._slots.get() for _ in range(2)] == ["4,5", "6,7"]
     runs.stop(15)
     assert runs.train(variants_of(grid)[0]) is None  # nothing starts after a signal
     assert not (tmp_path / "runs").exists()
