@@ -33,7 +33,6 @@ OWN = {
     ("train/initial_state.py", "rename"): "a folder of a checkpoint",
     ("checkpoint/hf/adapters.py", "rename"): "a folder that is new",
     ("checkpoint/hf/adapters.py", "save_file"): "into a folder that is new",
-    ("programs/main.py", "open"): "/dev/null",
     ("programs/launch/job.py", "open"): "creates, or fails; the file that torchrun names",
 }
 _WRITES = {"write_text", "write_bytes", "rename", "renames", "touch", "save_file", "savez", "copyfile", "copy2"}
