@@ -41,12 +41,10 @@ def pipeline_config(config: Config, dims: Dims) -> TransformerConfig:
     return common_config(
         config,
         tp=dims.tp,
-        num_layers=dims.chunks,  # read by nothing here, but its validation divides it by the pipeline size
+        num_layers=1,  # read by nothing here
         hidden_size=language.hidden_size,
         num_attention_heads=dims.tp,  # read by nothing here, but its validation divides it by TP
         qk_layernorm=language.qk_norm or config.model.vision.qk_norm != "none",
-        pipeline_model_parallel_size=dims.pp,
-        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
         **_expert_fields(config),
         deallocate_pipeline_outputs=True,
         # With it, the first micro-batch of a step tells Transformer Engine that weights have changed.
@@ -60,7 +58,6 @@ def _expert_fields(config: Config) -> dict[str, Any]:
     if not experts.num_experts:
         return {}
     return {
-        "moe_token_dispatcher_type": "alltoall",
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": 2,  # read by nothing here

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +47,6 @@ class RunMember:
     rank: int
     world: int
     run_dir: Path
-    keeps_store: bool = False  # whether rank 0 does, and not torchrun
     wait_spins: bool = False  # whether a wait for the device uses processor time, as one for CUDA may
 
     @property
@@ -122,8 +121,7 @@ class Watchdog:
             # A process that was suspended and goes on has not been idle for that long, nor have the others.
             passed, before = min(now - before, 2 * self._interval), now
             try:
-                with self._answering():
-                    verdict = self._round(passed)
+                verdict = self._round(passed)
                 if verdict is not None:
                     self._finish(verdict)
                     return
@@ -133,31 +131,6 @@ class Watchdog:
                 return
         with contextlib.suppress(Exception):  # others may have ended, and the store with them
             self._store.set(_key(self._member.rank), self._report(0.0).dumps())
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """End this process, the last rank's, if rank 0 keeps the store and does not answer what is asked meanwhile."""
-        rank, world = self._member.rank, self._member.world
-        if not self._member.keeps_store or rank == 0 or rank < world - 1 or self._limits.hang == 0:
-            yield
-            return
-        limit, answered = self._timeout(), threading.Event()
-
-        def end() -> None:
-            if answered.wait(self._interval):  # this process was stopped, too, and goes on
-                return
-            line = f"the run hangs: rank 0, which keeps the run's store, has not answered for {limit:.0f} s"
-            print(f"{line}: it is stopped, or its host cannot be reached", file=sys.stderr, flush=True)
-            self._end(HUNG)
-
-        timer = threading.Timer(limit, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            answered.set()
-            timer.cancel()
 
     def _round(self, passed: float) -> dict[str, Any] | None:
         """Publish a report; return the verdict, if there is one and this rank makes no progress or judges itself."""

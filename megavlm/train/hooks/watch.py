@@ -17,7 +17,6 @@ from megavlm.parallel.rendezvous import Meeting
 from megavlm.resilience import events
 from megavlm.resilience.hang_reports import Limits, SlowEvents, spread
 from megavlm.resilience.phases import END, START, Phases, StartTimes
-from megavlm.resilience.signals import under_torchrun
 from megavlm.resilience.watchdog import RunMember, Watchdog
 from megavlm.train.hooks.hook import RankHook, Step
 
@@ -37,8 +36,7 @@ class Watch(RankHook):
     ) -> None:
         """`memory` returns the most bytes that this rank has used so far."""
         self.phases, self._times = phases, times
-        run_dir, alone = Path(config.run.run_dir), not under_torchrun()
-        member = RunMember(meeting.rank, meeting.world, run_dir, keeps_store=alone, wait_spins=on_gpu)
+        member = RunMember(meeting.rank, meeting.world, Path(config.run.run_dir), wait_spins=on_gpu)
         self._watchdog = Watchdog(phases, member, _own_store(meeting), limits=_limits(config), memory=memory)
         self._says = meeting.rank == 0
         self._interval = config.logging.log_interval

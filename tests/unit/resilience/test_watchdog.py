@@ -95,23 +95,6 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
     assert (event["kind"], event["stopped_rank"], event["phase"]) == ("hang", 1, COMPUTE)
 
 
-def test_a_store_that_rank_0_keeps_and_does_not_answer_ends_the_last_rank(capfd: pytest.CaptureFixture[str]):
-    ended, stopped = [], threading.Event()
-
-    class Mute(dist.HashStore):
-        def check(self, keys: list[str]) -> bool:
-            return stopped.wait(60)
-
-    member = RunMember(rank=1, world=2, run_dir=Path("none"), keeps_store=True)
-    dog = Watchdog(Phases(), member, Mute(), limits=Limits(0.2), end=ended.append)
-    dog.start()
-    assert wait(lambda: bool(ended))
-    stopped.set()
-    dog.close()
-    assert ended == [HUNG]
-    assert "rank 0, which keeps the run's store, has not answered" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("silent", "at_once"), [(0, False), (2, False), (2, True)])
 def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(
     silent: int, at_once: bool, tmp_path: Path, capfd
