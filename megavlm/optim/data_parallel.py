@@ -34,7 +34,7 @@ PADDED_FROM = 64
 def wait_before_reading(wrapped: DistributedDataParallel) -> None:
     """Let modules with `reads_below` wait for the parameters of their submodules, and check it once (`_Watch`)."""
     for module in wrapped.module.modules():
-        if _reads_below(module):
+        if getattr(module, "reads_below", False):
             module.register_forward_pre_hook(partial(_wait, wrapped))
     _Watch(wrapped)
 
@@ -67,10 +67,6 @@ def _counted(wait: Callable[..., None], phases: Phases, *args: Any, **kwargs: An
     phases.enter(before.phase, before.detail)
 
 
-def _reads_below(module: nn.Module) -> bool:
-    return bool(getattr(module, "reads_below", False))
-
-
 def _wait(wrapped: DistributedDataParallel, module: nn.Module, *_: Any) -> None:
     for param in module.parameters():
         if param in wrapped.param_to_bucket_group:
@@ -89,7 +85,7 @@ class _Watch:
         self.hooks.append(wrapped.module.register_forward_hook(self._end))
 
     def _reads(self, module: nn.Module, *_: Any) -> None:
-        for param in module.parameters(recurse=_reads_below(module)):
+        for param in module.parameters(recurse=getattr(module, "reads_below", False)):
             self.unread.pop(param, None)
 
     def _end(self, *_: Any) -> None:

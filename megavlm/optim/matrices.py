@@ -44,10 +44,6 @@ class _Held:
     shard: MatrixShard
     place: ShardPlace
 
-    @property
-    def box(self) -> HeldBox:
-        return self.place.part.key, self.place.box
-
     def view(self, values: Tensor, piece: MatrixPiece, period: int) -> Tensor:
         """Return a piece [periods, count, width] as a view of a tensor like the shard's weights."""
         first = self.place.first + piece.row * self.place.stride[-2]
@@ -75,7 +71,7 @@ class MatrixUpdates:
             shard.inner.matrices[shard.weights] = rule.state
         self._held = [_Held(shard, place) for shard in shards for place in shard.layout.places()]
         every: list[list[HeldBox]] = [[]] * group.size()
-        dist.all_gather_object(every, [each.box for each in self._held], group=group)
+        dist.all_gather_object(every, [(each.place.part.key, each.place.box) for each in self._held], group=group)
         weights = {key: hidden_weight_of(key, model) for boxes in every for key, _ in boxes}
         self.matrices: list[Matrix] = matrices_of({key: held for key, held in weights.items() if held is not None})
         self.rounds = plan_rounds(every, self.matrices, rank=group.rank(), most=ROUND)

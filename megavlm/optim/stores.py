@@ -105,8 +105,9 @@ class StatePiece:
 
     def send(self) -> None:
         """Start to copy weights and gradients to the host."""
-        self.values = [_to_host(part.value) for part in self.parts]
-        self.gradients = [_to_host(part.gradient) for part in self.parts]
+        values, gradients = [part.value for part in self.parts], [part.gradient for part in self.parts]
+        self.values = [empty_on_host(each).copy_(each, non_blocking=True) for each in values]
+        self.gradients = [empty_on_host(each).copy_(each, non_blocking=True) for each in gradients]
         device = self.parts[0].value.device
         on = torch.get_device_module(device)
         self._sent = on.Event()
@@ -147,10 +148,6 @@ def _together(parts: Sequence[Shard], size: int) -> Iterator[list[Shard]]:
         numbers += part.value.numel()
     if group:
         yield group
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return empty_on_host(tensor).copy_(tensor, non_blocking=True)
 
 
 _EACH = 4  # bytes of a number
@@ -237,7 +234,10 @@ class Scratch:
                 f"{self._option}: cannot reserve {size / 2**30:.2f} GiB for a rank's moments ({error.strerror}): free "
                 "space, or name another folder"
             ) from error
-        self.numbers = _mapped(self._file.fileno(), size)
+        # The bytes of the file as numbers: what is written to them is in the file, and the reverse.
+        self.numbers = torch.empty(0)
+        if size:
+            self.numbers = torch.frombuffer(mmap.mmap(self._file.fileno(), size), dtype=torch.float32)
 
     def read(self, start: int, into: Tensor) -> None:
         """Fill a contiguous tensor with the numbers from `start` on. Raises ScratchLost."""
@@ -261,10 +261,3 @@ class Scratch:
                 f"{self._option} failed in a step ({error.strerror}): the last checkpoint is whole; free space or name "
                 "another folder, then resume"
             ) from error
-
-
-def _mapped(descriptor: int, size: int) -> Tensor:
-    """Return the bytes of a file as fp32 numbers; what is written to them is in the file, and the reverse."""
-    if not size:
-        return torch.empty(0)
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.float32)

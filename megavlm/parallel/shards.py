@@ -116,7 +116,8 @@ class ShardLayout:
                         step * (place - origin)
                         for step, place, origin in zip(stride, common.offset, box.offset, strict=True)
                     )
-                    offset = tuple(map(_moved, common.offset, each.first, each.part.global_offset))
+                    starts = zip(common.offset, each.first, each.part.global_offset, strict=True)
+                    offset = tuple(place - origin + target for place, origin, target in starts)
                     yield ShardPlace(each.part, Box(offset, common.size), at + sum(inside), stride)
             at += prod(box.size)
 
@@ -172,10 +173,6 @@ def _slices(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Slice]:
         numbered.append(replace(entry, data=numbers.expand(shape)).build())
     for parts in zip(*numbered, strict=True):
         yield Slice(tuple(int(part.data[(0,) * len(shape)]) for part in parts), parts[0].without_data())
-
-
-def _moved(place: int, origin: int, target: int) -> int:
-    return place - origin + target
 
 
 def local_part(tensor: Any) -> Tensor:
