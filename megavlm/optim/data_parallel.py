@@ -23,7 +23,7 @@ from megavlm.config.schema import Config
 from megavlm.model.vlm import VLMChunk
 from megavlm.optim.fully_sharded import FullyShardedChunk
 from megavlm.optim.slow_links import compress_links
-from megavlm.parallel.groups import Groups, Levels, levels_of
+from megavlm.parallel.groups import Groups, levels_of
 from megavlm.resilience.phases import COMMUNICATION, Phases
 
 # Ranks from which buckets end at a multiple of 2^16 elements: each then sends a multiple of a power of two to the next
@@ -104,8 +104,8 @@ def shard_chunks(
 ) -> list[FullyShardedChunk]:
     """Shard chunks, which are on `meta`, over the data-parallel ranks: gradients, and weights too (ZeRO-2 and 3)."""
     size = config.parallel.secondary_shard_size
-    secondary = None if size == groups.shard.size() else _levels(size, groups)
-    compressing = _levels(config.parallel.compress_group_size, groups)
+    secondary = None if size == groups.shard.size() else levels_of(groups.shard, size, groups.maker)
+    compressing = levels_of(groups.shard, config.parallel.compress_group_size, groups.maker)
     return [
         FullyShardedChunk(chunk, config, groups, device=device, secondary=secondary, compressing=compressing)
         for chunk in chunks
@@ -145,11 +145,6 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         for each in wrapped:
             wait_before_reading(each)
     return wrapped
-
-
-def _levels(size: int | None, groups: Groups) -> Levels | None:
-    """Return the shard group in subgroups of `size` neighbours; None where each would have one rank."""
-    return levels_of(groups.shard, size, groups.maker) if size and size > 1 else None
 
 
 def with_whole_gradients(config: Config) -> Config:

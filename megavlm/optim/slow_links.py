@@ -32,9 +32,7 @@ from megavlm.parallel.groups import Groups, Levels, levels_of
 def compress_links(wrapped: Any, config: Config, groups: Groups) -> None:
     """Let a chunk that megatron-core's DDP wraps communicate by codes, as far as the configuration asks for it."""
     parallel = config.parallel
-    levels, size = None, parallel.compress_group_size or 1
-    if size > 1:
-        levels = levels_of(groups.shard, size, groups.maker)
+    levels = levels_of(groups.shard, parallel.compress_group_size, groups.maker)
     for group in _bucket_groups(wrapped):
         if parallel.compress_gradients != "none":
             coded = Coded(parallel.compress_gradients)

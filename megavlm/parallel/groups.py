@@ -271,8 +271,12 @@ class Levels:
     across: dist.ProcessGroup
 
 
-def levels_of(group: dist.ProcessGroup, size: int, maker: GroupMaker) -> Levels:
-    """Return the two levels of a group of one stage, which is cut into subgroups of `size` neighbours."""
+def levels_of(group: dist.ProcessGroup, size: int | None, maker: GroupMaker) -> Levels | None:
+    """Return the two levels of a group of one stage, which is cut into subgroups of `size` neighbours; None where each
+    would have one rank.
+    """
+    if size is None or size == 1:
+        return None
     ranks = np.array(dist.get_process_group_ranks(group)).reshape(-1, size)
     return Levels(maker.among(ranks), maker.among(ranks.T))
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -275,19 +275,13 @@ def exchanged_on() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def on_rank_0(action: Callable[[], None]) -> None:
+def on_rank_0(action: Callable[[], object]) -> None:
     """Run an action on rank 0 while the others wait. A UserError there is raised on every rank, so that none hangs."""
-    message: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except UserError as error:
-            message = [str(error)]
-    if TorchWorld.current is not None:
-        TorchWorld.current.await_rank_0()
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise UserError(message[0])
+
+    def act() -> None:
+        action()
+
+    from_rank_0(act, None)
 
 
 def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
@@ -295,11 +289,16 @@ def from_rank_0(action: Callable[[], Found], received: Found) -> Found:
 
     A UserError there is raised on all.
     """
-    found = [received]
-
-    def act() -> None:
-        found[0] = action()
-
-    on_rank_0(act)
+    found: list[Any] = [received, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = action()
+        except UserError as error:
+            found[1] = str(error)
+    if TorchWorld.current is not None:
+        TorchWorld.current.await_rank_0()
     dist.broadcast_object_list(found, src=0)
-    return found[0]
+    if found[1] is not None:
+        raise UserError(found[1])
+    result: Found = found[0]
+    return result
