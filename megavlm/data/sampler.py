@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megavlm.arch.packing import pack
@@ -132,12 +132,16 @@ class PackedBatchSampler:
         Raises UserError if no sample is usable, or if `state` counts windows of another size.
         """
         self._check(state)
+        return self._taken(state)
+
+    def _taken(self, state: LoaderState, *, end: int | None = None) -> GlobalBatch:
+        """Return the next sequences from `state` on: as many as a batch has, or those before window `end`."""
         number, taken = state["window"], state["taken"]
         sequences: list[Segments] = []
         skipped: list[Skipped] = []
         read = empty = 0
         epochs: float | None = None
-        while len(sequences) < self._count:
+        while len(sequences) < self._count and number != end:
             window = self._window(number)
             if taken == 0:
                 read += window.read
@@ -146,10 +150,9 @@ class PackedBatchSampler:
             sequences += more
             taken += len(more)
             empty = 0 if window.sequences else empty + 1
-            if empty:
+            if empty and end is None:
                 self._stop_if_none(skipped, windows=empty)
-            done = taken / max(len(window.sequences), 1)
-            epochs = self._divided.epochs(number, done)
+            epochs = self._divided.epochs(number, taken / max(len(window.sequences), 1))
             if taken == len(window.sequences):
                 number, taken = number + 1, 0
         after = {**self.start, "window": number, "taken": taken}
@@ -229,24 +232,12 @@ class ValidationBatchSampler(PackedBatchSampler):
         return {"window": 0, "taken": 0, "batch": 0}
 
     def batch_at(self, state: LoaderState) -> GlobalBatch:
-        number, taken, batch = state["window"], state["taken"], state["batch"] + 1
-        sequences: list[Segments] = []
-        skipped: list[Skipped] = []
-        read = 0
-        while len(sequences) < self._count and number < self._number_of_windows:
-            window = self._window(number)
-            if taken == 0:
-                read += window.read
-                skipped += window.skipped
-            more = window.sequences[taken : taken + self._count - len(sequences)]
-            sequences += more
-            taken += len(more)
-            if taken == len(window.sequences):
-                number, taken = number + 1, 0
-        last = number == self._number_of_windows or batch == self._most
-        sequences += [()] * (-max(len(sequences), 1) % self._multiple + (not sequences))
-        after = self.start if last else {"window": number, "taken": taken, "batch": batch}
-        return GlobalBatch(tuple(sequences), after, read, tuple(skipped), last=last)
+        found, batch = self._taken(state, end=self._number_of_windows), state["batch"] + 1
+        last = found.after["window"] == self._number_of_windows or batch == self._most
+        count = max(len(found.sequences), 1)
+        filled = found.sequences + ((),) * (count + -count % self._multiple - len(found.sequences))
+        after = self.start if last else {**found.after, "batch": batch}
+        return replace(found, sequences=filled, after=after, last=last)
 
     def _prepared(self, number: int) -> Future[Window]:
         return super()._prepared(number % self._number_of_windows)

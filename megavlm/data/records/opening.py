@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,22 +24,13 @@ from megavlm.paths import open_regular
 from megavlm.storage import complaint, is_url, without_secrets
 from megavlm.storage.cache import local_path
 
-_TABLES = {".parquet": b"PAR1", ".arrow": b"ARROW1"}  # how they begin; Arrow's stream format has no such mark
+_TABLES = (".parquet", ".arrow")
 _FILES = (".json", ".jsonl", ".ndjson", ".txt", *DELIMITERS, *_TABLES)  # suffixes of the files of a folder
 _UNREAD_PAIRS = "pairs, which are no conversations: add --objective contrastive, or name another data set"
 _NO_PAIRS = (
     'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/models.md), or use '
     "--objective next-token"
 )
-# How files begin that are no text, and what helps.
-_UNREADABLE = {
-    b"\xff\xfe": ("is UTF-16", "convert it, as iconv -f UTF-16 -t UTF-8 FILE > NEW does"),
-    b"\xfe\xff": ("is UTF-16", "convert it, as iconv -f UTF-16 -t UTF-8 FILE > NEW does"),
-    b"\x1f\x8b": ("is gzip", "unpack it with gunzip"),
-    b"PK\x03\x04": ("is zip, as .xlsx is", "unpack it, or save the table as CSV"),
-    b"version https://git-lfs": ("is a pointer of git-lfs, not the file", "run git lfs pull in its repository"),
-    **{start: (f"is {suffix[1:]}", f"name it FILE{suffix}") for suffix, start in _TABLES.items()},
-}
 _LOOKED_AT = 100  # most records that are read to find a good one
 _NAMED = 30  # most of their fields that a message names
 _PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
@@ -146,11 +136,7 @@ def files_of(source: DatasetConfig) -> list[Path]:
             raise _wrong(source, "has no files: save the data set again")
         return found
     if not path.is_dir():
-        here = Path(source.path.rpartition("#")[0])
-        part = here.is_file() and f"is not there, but {here} is: no option takes a part, so give a smaller file"
-        if glob.has_magic(source.path) and glob.glob(source.path):
-            part = "is a pattern, which only a shell expands: leave out the quotes, or name the folder"
-        raise _wrong(source, part or "is not a file or folder: check the path")
+        raise _wrong(source, "is not a file or folder: check the path")
     found = sorted((file for file in path.iterdir() if file.suffix.lower() in _FILES), key=lambda file: file.name)
     suffixes = sorted({file.suffix.lower() for file in found})
     if len(suffixes) != 1:
@@ -169,9 +155,6 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
     suffix = file.suffix.lower()
     if not head:
         raise _wrong(source, "is empty: name a file with records", file)
-    for start, (form, remedy) in _UNREADABLE.items():
-        if head.startswith(start) and start != _TABLES.get(suffix):
-            raise _wrong(source, f"{form}: {remedy}", file)
     if suffix in _TABLES or suffix in DELIMITERS:
         try:
             return CsvFile(file) if suffix in DELIMITERS else TableFile(file, choose)

@@ -181,8 +181,6 @@ class CsvFile:
             self.names = self._cells(0)
         except BadSample as error:
             raise ValueError(error.detail) from error
-        if len(self.names) == 1 and any(mark in self.names[0] for mark in ",;\t|"):
-            raise ValueError(f"its columns are not separated by {shown(self._delimiter)}")
         if double := next((name for name, times in Counter(self.names).items() if times > 1), None):
             raise ValueError(f"it has two columns {shown(double)}")
 

@@ -32,7 +32,6 @@ _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
 }
-_MOST_FILES = 2**15  # that a record names: to look for one takes longer than to read its name
 _OF_TOOLS = ("tool", "function", "function_call", "observation", "tool_call", "tool_response")
 _SPEAKERS, _CONTENTS = ("role", "from"), ("content", "value", "text")
 _EXCHANGE: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -69,17 +68,6 @@ def conversation(
 
     `find` returns an image by its name, `find_video` a video. Raises BadSample.
     """
-    names = iter(range(_MOST_FILES))
-
-    def counted(look: Callable[[str], Any]) -> Callable[[str], Any]:
-        def found(name: str) -> Any:
-            if next(names, None) is None:
-                raise BadSample(Reason.IMAGE_COUNT, f"it names more than {_MOST_FILES} files")
-            return look(name)
-
-        return found
-
-    find, find_video = counted(find), counted(find_video)
     named = _listed(record, "videos", "video")
     turns = read(Reader(find, find_video, has_videos=bool(named)))
     images = [image_of(image, find) for image in _listed(record, "images", "image")]

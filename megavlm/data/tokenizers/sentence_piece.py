@@ -46,6 +46,7 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
     replace_file(path, model.getvalue())
 
 
+# Not by sentencepiece's own module of messages: Transformers has one of the same name, and a process takes one alone.
 _NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of sentencepiece's ModelProto (before, and after decoding), NormalizerSpec
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megavlm.config.schema import ProjectorConfig
 from megavlm.data.collate import CollateSpec, collate
@@ -109,26 +107,6 @@ def test_positions_of_three_axes_restart_too() -> None:
     alone = packed_batch([[wide]], seq_length=4, mrope=True).text.positions[:, 0]
     twice = packed_batch([[wide, wide]], mrope=True).text.positions[:, 0]
     assert torch.equal(twice, torch.cat([alone, alone], dim=1))
-
-
-samples_of_text = st.lists(
-    st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=8), min_size=1, max_size=4
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(samples_of_text)
-def test_exactly_the_trained_tokens_are_predicted_once_each(rows: list[list[tuple[int, bool]]]) -> None:
-    samples = [
-        Sample(tokens=np.array([token for token, _ in row]), trained=np.array([trained for _, trained in row]))
-        for row in rows
-    ]
-    given_batch = batch(samples)
-    for row, sample in enumerate(samples):
-        predicted = given_batch.text.labels[row][given_batch.text.loss_mask[row] == 1]
-        assert predicted.tolist() == sample.tokens[1:][sample.trained[1:]].tolist(), (
-            "the first token has no predecessor"
-        )
 
 
 def test_features_follow_the_images_sample_by_sample() -> None:

@@ -96,10 +96,6 @@ def largest_load(costs, owners, ranks):
     return max(sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(ranks))
 
 
-def test_the_costliest_go_first_to_the_least_loaded():
-    assert assign_longest_first([1, 7, 3, 4, 3], 2) == (1, 0, 1, 1, 0)  # 7 + 3, 4 + 3 + 1
-
-
 @pytest.mark.parametrize("costs", [(5, 5, 4, 4, 3, 3, 3), (9, 8, 2, 2, 1, 1), (1, 1, 1, 10)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_largest_load_is_within_grahams_bound(costs, ranks):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from megavlm.data.file_source import FilesSource
 from megavlm.data.prompts import choose_prompts
 from megavlm.data.sample_order import in_turn
 from megavlm.data.source import HeldOutPrompt
-from megavlm.data.types import Conversation, HeldOut, ImageRef, Turn
+from megavlm.data.types import HeldOut
 from megavlm.errors import UserError
 from megavlm.rules.defaults import resolve
 from tests.support.data_files import WORDS, record, sources_of, write_all
@@ -103,30 +102,10 @@ def test_plain_text_is_continued(folder: Path) -> None:
         assert source.decode_answer(prompt.sample.tokens.tolist()).split() == prompt.question.split()
 
 
-class Stories:
-    """Plain text with an image in the middle of its second half."""
-
-    name = "stories"
-
-    def __init__(self, image: Path) -> None:
-        self._parts = (" ".join(WORDS[:12]), ImageRef(image), " ".join(WORDS[12:15]))
-
-    def __len__(self) -> int:
-        return 1
-
-    def read(self, index: int) -> Conversation:
-        return Conversation((Turn("text", self._parts),))
-
-    def label(self, index: int) -> str:
-        return "stories:1"
-
-
 def test_an_image_is_part_of_the_prompt(folder: Path) -> None:
-    source, _ = chosen(folder, "story.txt")
-    stories: Any = Stories(folder / "images" / "0-0.jpg")
-    vars(source)["validation_records"] = [stories]
-    config = resolve(parse(["--datasets", "x", "--validation", "y", "--sample-interval", "1"]))
-    (prompt,) = choose_prompts(config, source, [HeldOut(0, 0)])
+    text = " ".join([*WORDS[:12], "<image>", *WORDS[12:15]])
+    (folder / "pictured.jsonl").write_text(json.dumps({"text": text, "image": "images/0-0.jpg"}))
+    source, (prompt,) = chosen(folder, "pictured")
     assert (prompt.question.split(), prompt.reference.split()) == (WORDS[:12], WORDS[12:15])
     assert int((prompt.sample.tokens == source.image_token).sum()) == 4
     assert len(prompt.sample.images) == len(prompt.pictures) == 1

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megavlm.command_line.parsing import parse
 from megavlm.data.sample_order import spread
-from megavlm.data.sampler import ValidationBatchSampler, Window, window_of
+from megavlm.data.sampler import ValidationBatchSampler, window_of
 from megavlm.data.survey import validation_line
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, Segment
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.held_out import ValidationHook, fields
@@ -46,15 +46,11 @@ def encode(samples: Sequence[HeldOut]) -> list[EncodedRecord]:
     return found
 
 
-def computed_window(samples: Sequence[HeldOut]) -> Window:
-    return Window(tuple((Segment(sample),) for sample in samples), len(samples), ())
-
-
-def batches(samples: int, *, multiple: int = 1, most: int | None = None, computed: bool = False) -> list[GlobalBatch]:
+def batches(samples: int, *, multiple: int = 1, most: int | None = None) -> list[GlobalBatch]:
     """All batches of a validation that follows another one."""
     sampler = ValidationBatchSampler(
         [HeldOut(0, number) for number in range(samples)],
-        computed_window if computed else lambda part: window_of(encode(part), seq_length=LENGTH, packing=True),
+        lambda part: window_of(encode(part), seq_length=LENGTH, packing=True),
         count=8,
         multiple=multiple,
         most=most,
@@ -76,14 +72,13 @@ def batches(samples: int, *, multiple: int = 1, most: int | None = None, compute
 def rows_of(found: Sequence[GlobalBatch]) -> list[list[tuple[int, int]]]:
     """The record and the piece of each segment of each sequence."""
     return [
-        [(segment.sample_id.record, int(segment.encoded.tokens[0]) if segment.encoded else 0) for segment in row]
+        [(segment.sample_id.record, int(segment.encoded.tokens[0])) for segment in row]
         for batch in found
         for row in batch.sequences
     ]
 
 
-@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
-@pytest.mark.parametrize("samples", [1, 7, 20, 55])
+@pytest.mark.parametrize(("samples", "multiple"), [(1, 8), (7, 2), (20, 4), (55, 1), (55, 8)])
 def test_each_sample_comes_once_whatever_fills_up_the_last_batch(samples: int, multiple: int) -> None:
     found = batches(samples, multiple=multiple)
     rows = rows_of(found)
@@ -101,12 +96,6 @@ def test_a_limit_takes_the_first_batches() -> None:
     whole, some = batches(55), batches(55, most=2)
     assert rows_of(some) == rows_of(whole[:2])
     assert [batch.last for batch in some] == [False, True]
-
-
-def test_computed_samples_are_sequences_of_their_own() -> None:
-    found = batches(21, multiple=2, computed=True)
-    assert [len(batch.sequences) for batch in found] == [8, 8, 6]
-    assert rows_of(found) == [[(number, 0)] for number in range(21)] + [[]]
 
 
 def test_the_loss_is_that_of_all_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -119,9 +118,8 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.json", b'[{"conversations": [', r"is no JSON array \(at byte 1, element 0"),
         ("d.jsonl", b"garbage\n" * 200, r"has no record among its first 100 \(d.jsonl:1: it is not JSON"),
         ("d.jsonl", '{"text": "é"}\n'.encode("latin-1") * 9, "first 9 .*not UTF-8 but perhaps Latin-1.*iconv -f"),
-        ("d.jsonl", '{"messages": [{"x": "é"}]}'.encode("latin-1"), "first 1 .*perhaps Latin-1"),
         ("d.csv", 'text\n"é"\n'.encode("latin-1"), "not UTF-8 but perhaps Latin-1"),
-        ("d.csv", b"image;question;answer\n1;2;3", "columns are not separated by ','"),
+        ("d.csv", b"image;question;answer\n1;2;3", "fields 'image;question;answer', none of"),
         ("d.csv", b"text,text\n1,2", "two columns 'text'"),
         ("d.csv", b"text\n", "has no records"),
         ("d.csv", b"\n\n", "it has no rows"),
@@ -133,17 +131,13 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
             r"'query', 'a' \(null\), none of .*columns=response:NAME\+image:NAME",
         ),
         ("d.jsonl", b'{"query": "x"}\n{"response": "y"}', "none of the first 2 has all of query or prompt . response"),
-        ("d.jsonl", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
-        ("d.parquet", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
-        ("d.jsonl", b"PAR1abc", "is parquet: name it FILE.parquet"),
+        ("d.jsonl", b"version https://git-lfs.github.com/spec/v1", "it is not JSON .*: 'version https://git-lfs"),
         (
             "d.jsonl",
             b'{"question": "x"}\n',
             "fields 'question', none of conversations; messages; .*columns=answer:NAME",
         ),
         ("d.jsonl", json.dumps({f"f{n:02}": n for n in range(40)}).encode(), "'f28', 'f29' and 10 more, none of"),
-        ("d.jsonl", '{"text": "x"}'.encode("utf-16"), "is UTF-16"),
-        ("d.jsonl", gzip.compress(b'{"text": "x"}', mtime=0), "is gzip"),
         ("d.parquet", b"PAR1 not really", "is no parquet file"),
     ],
 )
@@ -154,12 +148,6 @@ def test_what_is_wrong_with_a_source_is_one_line(folder: Path, name: str, data: 
         opened(folder / name)
     assert str(caught.value).startswith(f"--datasets {folder / name} ")
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_pattern_is_the_shells(folder: Path) -> None:
-    (folder / "d.jsonl").write_text(as_lines([llava(0)]))
-    with pytest.raises(UserError, match="is a pattern, which only a shell expands: leave out the quotes"):
-        opened(folder / "*.jsonl")
 
 
 def test_a_text_that_names_a_picture_is_told(folder: Path) -> None:
@@ -199,18 +187,13 @@ ODD = [{"frage": "What?", "antwort": f"answer {number}", "bild": "a.jpg", "text"
 COLUMNS = {"question": "frage", "answer": "antwort", "image": "bild"}
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.arrow", "d.csv"])
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.csv"])
 def test_columns_give_fields_other_names(folder: Path, name: str) -> None:
     table = pa.Table.from_pylist(ODD)
     if name == "d.jsonl":
         (folder / name).write_text(as_lines(ODD))
-    elif name == "d.parquet":
-        pq.write_table(table, folder / name)
-    elif name == "d.csv":
-        pa_csv.write_csv(table, folder / name)
     else:
-        with pa.ipc.new_stream(folder / name, table.schema) as file:
-            file.write_table(table)
+        (pq.write_table if name == "d.parquet" else pa_csv.write_csv)(table, folder / name)
     assert opened(folder / name).read(1).turns[0].role == "text"
     found = conversations(opened(folder / name, columns=COLUMNS))
     image = ImageRef((folder / "a.jpg").resolve())
@@ -242,15 +225,6 @@ def test_the_page_has_a_whole_record_of_each_kind(folder: Path) -> None:
         assert records.read(0).images or kind == "alpaca"
 
 
-def test_a_refusal_names_all_columns_of_a_table(folder: Path) -> None:
-    """Also those that no kind of record has, which are not read."""
-    pq.write_table(pa.table({"image": [b"x"], "frage": ["x"], "antwort": ["y"]}), folder / "d.parquet")
-    with pytest.raises(
-        UserError, match=r"fields 'image', 'frage', 'antwort', none of .*columns=question:NAME\+answer:"
-    ):
-        opened(folder / "d.parquet")
-
-
 def test_paths_may_be_those_of_windows(folder: Path) -> None:
     (folder / "images" / "clip").mkdir(parents=True)
     for name in ("images/b.jpg", "images/clip/0.jpg", "odd\\c.jpg"):
@@ -274,12 +248,6 @@ def test_a_kind_that_does_not_fit(folder: Path) -> None:
     (folder / "d.jsonl").write_text(as_lines(LLAVA))
     with pytest.raises(UserError, match="none of messages"):
         opened(folder / "d.jsonl", kind="messages")
-
-
-def test_an_image_root_that_is_missing(folder: Path) -> None:
-    (folder / "d.jsonl").write_text(as_lines(LLAVA))
-    with pytest.raises(UserError, match="image_root=nowhere"):
-        opened(folder / "d.jsonl", image_root="nowhere")
 
 
 def test_folders_without_records_or_of_several_kinds(folder: Path) -> None:

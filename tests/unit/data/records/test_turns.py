@@ -13,11 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records import open_records
 from megavlm.data.records.media import file_below
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.types import Conversation, ImageRef, Turn
-from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 
 
@@ -53,18 +51,9 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
         (llava(QUESTION, ANSWER, image={"bytes": b"a.jpg", "path": None}), "llava"),
         (llava(said("user", "<image>\nWhat is this?"), said("assistant", "A cat."), image="a.jpg"), "llava"),
         (llava(human("What is this?"), ANSWER, image="a.jpg"), "llava"),  # no tag: images come first
-        (
-            llava({"from": "user", "text": "What is this?"}, {"from": "gpt", "text": "A cat."}, image="a.jpg"),
-            "llava",
-        ),
+        (llava({"from": "user", "text": "What is this?"}, {"from": "gpt", "text": "A cat."}, image="a.jpg"), "llava"),
         (llava({**QUESTION, "role": None, "content": None}, ANSWER, image="a.jpg"), "llava"),  # columns of other rows
-        (
-            {
-                "conversations": '[{"from":"human","value":"<image>\\nWhat is this?"},{"from":"gpt","value":"A cat."}]',
-                "image": "a.jpg",
-            },
-            "llava",
-        ),
+        ({"conversations": json.dumps([QUESTION, ANSWER]), "image": "a.jpg"}, "llava"),
         ({"messages": [said("user", PARTS), said("assistant", "A cat.")]}, "messages"),
         (
             {
@@ -76,23 +65,10 @@ PARTS = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "\nWhat i
             },
             "messages",
         ),
-        (
-            {"messages": [said("user", "<image>\nWhat is this?"), said("assistant", "A cat.")], "images": ["a.jpg"]},
-            "messages",
-        ),
         ({"query": "<image>\nWhat is this?", "response": "A cat.", "images": ["a.jpg"]}, "query"),  # ms-swift
         ({"query": "What is this?", "response": "A cat.", "images": '["a.jpg"]', "history": []}, "query"),
         ({"prompt": "What is this?", "completion": "A cat.", "image": "a.jpg"}, "query"),  # TRL
-        (
-            {
-                "image": "a.jpg",
-                "conversations": [
-                    {"from": "USER", "value": "<image>\nWhat is this?"},
-                    {"from": "GPT", "value": "A cat."},
-                ],
-            },
-            "llava",
-        ),
+        (llava(human(QUESTION["value"], "USER"), human("A cat.", "GPT"), image="a.jpg"), "llava"),
         ({"instruction": "<image>", "input": "What is this?", "output": "A cat.", "images": ["a.jpg"]}, "alpaca"),
         ({"question": "What is this?", "answer": "A cat.", "image": {"bytes": b"a.jpg"}}, "vqa"),
         ({"question": "What is this?", "answers": ["a", "A cat.", "A cat."], "image": "a.jpg"}, "vqa"),
@@ -172,16 +148,13 @@ def test_text_is_one_turn() -> None:
         ("text", "text", Reason.NOT_A_RECORD),
         ({"messages": []}, "llava", Reason.NOT_A_RECORD),
         (llava(), "llava", Reason.EMPTY),
-        ({"messages": []}, "messages", Reason.EMPTY),
         ({"text": " \n"}, "text", Reason.EMPTY),
         (llava(human("Hi")), "llava", Reason.EMPTY),  # no assistant turn
         (llava(human("Hi"), human("", "gpt")), "llava", Reason.EMPTY),
-        (llava(human("Hi"), human(None, "gpt")), "llava", Reason.EMPTY),
         (llava(human("Hi"), human("x", "narrator")), "llava", Reason.ROLE),
         (llava(human("Hi"), {"value": "x"}), "llava", Reason.ROLE),
         (llava(human("Hi"), {"role": "assistant", "message": "x"}), "llava", Reason.NOT_A_RECORD),
         (llava(ANSWER, human("Hi")), "llava", Reason.ROLE),  # would train the answer before its question
-        (llava(said("system", "x"), ANSWER, human("Hi"), ANSWER, human("Hi")), "llava", Reason.ROLE),
         (llava(human("Hi"), said("tool", "x")), "llava", Reason.ROLE),
         (llava(human("<img>a.png</img>What?"), ANSWER), "llava", Reason.NOT_A_RECORD),  # would be trained blind
         (llava(human("What?"), ANSWER, image=""), "llava", Reason.NOT_A_RECORD),  # would be trained blind
@@ -192,24 +165,16 @@ def test_text_is_one_turn() -> None:
         ({"texts": [{"source": "x"}]}, "cauldron", Reason.ROLE),
         (llava(human("Hi"), {"from": ["gpt"], "value": "x"}), "llava", Reason.ROLE),
         (llava(human("<image>"), ANSWER), "llava", Reason.IMAGE_COUNT),
-        (llava(human("<image><image>"), ANSWER, image="a.jpg"), "llava", Reason.IMAGE_COUNT),
         (llava(human("<image>"), ANSWER, images=["a.jpg", "b.jpg"]), "llava", Reason.IMAGE_COUNT),
-        (
-            {"messages": [said("user", PARTS), said("assistant", "x")], "images": ["a.jpg", "b.jpg"]},
-            "messages",
-            Reason.IMAGE_COUNT,
-        ),
         ({"messages": [said("user", [{"type": "image"}]), said("assistant", "x")]}, "messages", Reason.IMAGE_COUNT),
         ({"conversations": "[{"}, "llava", Reason.NOT_A_RECORD),
         ({"conversations": "[" * 100_000}, "llava", Reason.NOT_A_RECORD),
         ({"conversations": {"from": "human"}}, "llava", Reason.NOT_A_RECORD),
-        ({"conversations": ["Hi"]}, "llava", Reason.NOT_A_RECORD),
         (llava(human(7), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human("half \ud800 a pair"), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human([{"type": "text", "text": 3}]), ANSWER), "llava", Reason.NOT_A_RECORD),
         (llava(human([{"type": "video", "video": "a.mp4"}]), ANSWER), "llava", Reason.UNSUPPORTED),
         (llava(human("<image>"), ANSWER, image="https://example.com/a.jpg"), "llava", Reason.UNSUPPORTED),
-        (llava(human("<image>"), ANSWER, image=[3]), "llava", Reason.NOT_A_RECORD),
         (llava(human("<audio>"), ANSWER, audios=["a.wav"]), "llava", Reason.UNSUPPORTED),  # would be trained deaf
         (llava(human("Where?"), said("gpt", "<bbox>"), objects={"bbox": [[1]]}), "llava", Reason.UNSUPPORTED),
     ],
@@ -231,11 +196,10 @@ WORDS = st.sampled_from(
     ["user", "gpt", "assistant", "text", "image", "<image>", "data:;base64,x", "a.jpg", "\ud800", "\0", "[1", "[1]"]
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5)
-ANYTHING, JSON = (
-    st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12
-    )
-    for leaves in (SCALARS | st.binary(max_size=5), SCALARS)
+ANYTHING = st.recursive(
+    SCALARS | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
 )
 
 
@@ -248,20 +212,6 @@ def test_whatever_a_record_is_it_stops_nothing(record: Any, fields: dict[str, An
     for candidate in (record, fields, needed | fields, fields | needed, llava(human(record), ANSWER, **fields)):
         with suppress(BadSample):
             assert record_of(candidate, kind, partial(file_below, Path(__file__).parent)).turns
-
-
-@settings(deadline=None, max_examples=200)
-@given(record=JSON | st.dictionaries(NAMES, JSON, max_size=5))
-def test_any_json_is_read_or_refused_in_one_line(record: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Through a file, as a user has it: the file is refused, or its record is, or it is a conversation."""
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    path.write_text(json.dumps(record))
-    told = ""
-    try:
-        assert open_records(DatasetConfig(str(path))).read(0).turns
-    except (UserError, BadSample) as error:
-        told = str(error)
-    assert told.isprintable()
 
 
 @pytest.mark.parametrize("name", ["content", "image"])
