@@ -80,10 +80,8 @@ class Ours(Side):
         """Return a step on batches of the data loader, as `train/loop.py` runs it."""
         from megavlm.data.loader import stats
         from megavlm.data.loaders import build_loaders
-        from megavlm.data.survey import prepare_data
         from megavlm.train.build_source import build_source
 
-        prepare_data(config)
         source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)
         loaders = build_loaders(config, source, groups, device=self.backend.device, vision_group=groups.tp)
         self.data_loader = loaders.training

@@ -124,12 +124,8 @@ class FilesSource(Encoder, Source):
         return records.read(ref.record), ref.source
 
     def place(self, sample_id: SampleId) -> tuple[int, int]:
-        """Return the data set and the record of a numbered sample, alike for all samples of that record; of any other
-        sample its own identity.
-        """
-        if not isinstance(sample_id, int):
-            return -1, id(sample_id)
-        ref = self.order.record(sample_id)
+        """Return the data set and the record of a sample, alike for all samples of that record."""
+        ref = self._at(sample_id)[1]
         return ref.source, ref.record
 
     def encode(self, sample_id: SampleId) -> EncodedRecord:
@@ -199,8 +195,8 @@ class FilesSource(Encoder, Source):
     ) -> FileCollator:
         return FileCollator(self, spec, packing=self.config.data.packing, pool=pool)
 
-    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
-        windows, train = self.windows(config, epoch), config.train
+    def sampler(self, config: Config, collator: Collator) -> BatchSampler:
+        windows, train = self.windows(config), config.train
         return PackedBatchSampler(
             lambda number: collator.window(windows.samples(number)),
             count=train.global_batch_size,
@@ -212,8 +208,9 @@ class FilesSource(Encoder, Source):
         each = zip(self.names, self.records, self.order.shares, strict=True)
         return [DataSetShare(name, len(records), share) for name, records, share in each]
 
-    def windows(self, config: Config, epoch: int) -> Windows:
-        return Windows(config.data.packing_window, epoch or None, within_epochs=config.train.epochs is not None)
+    def windows(self, config: Config) -> Windows:
+        epoch = sum(map(len, self.records))
+        return Windows(config.data.packing_window, epoch, within_epochs=config.train.epochs is not None)
 
     def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
         """Encode each record once, however often it comes, and end before the first window beyond MEASURED records."""

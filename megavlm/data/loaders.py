@@ -44,10 +44,9 @@ def build_loaders(
     dtype: torch.dtype = torch.float32,
     vision_group: dist.ProcessGroup | None,
     assignment: ImageAssignment | None = None,
-    epoch: int = 0,
     validation: Sequence[HeldOut] = (),
 ) -> Loaders:
-    """Return the data loaders of a run on this rank. `epoch` is the number of samples of an epoch; 0: not known.
+    """Return the data loaders of a run on this rank.
 
     `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of them
     encodes all images, or those that `assignment` gives it. Patches have the type `dtype`.
@@ -76,7 +75,7 @@ def build_loaders(
         )
         spec = CollateSpec.of(config, source)
         collator = make(spec)
-        sampler = source.sampler(config, collator, epoch=epoch)
+        sampler = source.sampler(config, collator)
         training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)
         if validation:
             collator = make(replace(spec, num_sources=len(source.validation_names)))

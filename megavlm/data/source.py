@@ -81,10 +81,8 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
-        """Return what chooses the samples of global batches. `epoch` is the number of samples of an epoch; 0: not
-        known.
-        """
+    def sampler(self, config: Config, collator: Collator) -> BatchSampler:
+        """Return what chooses the samples of global batches."""
 
     @abstractmethod
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
@@ -129,8 +127,8 @@ class Source(ABC):
         """Return the first samples of data sets, each with its data set and its number there."""
         return []
 
-    def windows(self, config: Config, epoch: int) -> Windows:
-        """Return the packing windows of data whose epoch has so many samples; 0: not known."""
+    def windows(self, config: Config) -> Windows:
+        """Return the packing windows of data that are read, with the number of samples of an epoch."""
         raise AssertionError("computed samples have neither windows nor epochs")
 
     def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
@@ -168,7 +166,7 @@ class ComputedSource(Source):
         assert pool is None, "computed samples need no workers"
         return ComputedCollator(self, spec, own_images=own_images)
 
-    def sampler(self, config: Config, collator: Collator, *, epoch: int = 0) -> BatchSampler:
+    def sampler(self, config: Config, collator: Collator) -> BatchSampler:
         return SequentialBatchSampler(count=config.train.global_batch_size)
 
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:

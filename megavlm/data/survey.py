@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 from megavlm.arch.packing import pack
 from megavlm.config.messages import aligned, several
-from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
-from megavlm.data.records import open_records
 from megavlm.data.sampler import bins_of
 from megavlm.data.source import Source
 from megavlm.data.types import EncodedRecord, HeldOut
@@ -47,38 +45,23 @@ class RunLength:
         )
 
 
-def prepare_data(config: Config) -> tuple[int, ...]:
-    """Open every data set once, before all ranks rely on it, and index tars that have no index. One rank calls it.
-
-    Returns:
-        The number of records of each data set, which together are the samples of an epoch; empty for computed data,
-        which have no end.
-
-    Raises UserError for a data set that cannot be read.
-    """
-    if data_kind(config) != "files":
-        return ()
-    return tuple(len(open_records(source)) for source in config.data.datasets)
-
-
 def with_counted_length(config: Config, source: FilesSource) -> Config:
     """Return the configuration of a dry run of `--epochs` with its number of iterations, which is printed."""
     if config.train.epochs is None:
         return config
-    epoch = sum(prepare_data(config))
-    length = run_length(config, source, epoch)
+    length = run_length(config, source)
     print(length.line(config))
     return with_train_iters(config, length.iterations)
 
 
-def run_length(config: Config, source: Source, epoch: int) -> RunLength:
-    """Return the length of a run of `--epochs` on data sets whose epoch has so many samples.
+def run_length(config: Config, source: Source) -> RunLength:
+    """Return the length of a run of `--epochs`.
 
     Raises UserError if none of the samples that it looks at can be used.
     """
-    epochs, windows = config.train.epochs, source.windows(config, epoch)
+    epochs, windows = config.train.epochs, source.windows(config)
     assert epochs, "the caller looks"
-    assert epoch, "only data sets with an end have epochs"
+    assert windows.epoch, "only data sets with an end have epochs"
     last = epochs * windows.per_epoch if windows.within_epochs else math.inf  # the last one maybe in part
     read = sequences = 0.0
     exact = False
@@ -91,10 +74,10 @@ def run_length(config: Config, source: Source, epoch: int) -> RunLength:
             break
     if not sequences:
         raise UserError(f"--epochs: none of the first {read:.0f} samples can be used: see what is wrong without it")
-    total = sequences if exact else sequences / read * epochs * epoch
+    total = sequences if exact else sequences / read * epochs * windows.epoch
     # A sum of many fractions of windows may be a hair above the whole number that it stands for.
     iterations = max(1, math.ceil(total / config.train.global_batch_size - 1e-9))
-    return RunLength(iterations, epoch, None if exact else int(read))
+    return RunLength(iterations, windows.epoch, None if exact else int(read))
 
 
 def data_table(config: Config, source: Source) -> str:

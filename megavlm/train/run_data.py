@@ -17,7 +17,7 @@ from megavlm.data.costs import ImageAssignment
 from megavlm.data.loaders import Loaders, build_loaders
 from megavlm.data.records import data_identity
 from megavlm.data.source import HeldOutPrompt, Source
-from megavlm.data.survey import RunLength, data_table, prepare_data, run_length, samples_line, validation_line
+from megavlm.data.survey import RunLength, data_table, run_length, samples_line, validation_line
 from megavlm.data.types import HeldOut
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups
@@ -43,9 +43,8 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
     rank = dist.get_rank()
     for each in config.data.datasets:  # each machine copies what is in a store before one waits for another
         local_path(each.path, DATASETS)
-    epoch = sum(from_rank_0(partial(prepare_data, config), tuple[int, ...]()))
     if config.train.epochs is not None:
-        length = from_rank_0(partial(run_length, config, source, epoch), RunLength(0, 0, None))
+        length = from_rank_0(partial(run_length, config, source), RunLength(0, 0, None))
         if rank == 0:
             print(length.line(config), flush=True)
         config = with_train_iters(config, length.iterations)
@@ -70,7 +69,6 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
         dtype=DTYPES[config.precision.dtype],
         vision_group=_vision_group(plan, groups),
         assignment=ImageAssignment.of(config, ranks=groups.replica.size()) if plan.encoder else None,
-        epoch=epoch,
         validation=validation,
     )
     return config, RunData(loaders, prompts, identity)

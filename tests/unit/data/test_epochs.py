@@ -18,7 +18,7 @@ from megavlm.data import file_source
 from megavlm.data.collate import CollateSpec
 from megavlm.data.file_source import FilesSource
 from megavlm.data.sampler import Windows
-from megavlm.data.survey import data_table, prepare_data, run_length, with_counted_length
+from megavlm.data.survey import data_table, run_length, with_counted_length
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL
@@ -55,12 +55,11 @@ def config_of(folder: Path, flags: str) -> Config:
 def test_the_run_ends_where_its_epochs_do(folder: Path, flags: str) -> None:
     config = config_of(folder, flags)
     source = FilesSource(config)
-    epoch = sum(prepare_data(config))
-    assert epoch == 50
-    length = run_length(config, source, epoch)
+    length = run_length(config, source)
+    assert length.samples == 50
     assert length.measured is None
 
-    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)), epoch=epoch)
+    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)))
     place, seen, done = sampler.start, Counter[int](), 0.0
     for _ in range(length.iterations):
         before, batch = done, sampler.batch_at(place)
@@ -81,7 +80,7 @@ def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> Non
         datasets = tuple(replace(each, weight=weight) for each, weight in zip(two, weights, strict=True))
         config = replace(one, data=replace(one.data, datasets=datasets))
         source = FilesSource(config)
-        windows = source.windows(config, sum(prepare_data(config)))
+        windows = source.windows(config)
         read = [source.order.record(number) for w in range(windows.per_epoch) for number in windows.samples(w)]
         told = data_table(with_counted_length(config, source), source)
         if weights == (None, None):
@@ -95,9 +94,9 @@ def test_an_epoch_has_each_record_of_several_data_sets_once(folder: Path) -> Non
 def test_many_records_are_estimated_from_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(folder, "--epochs 20 --no-packing")
     source = FilesSource(config)
-    exact = run_length(config, source, 50)
+    exact = run_length(config, source)
     monkeypatch.setattr(file_source, "MEASURED", 25)
-    about = run_length(config, source, 50)
+    about = run_length(config, source)
     assert (exact.measured, about.measured) == (None, 37), "three even windows of 50, and the fourth is of epoch 2"
     assert about.iterations == pytest.approx(exact.iterations, rel=0.1)
     assert "counted" in exact.line(config)
@@ -111,4 +110,4 @@ def test_data_without_a_usable_sample_have_no_epochs(folder: Path, tmp_path: Pat
     bad.write_text(json.dumps({"conversations": [{"from": "human", "value": "cat"}]}) + "\n")
     config = parse([*SMALL[2:], "--datasets", str(bad), *sources_of(folder)[-2:], "--epochs", "1"])
     with pytest.raises(UserError, match="--epochs: none of the first 1 samples can be used"):
-        run_length(config, FilesSource(config), 1)
+        run_length(config, FilesSource(config))

@@ -58,7 +58,7 @@ def sides(files: list[Path], tokenizer: Path, *flags: str) -> tuple[set[str], se
     config = parse([*FLAGS, "--datasets", *map(str, files), "--tokenizer", str(tokenizer), "--epochs", "2", *flags])
     source = FilesSource(config)
     held_out = {said(source, sample) for sample in source.validation_samples(config)}
-    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)), epoch=100)
+    sampler = source.sampler(config, source.collator(CollateSpec.of(config, source)))
     place, trained = sampler.start, set[str]()
     while place["window"] < 28:  # 4 epochs of 100: all of each data set, whose weights are equal
         batch = sampler.batch_at(place)

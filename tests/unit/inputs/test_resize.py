@@ -45,8 +45,3 @@ def test_of_a_photograph_over_99_percent_are_equal(new: tuple[int, int]) -> None
     assert (found > 0).mean() < 0.01
     assert (found > 1).mean() < 5e-5
     assert found.max() <= 2
-
-
-def test_equal_sizes_copy_nothing() -> None:
-    pixels = np.zeros((5, 7, 3), np.uint8)
-    assert resize(pixels, 5, 7, Resampling.BICUBIC) is pixels

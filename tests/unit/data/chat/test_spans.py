@@ -25,14 +25,9 @@ PHI3 = (  # what ends the conversation is not what ends a turn
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-ZEPHYR = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 LAST_LINE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% if loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-HEADINGS = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
 SPACES = "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + ' ' }}{% endfor %}"
 DATED = (
     "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
@@ -46,14 +41,12 @@ DATED = (
         (LLAMA2, ["So. </s>", "Yes </s>"], ["</s>", "</s>"], ""),
         (GEMMA, ["So.<end_of_turn>", "Yes<end_of_turn>"], ["turn>\n", "turn>\n"], "<s>"),
         (PHI3, ["So.<|end|>", " Yes\n<|end|>\n</s>"], ["<|end|>\n", "</s>"], ""),
-        (ZEPHYR, ["\nSo.</s>", "\n Yes\n</s>"], ["</s>\n", "</s>\n"], ""),
         (LAST_LINE, ["So.\n", " Yes\n\n</s>"], ["So.\n", "</s>"], ""),
-        (HEADINGS, ["So.\n", " Yes\n\n"], ["So.\n\n", "\n\n\n"], ""),
         (SPACES, ["So.", " Yes\n"], ["So. ", "\n "], ""),
         (DATED, ["So.</assistant>", " Yes\n</assistant>"], ["assistant>"] * 2, "26 Jul 2024"),
         (CHAT_TEMPLATES["mistral"].jinja, [" So.</s>", "  Yes\n</s>"], ["</s>", "</s>"], "<s>"),
     ],
-    ids=["llama2", "gemma", "phi3", "zephyr", "last line", "headings", "spaces", "dated", "mistral"],
+    ids=["llama2", "gemma", "phi3", "last line", "spaces", "dated", "mistral"],
 )
 def test_answers_cuts_and_openings(template: str, answers: list[str], cuts: list[str], opening: str) -> None:
     chat = ChatTemplate(template, SPECIALS)

@@ -14,11 +14,8 @@ TALK = [{"role": "user", "content": "Hi \ud800 ü\n"}, {"role": "assistant", "co
 GREEDY = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "text": "{{ 'x' * 10**10 }}",
-    "number": "{{ 9 ** (9 ** 9) }}",
     "doubled text": "{% set a = namespace(b='x') %}{% for _ in range(99) %}{% set a.b = a.b ~ a.b %}{% endfor %}",
     "macro": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-    "replace": "{{ ('x' * 10**6) | replace('', 'x' * 10**6) }}",
-    "long": "{% for _ in range(9999) %}{{ 'x' * 10000 }}{% endfor %}",
     "longer than any conversation": "{{ 'x' * 80000 }}",  # not too much for a process, and a cost to the tokenizer
     "sandbox": "{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}",
     "not one": "{% for %}",

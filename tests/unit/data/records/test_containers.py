@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.data.records import text_files
-from megavlm.data.records.containers import Container, Joined
+from megavlm.data.records.containers import Container
 from megavlm.data.records.text_files import BOM, NotAnArray, SpanFile, array_spans, line_spans
 from megavlm.inputs.bad_sample import BadSample, Reason
 
@@ -116,10 +116,3 @@ def test_lines_are_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def bounds(container: SpanFile) -> tuple[Any, Any]:
     return container._spans.starts, container._spans.ends
-
-
-def test_files_one_after_the_other(tmp_path: Path) -> None:
-    parts = [lines_of(written(tmp_path / name, data)) for name, data in [("a", b"1\n2"), ("b", b"3"), ("c", b"4\n5")]]
-    joined = Joined(parts)
-    assert all_of(joined) == [1, 2, 3, 4, 5]
-    assert [joined.label(index) for index in range(5)] == ["a:1", "a:2", "b:1", "c:1", "c:2"]
