@@ -1,9 +1,8 @@
 """Save and load an optimizer's state as tensors that do not depend on how it is sharded, or on how many optimizers.
 
-If it is sharded over data-parallel ranks, each rank writes and reads its parts of master weights and moments as parts
-of global tensors under the parameters' names (`parallel/shards.py`); nothing is gathered. A colocated encoder has an
-optimizer of its own, while an encoder in pipeline stages shares one with the language model; the names are the same.
-State that every rank has whole (`--data-parallel-sharding none`) is saved as megatron-core does it.
+Each rank writes and reads what it holds of master weights and moments as parts of global tensors under the parameters'
+names (`parallel/shards.py`); nothing is gathered. A colocated encoder has an optimizer of its own, while an encoder in
+pipeline stages shares one with the language model; the names are the same.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megavlm.config.schema import Config
-from megavlm.optim.fully_sharded import ShardedOptimizer
 from megavlm.optim.master_weights import held_layouts
 from megavlm.parallel.shards import ParamShard, local_part
 
 
 def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]:
-    """Return this rank's part of each parameter whose optimizer state is sharded; empty if none is.
+    """Return what this rank holds of each trained parameter.
 
     `entries` is the model's sharded state dict.
     """
@@ -33,63 +29,41 @@ def param_shards(optimizer: Any, entries: Mapping[str, Any]) -> list[ParamShard]
     return [
         ParamShard(param, layout, {"param": local_part(weights), **part.optimizer.state[weights]})
         for part in parts
-        if isinstance(part, (DistributedOptimizer, ShardedOptimizer))
         for param, weights, layout in held_layouts(part, of)
     ]
 
 
-def sharded_optimizer_state(
-    optimizer: Any,
-    entries: Mapping[str, Any],
-    shards: Sequence[ParamShard],
-    *,
-    loading: bool,
-    metadata: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the sharded state dict of an optimizer, to be saved or, when `loading`, to be filled in place.
+def sharded_optimizer_state(optimizer: Any, shards: Sequence[ParamShard]) -> dict[str, Any]:
+    """Return the sharded state dict of an optimizer, to be saved, or to be filled in place by a load.
 
-    `entries` is the model's sharded state dict, `shards` is the result of `param_shards`.
+    `shards` is the result of `param_shards`.
     """
-    parts = _parts(optimizer)
-    if not _is_shared(parts):  # groups number their parameters: each optimizer keeps its own groups
-        states = [part.sharded_state_dict(dict(entries), is_loading=loading, metadata=dict(metadata)) for part in parts]
-        return states[0] if len(states) == 1 else {"parts": {str(number): each for number, each in enumerate(states)}}
     tensors = [
         tensor
         for each in shards
         for kind, held in each.state.items()  # master weights and moments
         for tensor in each.layout.parts(held, prefix=f"optimizer.state.{kind}.")
     ]
-    return {"optimizer": {"param_groups": _groups(parts)}, "param_state": dict(enumerate(tensors))}
+    return {"optimizer": {"param_groups": _groups(_parts(optimizer))}, "param_state": dict(enumerate(tensors))}
 
 
 def without(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sharded state dict of an optimizer without a kind of state, which a checkpoint may lack."""
-    found: dict[Any, Any] = {}
-    for name, held in state.items():
-        if isinstance(held, ShardedTensor) and held.key.startswith(f"optimizer.state.{kind}."):
-            continue
-        if name != kind:
-            found[name] = without(kind, held) if isinstance(held, dict) else held
-    return found
+    prefix = f"optimizer.state.{kind}."
+    kept = {number: held for number, held in state["param_state"].items() if not held.key.startswith(prefix)}
+    return {**state, "param_state": kept}
 
 
-def weights_follow(optimizer: Any, config: Config) -> bool:
+def weights_follow(config: Config) -> bool:
     """Return whether trained weights are their master weights, rounded, which ranks that share them may gather."""
-    exact = config.parallel.compress_weights == "none" and not config.precision.fp8_param_gather
-    return exact and _is_shared(_parts(optimizer))
+    return config.parallel.compress_weights == "none" and not config.precision.fp8_param_gather
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:
-    """Set an optimizer's state from `loaded`, which is what `sharded_optimizer_state` returned, filled by a load."""
-    parts = _parts(optimizer)
-    if _is_shared(parts):  # the load has filled the tensors in place
-        step = max(int(group.get("step", 0)) for group in loaded["optimizer"]["param_groups"])
-        for group in (group for part in parts for group in part.param_groups):
-            group["step"] = step
-        return
-    for index, part in enumerate(parts):
-        part.load_state_dict(dict(loaded) if len(parts) == 1 else loaded["parts"][str(index)])
+    """Set the number of steps from `loaded`, the state that a load has filled: tensors need nothing more."""
+    step = max(int(group.get("step", 0)) for group in loaded["optimizer"]["param_groups"])
+    for group in (group for part in _parts(optimizer) for group in part.param_groups):
+        group["step"] = step
 
 
 def _groups(parts: list[Any]) -> list[dict[str, Any]]:
@@ -140,7 +114,3 @@ def _parts(optimizer: Any) -> list[Any]:
     """Return the chained megatron-core optimizers that have parameters; the first one if none has."""
     parts = list(optimizer.chained_optimizers)
     return [part for part in parts if not part.is_stub_optimizer] or parts[:1]
-
-
-def _is_shared(parts: list[Any]) -> bool:
-    return any(isinstance(part, (DistributedOptimizer, ShardedOptimizer)) for part in parts)

@@ -112,7 +112,7 @@ def save(
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = from_rank_0(partial(read_summary, folder), dict[str, Any]())
-    follow = summary.get("rounded") is True and weights_follow(trained.optimizer, config)
+    follow = summary.get("rounded") is True and weights_follow(config)
     state = _sharded_state(trained, loading=True, follow=follow)
     resumes_random = summary["plan"] == plan.to_json() and summary.get("random") == _sizes(state["random"])
     if not resumes_random:
@@ -158,7 +158,7 @@ def _sharded_state(trained: Trained, *, loading: bool, follow: bool = False) -> 
     }
     parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
     shards = param_shards(trained.optimizer, parameters)
-    optimizer = sharded_optimizer_state(trained.optimizer, parameters, shards, loading=loading, metadata=metadata)
+    optimizer = sharded_optimizer_state(trained.optimizer, shards)
     for chunk, (name, entries) in zip(trained.chunks, chunks.items(), strict=True):
         if not loading:
             chunks[name] = entries_to_save(entries, shards)

@@ -121,17 +121,6 @@ def check_fits(summary: dict[str, Any], config: Config, folder: Path) -> None:
     if (lacking := missing_extensions(summary.get("extensions"))) is not None:
         raise UserError(f"checkpoint {folder} was made with {lacking}: add that to go on")
     check_model(summary, config, folder)
-    kind, placement = summary.get("data_parallel_sharding"), summary["plan"].get("placement")
-    # Whole state is saved per optimizer and its parameters' number; what ranks share is saved by name.
-    if (kind == "none") != (config.parallel.data_parallel_sharding == "none"):
-        raise UserError(
-            f"checkpoint {folder} was made with --data-parallel-sharding {kind}: give the same option to resume it"
-        )
-    if placement != config.placement.encoder and kind == "none":
-        raise UserError(
-            f"checkpoint {folder} was made with --placement {placement} --data-parallel-sharding none: give the same "
-            "--placement to resume it"
-        )
     if (before := summary.get("optimizer")) != config.optimizer.kind:
         raise UserError(
             f"checkpoint {folder} was made with --optimizer {shown(before)}, whose state {config.optimizer.kind} does "

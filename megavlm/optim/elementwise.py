@@ -96,21 +96,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state_of(p)
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load groups and state; state stays where it is (the base class moves it to the parameters' device)."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-            if "step" in group:
-                group["step"] = int(group["step"])
-        for index, p in enumerate(params):
-            if index in state_dict["state"]:
-                saved_state = state_dict["state"][index]
-                for name, kept in self.state_of(p).items():
-                    if name in saved_state:  # a checkpoint may have no averages
-                        kept.copy_(saved_state[name])
-
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return what is kept of a parameter. It begins with zeros, an average with the parameter itself."""
         state: dict[str, Tensor] = self.state[p]

@@ -48,7 +48,8 @@ def held_layouts(part: Any, entries: Mapping[int, Any]) -> Iterator[tuple[Tensor
         model = _model_params(part)
         for weights in (param for group in part.optimizer.param_groups for param in group["params"]):
             param = model.get(weights, weights)
-            yield param, weights, shard_layout(entries[id(param)], 0, param.numel(), replica=0)
+            entry = entries[id(param)]
+            yield param, weights, shard_layout(entry, 0, param.numel(), replica=entry.replica_id[-1])
 
 
 def entries_of(chunks: Any) -> dict[int, Any]:

@@ -52,9 +52,7 @@ def tensors(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
     """The fp32 weights of trained parameters."""
-    every = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # sharded, and whole in bf16
-    masters = {key: value for prefix in every for key, value in tensors(checkpoint, prefix).items()}
-    return masters or {key: value for key, value in tensors(checkpoint, "").items() if "optimizer." not in key}
+    return tensors(checkpoint, "optimizer.state.param.")
 
 
 @pytest.mark.parametrize(("world", "flags"), LAYOUTS)

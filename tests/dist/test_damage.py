@@ -82,7 +82,7 @@ CASES = [
     ("items.json", cut),
     slow("items.json", Path.unlink),
     ("megavlm.json", Path.unlink),
-    slow("megavlm.json", rewrite('{"format": 2}')),
+    slow("megavlm.json", rewrite('{"format": 1}')),
     slow("__0_0.distcp", cut),
     slow("__0_0.distcp", Path.unlink),
     slow("__0_1.distcp", zero),

@@ -22,7 +22,7 @@ from megavlm.errors import UserError
 from megavlm.families.shared.table import Shape
 
 _AVERAGES = "optimizer.state.ema."
-_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # sharded over replicas, and whole
+_MAIN = "optimizer.state.param."
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TrainedReader(CheckpointReader):
         super().__init__(checkpoint)
         if averaged and not any(key.startswith(_AVERAGES) for key in self.stored):
             raise UserError(f"{checkpoint} has no averaged weights: leave --ema out, or train with --ema-decay 0.999")
-        self._kinds = (_AVERAGES, *_MAIN) if averaged else _MAIN
+        self._kinds = (_AVERAGES, _MAIN) if averaged else (_MAIN,)
 
     def verify(self, keys: Iterable[str]) -> None:
         super().verify(map(self._held, keys))
