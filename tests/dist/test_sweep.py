@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megavlm.programs.sweep.grid import read_grid, variants_of
-from megavlm.programs.sweep.sweep import rows_of
+from megavlm.programs.sweep.sweep import results
 from megavlm.programs.sweep.training import state_of
 from megavlm.resilience.status import STOPPED
 from tests.support.forked import PATIENCE, ROOT
@@ -63,8 +63,9 @@ def test_variants_train_beside_one_another_and_go_on_after_a_signal(pools, tmp_p
     told, _ = sweep.communicate(timeout=PATIENCE)
     assert [state_of(variant) for variant in variants] == ["finished", "finished", "failed"], told
     assert sweep.returncode in (0, 1), told  # 1 if the wrong one had not begun before the signal
-    rows = rows_of(grid, variants)
-    assert [row.iteration for row in rows] == [60, 60, 0]
+    table, _ = results(grid, variants)
+    reached = table[0].index("iteration")
+    assert [row[reached] for row in table[1:]] == ["60", "60", "0"]
     assert (tmp_path / "runs/sweep.tsv").exists()
     pools(1).run(train, [*TINY, *"--lr 0.001 --train-iters 60 --seed 7 --no-save".split()], str(tmp_path / "alone"))
     assert without_wall_time(metrics(folder)) == without_wall_time(metrics(tmp_path / "alone"))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, count, reported
@@ -88,13 +87,12 @@ def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiti
 
 def report(grid: Grid, variants: Sequence[Variant]) -> None:
     """Write the table, and print it with the best variant."""
-    rows, path = rows_of(grid, variants), Path(grid.run_dir) / "sweep.tsv"
-    table = columns(grid, rows)
+    path = Path(grid.run_dir) / "sweep.tsv"
+    table, best = results(grid, variants)
     write_whole(path, "".join("\t".join(row) + "\n" for row in table))
-    best = best_of(rows, mode=grid.mode)
     print("\n".join(aligned(table, left=range(len(table[0])))))
     if best is not None:
-        print(f"best by {grid.metric} ({grid.mode}): {best.group}")
+        print(f"best by {grid.metric} ({grid.mode}): {best}")
     print(f"wrote {path}; megavlm report {shlex.quote(grid.run_dir)}/*/ draws the curves")
 
 
@@ -123,64 +121,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the variants of one group came to: they differ in their seed. Numbers are None as long as there are none."""
+def results(grid: Grid, variants: Sequence[Variant]) -> tuple[list[list[str]], str | None]:
+    """Return the table of the groups from their run folders, as text, the head first; and the group with the best mean
+    among those whose variants have all finished, None if there is none.
 
-    group: str
-    settings: Mapping[str, str]
-    states: str  # the state that all are in, or the number of runs in each state
-    iteration: int  # that all have reached
-    mean: float | None
-    spread: float | None  # standard deviation over seeds; None with fewer than two
-    tokens_per_second: float | None
-
-
-def rows_of(grid: Grid, variants: Sequence[Variant]) -> list[Row]:
-    """Return a row for each group, in the order of the grid, from the run folders."""
+    Variants of one group differ in their seed: their means and standard deviation are in one row.
+    """
     groups: dict[str, list[Variant]] = {}
     for variant in variants:
         groups.setdefault(variant.group, []).append(variant)
-    return [_row(grid, group, same) for group, same in groups.items()]
-
-
-def _row(grid: Grid, group: str, variants: Sequence[Variant]) -> Row:
-    states = [state_of(variant) for variant in variants]
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    reached, values, rates = [], [], []
-    for variant in variants:
-        records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
-        reached.append(records[-1]["iteration"] if records else 0)
-        if metric := [value for each in records if (value := number(each.get(grid.metric))) is not None]:
-            values.append(statistics.fmean(metric[-grid.average_last :]))
-        if speeds := [rate for each in records[1:] if (rate := number(each.get("tokens_per_second")))]:
-            rates.append(statistics.median(speeds))
-    return Row(
-        group=group,
-        settings=variants[0].settings,
-        states=states[0] if len(set(states)) == 1 else counted,
-        iteration=min(reached),
-        mean=statistics.fmean(values) if values else None,
-        spread=statistics.stdev(values) if len(values) > 1 else None,
-        tokens_per_second=statistics.fmean(rates) if rates else None,
-    )
-
-
-def best_of(rows: Sequence[Row], *, mode: str) -> Row | None:
-    """Return the row with the best mean among those whose variants have all finished; None if there is none."""
-    done = [row for row in rows if row.mean is not None and row.states == "finished"]
-    return (min if mode == "min" else max)(done, key=lambda row: row.mean or 0.0, default=None)
-
-
-def columns(grid: Grid, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table as text, the head first."""
-    varied = list(dict.fromkeys(key for row in rows for key in row.settings))
+    varied = list(dict.fromkeys(key for variant in variants for key in variant.settings))
     several = len(grid.seeds) > 1
     spread = ["± over seeds"] if several else []
     table = [["variant", *varied, "state", "iteration", grid.metric, *spread, "tokens/s"]]
-    for row in rows:
-        cells = [row.group, *(row.settings.get(key, "") for key in varied), row.states, str(row.iteration)]
-        numbers = [row.mean, *([row.spread] if several else [])]
-        cells += ["" if value is None else f"{value:.5g}" for value in numbers]
-        table.append([*cells, "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"])
-    return table
+    finished: dict[str, float] = {}
+    for group, same in groups.items():
+        states = [state_of(variant) for variant in same]
+        reached, values, rates = [], [], []
+        for variant in same:
+            records = [each for each in records_of(run_dir_of(variant)) if isinstance(each.get("iteration"), int)]
+            reached.append(records[-1]["iteration"] if records else 0)
+            if metric := [value for each in records if (value := number(each.get(grid.metric))) is not None]:
+                values.append(statistics.fmean(metric[-grid.average_last :]))
+            if speeds := [rate for each in records[1:] if (rate := number(each.get("tokens_per_second")))]:
+                rates.append(statistics.median(speeds))
+        counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        row = [group, *(same[0].settings.get(key, "") for key in varied)]
+        row += [states[0] if len(set(states)) == 1 else counted, str(min(reached))]
+        row.append(f"{statistics.fmean(values):.5g}" if values else "")
+        if several:
+            row.append(f"{statistics.stdev(values):.5g}" if len(values) > 1 else "")
+        table.append([*row, f"{statistics.fmean(rates):.0f}" if rates else ""])
+        if values and set(states) == {"finished"}:
+            finished[group] = statistics.fmean(values)
+    best = (min if grid.mode == "min" else max)(finished, key=lambda group: finished[group], default=None)
+    return table, best

@@ -13,7 +13,7 @@ from megavlm.errors import UserError
 from megavlm.programs.launch.job import Job
 from megavlm.programs.sweep import sweep, training
 from megavlm.programs.sweep.grid import Grid, Variant, read_grid, variants_of
-from megavlm.programs.sweep.sweep import best_of, columns, rows_of
+from megavlm.programs.sweep.sweep import results
 from megavlm.programs.sweep.training import note_flags, run_dir_of, state_of, to_train
 from megavlm.resilience.status import write_status
 
@@ -132,20 +132,15 @@ def test_the_table_has_means_over_seeds_and_the_best(tmp_path: Path):
     variants = variants_of(grid)
     for variant, last in zip(variants, (1.0, 3.0, 0.5, 0.7), strict=True):
         ended(variant, "finished", 9.0, last + 0.1, last - 0.1)
-    rows = rows_of(grid, variants)
-    head, first, second = columns(grid, rows)
+    (head, first, second), best = results(grid, variants)
     assert head == ["variant", "lr", "state", "iteration", "loss", "± over seeds", "tokens/s"]
     assert first == ["a", "1", "finished", "3", "2", "1.4142", "100"]
     assert second[:5] == ["b", "2", "finished", "3", "0.6"]
-    best = best_of(rows, mode="min")
-    assert best is not None
-    assert best.group == "b"
+    assert best == "b"
     ended(variants[2], "failed", 9.0)
-    rows = rows_of(grid, variants)
-    assert rows[1].states == "1 failed, 1 finished"
-    best = best_of(rows, mode="min")
-    assert best is not None
-    assert best.group == "a"  # the mean of one seed is no mean of two
+    (_, _, second), best = results(grid, variants)
+    assert second[2] == "1 failed, 1 finished"
+    assert best == "a"  # the mean of one seed is no mean of two
 
 
 def test_an_array_job_is_one_command(tmp_path: Path):
