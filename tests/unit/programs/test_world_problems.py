@@ -86,7 +86,7 @@ def test_a_profile_tells_what_all_are_slow_at():
     assert world_problems(replace(SOUND, speeds=speeds(3 * GB)), None) == []
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("count", [2, 3, 8])
 def test_all_meet_once_and_nobody_meets_two_at_a_time(count: int):
     played = list(rounds(count))
     assert sorted(pair for one in played for pair in one) == list(combinations(range(count), 2))
