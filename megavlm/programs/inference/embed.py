@@ -37,7 +37,7 @@ from megavlm.files import check_folder, open_new, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.batch import MicroBatch
 from megavlm.programs.inference.assistant import DTYPES
-from megavlm.programs.inference.exports import device_of, model_folder
+from megavlm.programs.inference.exports import add_folder_options, device_of, model_folder
 from megavlm.programs.inference.own_model import config_of, own_model
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.fields import Kind
@@ -121,12 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write the vectors of texts and images.", allow_abbrev=False)
-    parser.add_argument(
-        "model",
-        type=Path,
-        metavar="RUN_DIR|HF_DIR",
-        help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or such an export.",
-    )
+    add_folder_options(parser)
     parser.add_argument(
         "records", metavar="FILE", help="Records of text, images and maybe an id, as FILE[,image_root=DIR][,columns=…]."
     )
@@ -137,10 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-root", metavar="DIR", help="Folder of images; default: the file's.")
     parser.add_argument("--width", type=int, metavar="N", help="First channels to keep; default: all.")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="Records together.")
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda if there is a GPU.")
     return parser
 
 

@@ -27,14 +27,23 @@ from megavlm.rules.load import from_yaml_file
 from megavlm.storage.cache import local_path
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the folder of the model and the options of its answers to a parser."""
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the model, and where and in which type it computes, to a parser."""
     parser.add_argument(
         "model",
         type=Path,
         metavar="RUN_DIR|HF_DIR",
         help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or a Hugging Face folder.",
     )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda if there is a GPU.")
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the folder of the model and the options of its answers to a parser."""
+    add_folder_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="System turn; default: the chat template's own, if any.")
     parser.add_argument(
         "--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help="Most tokens of an answer."
@@ -52,10 +61,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
         metavar="NAME|FILE",
         help="Chat template, as in training; default: that of the run, or of the folder.",
     )
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda if there is a GPU.")
 
 
 def sampling_of(given: argparse.Namespace) -> Sampling:
