@@ -10,10 +10,9 @@ from pathlib import Path
 from megavlm.command_line.commands import Parser, reported
 from megavlm.data.decode import size_of
 from megavlm.data.records.media import video_below
-from megavlm.data.types import Conversation, ImageRef, Turn, Visual
+from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef, Visual
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.layout import Film
 from megavlm.programs.inference.assistant import Assistant, Sampling
 from megavlm.programs.inference.exports import add_model_options, assistant_of, model_folder, sampling_of
 from megavlm.rules.extensions import without_extensions
@@ -33,34 +32,26 @@ class Talk:
         self._turns: tuple[Turn, ...] = self._opening
         self._images: list[Visual] = []
 
-    def add_image(self, path: str) -> tuple[int, int]:
-        """Show an image with the next message; return its height and width. Raises BadSample if it is no image."""
-        file = Path(path).expanduser()
-        if not file.is_file():
-            what = "is an address: download it first" if "://" in path else "is not a file"
-            raise BadSample(Reason.MISSING, f"{path} {what}")
-        try:
-            size = size_of(file)
-        except BadSample as error:
-            raise BadSample(error.reason, f"{path}: {error.detail}") from error
-        self._images.append(ImageRef(file))
-        return size
+    def add(self, path: str, *, video: bool = False) -> str:
+        """Show an image, or a clip or a folder of frames, with the next message; return words on what the model sees.
 
-    def add_video(self, path: str) -> Film:
-        """Show a clip, or a folder of frames, with the next message; return which frames the model sees.
-
-        Raises BadSample if it is no video, or the model reads none.
+        Raises BadSample if it is none, or the model reads none.
         """
         file = Path(path).expanduser().resolve()
-        if not file.exists():
-            raise BadSample(Reason.MISSING, f"{path} is not a file or folder")
-        video = video_below(file.parent, file.name)
+        if not (file.exists() if video else file.is_file()):
+            what = "is an address: download it first" if "://" in path else f"is not a file{' or folder' * video}"
+            raise BadSample(Reason.MISSING, f"{path} {what}")
+        visual: Visual = video_below(file.parent, file.name) if video else ImageRef(file)
         try:
-            film = self._assistant.source.film_of(video)
+            if isinstance(visual, VideoRef):
+                film = self._assistant.source.film_of(visual)
+                words = f"{len(film.frames)} frames, to {film.seconds[-1]:.1f} s"
+            else:
+                words = "{}×{} pixels".format(*size_of(file))
         except BadSample as error:
             raise BadSample(error.reason, f"{path}: {error.detail}") from error
-        self._images.append(video)
-        return film
+        self._images.append(visual)
+        return words
 
     def answer(self, message: str, show: Callable[[str], None]) -> str:
         """Return the answer to a message, and show it piece by piece.
@@ -101,10 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _show_first(given: argparse.Namespace, talk: Talk) -> None:
     """Add the images and videos of the options to the first message. Raises UserError for a file that is neither."""
-    for option, add, paths in (("--image", talk.add_image, given.image), ("--video", talk.add_video, given.video)):
+    for option, paths in (("--image", given.image), ("--video", given.video)):
         for path in paths:
             try:
-                add(path)
+                talk.add(path, video=option == "--video")
             except BadSample as error:
                 raise UserError(f"{option} {error.detail}: name another file, or leave it out") from error
 
@@ -155,12 +146,8 @@ def _converse(talk: Talk) -> None:
 def _take(talk: Talk, line: str) -> None:
     """Carry out a command, or answer a message. Raises BadSample for one that cannot be used."""
     command, _, rest = line.partition(" ")
-    if command == "/image" and rest.strip():
-        height, width = talk.add_image(rest.strip())
-        _note(f"({height}×{width} pixels, with the next message)")
-    elif command == "/video" and rest.strip():
-        film = talk.add_video(rest.strip())
-        _note(f"({len(film.frames)} frames, to {film.seconds[-1]:.1f} s, with the next message)")
+    if command in ("/image", "/video") and rest.strip():
+        _note(f"({talk.add(rest.strip(), video=command == '/video')}, with the next message)")
     elif command == "/reset":
         talk.reset()
     elif command.startswith("/") and "/" not in command[1:]:
