@@ -26,8 +26,6 @@ def router(config: Config) -> Iterator[str]:
             "nothing: add --set model.experts.router_pre_softmax=true"
         )
     dense = f"model.experts.dense_layers {' '.join(map(str, experts.dense_layers))}"
-    if max(experts.dense_layers, default=0) >= layers:
-        yield f"{dense} must be layers that exist, 0 to {layers - 1}: name those alone"
     if not any(has_experts(config.model, layer) for layer in range(layers)):
         yield f"{dense} leaves no layer with experts: name fewer, or leave --num-experts out"
     yield from _groups(config)

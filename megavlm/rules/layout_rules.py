@@ -273,12 +273,6 @@ def global_batch_divides(config: Config, world: int) -> Iterator[str]:
         )
 
 
-def profiled_ranks_exist(config: Config, world: int) -> Iterator[str]:
-    for rank in config.logging.profile_ranks if config.logging.profile else ():
-        if rank >= world:
-            yield f"--profile-ranks {rank} is not a rank of {world} processes: use 0 to {world - 1}"
-
-
 LAYOUT_RULES: tuple[Rule, ...] = (
     colocated_encoder,
     tensor_parallelism,
@@ -297,5 +291,4 @@ WORLD_RULES: tuple[WorldRule, ...] = (
     expert_ranks_divide,
     groups_divide,
     global_batch_divides,
-    profiled_ranks_exist,
 )

@@ -94,10 +94,6 @@ def language_model(config: Config) -> Iterator[str]:
     if is_set(language, "num_query_groups") and heads % groups:
         whole = f"model.language.num_attention_heads {heads}"
         yield no_divisor("model.language.num_query_groups", groups, whole, heads)
-    last = language.num_layers - 1
-    if max(language.full_attention_layers, default=0) > last:
-        shown = _listed(language.full_attention_layers)
-        yield f"model.language.full_attention_layers {shown} must be layers that exist, 0 to {last}: name those alone"
 
 
 def sequence_is_not_too_long(config: Config) -> Iterator[str]:
@@ -108,11 +104,7 @@ def sequence_is_not_too_long(config: Config) -> Iterator[str]:
     remedy = "add --set model.language.max_positions=null"
     # A folder decides the limit, and the programs that read an exported model take it from the same config.json.
     if folder := config.checkpoint.init_from or config.checkpoint.language_from:
-        # A window of full attention is a limit (families/shared/language.py); Gemma's belongs to the model.
-        window = " (and sliding_window, if it is less)" if language.window_size is None else ""
-        remedy = f"raise max_position_embeddings{window} in {folder}/config.json"
-        if language.rope_scaling == "yarn" and longest == language.rope_original_positions:
-            remedy += " (but not where llama_4_scaling_beta is set: how queries are scaled beyond is not known here)"
+        remedy = f"raise max_position_embeddings in {folder}/config.json"
     yield (
         f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
         f"supports: lower it, or {remedy} to extrapolate"

@@ -29,9 +29,6 @@ def datasets(config: Config) -> Iterator[str]:
         yield "--data files needs --datasets: name your data sets, for example --datasets PATH,image_root=DIR"
     if data.validation and data.validation_split:
         yield "--validation and --validation-split both say what is not trained on: leave one of them out"
-    for dataset in data.validation:
-        if dataset.weight not in (None, 1):
-            yield f"--validation {shown(dataset.path)} has a weight, but each of its samples counts once: leave it out"
     for flag, given in (("--datasets", data.datasets), ("--validation", data.validation)):
         names = [dataset.name or Path(dataset.path).stem for dataset in given]
         for dataset, name in zip(given, names, strict=True):
@@ -48,10 +45,6 @@ def callbacks_and_trackers(config: Config) -> Iterator[str]:
     for name in (each for each in logging.callback if each not in registered("callbacks")):
         if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
             yield f"--callback {shown(name)} is not MODULE:CLASS: write it as in my_package.my_module:MyCallback"
-    for flag, names in (("--callback", logging.callback), ("--tracker", logging.tracker)):
-        for name in names:
-            if names.count(name) > 1:
-                yield f"{flag} names {shown(name)} twice: leave one of them out"
     if logging.tracker and not logging.tracker_project:
         yield "--tracker-project is empty: name the project, or leave it out"
 
@@ -68,16 +61,14 @@ def run_dir_is_a_folder(config: Config) -> Iterator[str]:
             f"{place}"
         )
     if "\0" in run_dir:
-        yield f"{option} has a NUL: choose another name"
+        yield f"{option} cannot be used: a name has no NUL"
     try:
         run_dir.encode()
         taken = [place for place in (path, *path.parents) if place.exists() and not place.is_dir()]
         is_model = (path / "config.json").is_file()
         has_checkpoints = (path / "megavlm.json").is_file() or any(path.glob("iter_*/megavlm.json"))
-    except UnicodeEncodeError:
-        yield f"{option} is no UTF-8 text: choose another name"
-    except OSError as error:
-        yield f"{option} cannot be used: {error.strerror}"
+    except (OSError, ValueError) as error:
+        yield f"{option} cannot be used ({shown(str(error))}): choose another name"
     else:
         if is_model:
             yield f"{option} has a config.json, as models do: name another folder for the run"

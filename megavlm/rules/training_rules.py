@@ -74,11 +74,6 @@ def update_rule(config: Config) -> Iterator[str]:
             "--qk-clip has nothing to scale: projections of queries and keys are frozen here, have adapters, or are "
             "followed by a norm of queries and keys, which bounds the logits itself; leave it out"
         )
-    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        yield (
-            f"optimizer.min_loss_scale {optimizer.min_loss_scale} is above optimizer.initial_loss_scale "
-            f"{optimizer.initial_loss_scale}: lower the former or raise the latter"
-        )
 
 
 def one_length(config: Config) -> Iterator[str]:
@@ -128,8 +123,6 @@ def profile_sees_iterations(config: Config) -> Iterator[str]:
         yield f"--profile-step-start {start} is not before --profile-step-end {end}: use at most {end - 1}"
     if last is not None and start >= last:
         yield f"--profile-step-start {start} is not less than --train-iters {last}: use at most {last - 1}"
-    if not logging.profile_ranks:
-        yield "--profile-ranks is empty: name ranks, or leave --profile out"
 
 
 TRAINING_RULES: tuple[Rule, ...] = (

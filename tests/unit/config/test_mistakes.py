@@ -49,8 +49,8 @@ TABLE = {
     for section, rows in ROWS.items()
 }
 TABLE["run"] += [  # what is no text
-    Mistake("--run-dir a\udcff", "--run-dir", "is no UTF-8 text: choose another name", "--run-dir a"),
-    Mistake("--run-dir a\0b", "--run-dir", "has a NUL: choose another name", "--run-dir a"),
+    Mistake("--run-dir a\udcff", "--run-dir", "cannot be used", "--run-dir a"),
+    Mistake("--run-dir a\0b", "--run-dir", "cannot be used", "--run-dir a"),
 ]
 SPELLING, TYPES = TABLE["spelling"], TABLE["types"]
 RULE_MISTAKES = [mistake for section in list(TABLE)[2:] for mistake in TABLE[section]]
