@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**{"formatter_class": _Help, **more})
+        self._negative_number_matcher = re.compile(r"-\.?\d.*")  # argparse's own takes -1e-4 for a flag
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.removeprefix("argument ").split())

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     load_extensions(extensions)
     parser = _parser(all_options=True)
     try:
-        given, rest = parser.parse_known_args(_with_joined_negatives(argv))
+        given, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(wrong_values(error)) from None
     if rest:
@@ -55,7 +55,8 @@ def parse(argv: Sequence[str], *, complete: Callable[[Config], Config] | None = 
     values = {option.path: given_values[option.key] for option in options() if option.key in given_values}
     values = _without_others(values) | ({("run", "extension"): tuple(dict.fromkeys(extensions))} if extensions else {})
     if given.recipe is not None:
-        config = without_idle(_with_sizes(recipe(given.recipe, values), values), values)
+        base = recipe(given.recipe, train_iters=values.get(("train", "train_iters")))
+        config = without_idle(_with_sizes(base, values), values)
     else:
         base = _with_sizes(Config(), _in_file(given.config)) if given.config is not None else Config()
         config = without_idle(_with_sizes(base, values), {*values, *(option.path for option, _ in idle(base))})
@@ -228,27 +229,6 @@ def _add_briefly(group: Any, option: Option) -> None:
         group.add_argument(flag, action="store_true", help=help)
     else:
         group.add_argument(flag, nargs="*" if kind.many else None, metavar=metavar(kind), help=help)
-
-
-def _with_joined_negatives(argv: Sequence[str]) -> list[str]:
-    """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes negative numbers in that form for flags."""
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_odd_negative(word):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
-
-
-def _is_odd_negative(word: str) -> bool:
-    if not word.startswith("-") or word[1:].isdigit():
-        return False
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", dict: "MAPPING"}

@@ -5,9 +5,8 @@ The demos train a model that learns to read handwritten digits in a few minutes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from megavlm.config.messages import did_you_mean, plain
 from megavlm.config.schema import (
@@ -28,7 +27,6 @@ from megavlm.config.schema import (
     VisionConfig,
 )
 from megavlm.errors import UserError
-from megavlm.rules.fields import value_at, with_values
 
 
 def demo() -> Config:
@@ -105,27 +103,23 @@ def demo_embed() -> Config:
 
 RECIPES: dict[str, Callable[[], Config]] = {"demo": demo, "demo-embed": demo_embed, "demo-moe": demo_moe}
 
-Path = tuple[str, ...]  # of an option: (section, field)
 
-_LENGTH: Path = ("train", "train_iters")
-# Options counted in iterations, with the lower bound of each.
-_SCHEDULES = {"lr_warmup_iters": 0, "lr_decay_iters": 1, "lr_wsd_decay_iters": 1}
+def recipe(name: str, *, train_iters: int | None = None) -> Config:
+    """Return the configuration of a recipe, of another length if that is given.
 
-
-def recipe(name: str, given: Mapping[Path, Any] | None = None) -> Config:
-    """Return the configuration of a recipe, with its learning-rate schedule scaled to the values that a user gave.
-
-    If the number of iterations is given, warm-up and decay keep their fraction of the run, rounded down. Raises
-    UserError, with a suggestion, for an unknown name.
+    Warm-up and decay then keep their fraction of the run, rounded down. Raises UserError, with a suggestion, for an
+    unknown name.
     """
     if name not in RECIPES:
         hint = did_you_mean(name, RECIPES) or f": choose one of {', '.join(RECIPES)}"
         raise UserError(f"unknown recipe {plain(name)}{hint}")
-    config, given = RECIPES[name](), given or {}
-    values: dict[Path, Any] = {}
-    before, now = value_at(config, _LENGTH), given.get(_LENGTH)
-    if before is not None and now is not None:
-        for name, least in _SCHEDULES.items():
-            if (length := getattr(config.optimizer, name)) is not None:
-                values["optimizer", name] = max(least, length * now // before)
-    return with_values(config, values)
+    config = RECIPES[name]()
+    if train_iters is None:
+        return config
+    # Options counted in iterations, with the lower bound of each.
+    schedule = {
+        option: max(least, length * train_iters // config.train.train_iters)
+        for option, least in (("lr_warmup_iters", 0), ("lr_decay_iters", 1), ("lr_wsd_decay_iters", 1))
+        if (length := getattr(config.optimizer, option)) is not None
+    }
+    return replace(config, optimizer=replace(config.optimizer, **schedule))

@@ -9,6 +9,7 @@ that relate fields to one another live in `rules.py`. A field whose default is N
 is a plain value from `resolve.resolve` on, which computes its default from other fields.
 """
 
+# ruff: noqa: F401 (others import all classes of options from here)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -42,30 +43,6 @@ from megavlm.config.option import (
     key_only,
     option,
 )
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DatasetConfig",
-    "EvaluationConfig",
-    "ExecutionConfig",
-    "ExpertsConfig",
-    "LanguageConfig",
-    "LoggingConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "NumericsConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PlacementConfig",
-    "PrecisionConfig",
-    "ProjectorConfig",
-    "RunConfig",
-    "TrainConfig",
-    "VisionConfig",
-]
 
 # The seeds that all random generators of a run accept; numpy has the tightest bound.
 SEEDS = Valid("between 0 and 2**32 − 1", lambda value: 0 <= value < 2**32)

@@ -113,7 +113,9 @@ def trackers_of(config: Config, run_dir: Path) -> list[Callback]:
     """Return the trackers of a run; their libraries are imported by threads of their own."""
     logging = config.logging
     name = logging.tracker_run_name or run_dir.resolve().name
-    return [Background(each, partial(_make, each, logging.tracker_project, name)) for each in dict.fromkeys(logging.tracker)]
+    return [
+        Background(each, partial(_make, each, logging.tracker_project, name)) for each in dict.fromkeys(logging.tracker)
+    ]
 
 
 def _make(tracker: str, project: str, name: str) -> Callback:
