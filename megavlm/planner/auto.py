@@ -16,7 +16,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import HOST_USABLE, Hardware, for_precision, profile
-from megavlm.planner.host_memory import host_line, node_memory_error
+from megavlm.planner.host_memory import node_memory_error
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
@@ -65,24 +65,6 @@ def memory_of(config: Config, dims: Dims, *, on_gpu: bool) -> tuple[Memory, ...]
     return predict(config, dims, profile(_profile(on_gpu))).memory
 
 
-def duration_line(config: Config, dims: Dims, *, on_gpu: bool) -> str:
-    """Return a line on how long the run's iterations will take on `--hardware`, as the planner estimates a step."""
-    name = device_of(config, on_gpu=on_gpu)
-    seconds, iterations = predict(config, dims, profile(name)).seconds, config.train.train_iters
-    minutes = round(seconds * iterations / 60)
-    return (
-        f"about {minutes // 60} h {minutes % 60:02} min: {several(iterations, 'iteration')} of {seconds:.3g} s on "
-        f"{name}, as the planner estimates them (--hardware)"
-    )
-
-
-def offload_line(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
-    """Return a line of text on the host memory that the configured layout uses, or None if nothing is offloaded."""
-    hardware = profile(_profile(on_gpu))
-    step = predict(config, dims, hardware)
-    return host_line(step.host, dims.world, hardware) if step.host else None
-
-
 def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devices: int) -> str | None:
     """Return an error message if offloading needs more than the `node_memory` bytes of a node with `devices` GPUs, else
     None.
@@ -122,17 +104,16 @@ def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: fl
     return f"{text}: {remedy(config, dims, lambda changed: estimate(changed).total, limit=limit)}"
 
 
-def verdict(config: Config, dims: Dims, *, on_gpu: bool) -> str | None:
-    """Return a line on whether the layout is estimated to fit on `--hardware`; None on CPUs, whose memory varies."""
-    name = device_of(config, on_gpu=on_gpu)
-    hardware = profile(name)
+def verdict(config: Config, dims: Dims, hardware: Hardware, peak: float, *, name: str) -> str | None:
+    """Return a line on whether the layout, whose fullest rank needs `peak` bytes, fits a GPU; None on CPUs, whose
+    memory varies.
+    """
     if not hardware.on_gpu:
         return None
     if (problem := complaint(config, dims, hardware, name=name)) is not None:
         return f"does not fit: {problem}"
-    needed = max(each.total for each in predict(config, dims, hardware).memory)
     ranks = several(dims.world, "rank")
-    return f"fits: {_gib(needed)} of {_gib(hardware.memory)} on the fullest of {ranks} ({name})"
+    return f"fits: {_gib(peak)} of {_gib(hardware.memory)} on the fullest of {ranks} ({name})"
 
 
 def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> str | None:

@@ -15,8 +15,7 @@ from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
-from megavlm.planner.auto import device_of, predict
-from megavlm.planner.hardware import Hardware, profile
+from megavlm.planner.hardware import Hardware
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.defaults import starts_from_weights
 
@@ -32,8 +31,10 @@ _DRAWN = 1e8  # parameters per second that a process draws from the seed: estima
 _LEAST = 0.05  # smaller shares are not printed
 
 
-def start_estimate(config: Config, dims: Dims, hardware: Hardware, *, resumes: bool) -> Mapping[str, float]:
-    """Return the seconds of the parts of a start, by name as in `PARTS`."""
+def start_estimate(
+    config: Config, dims: Dims, hardware: Hardware, step: float, *, resumes: bool
+) -> Mapping[str, float]:
+    """Return the seconds of the parts of a start, by name as in `PARTS`; `step` are those of a later step."""
     on_gpu = hardware.on_gpu
     parameters = sum(model_parameters(name, config.model) for name in layer_names(config.model)) / dims.pp
     given = resumes or starts_from_weights(config)
@@ -47,7 +48,7 @@ def start_estimate(config: Config, dims: Dims, hardware: Hardware, *, resumes: b
         "model": 0.0 if given else parameters / _DRAWN,
         "weights": _bytes_read(config, dims, parameters, resumes=resumes) / hardware.own_host.disk if given else 0.0,
         "outputs": _OUTPUTS,
-        "first_step": _WARM_UP[on_gpu] + predict(config, dims, hardware).seconds,
+        "first_step": _WARM_UP[on_gpu] + step,
     }
 
 
@@ -60,10 +61,9 @@ def _bytes_read(config: Config, dims: Dims, parameters: float, *, resumes: bool)
     return held * (2 + 12 / (dims.dp_cp if sharded else 1))
 
 
-def starting_line(config: Config, dims: Dims, *, on_gpu: bool, resumes: bool) -> str:
+def starting_line(config: Config, dims: Dims, hardware: Hardware, step: float, *, name: str, resumes: bool) -> str:
     """Return a line on how long the run will take to the end of its first step, and what takes most of that."""
-    name = device_of(config, on_gpu=on_gpu)
-    parts = start_estimate(config, dims, profile(name), resumes=resumes)
+    parts = start_estimate(config, dims, hardware, step, resumes=resumes)
     whole = sum(parts.values())
     long = sorted((part for part in parts if parts[part] > _LEAST * whole), key=lambda part: -parts[part])
     shown = ", ".join(f"{parts[part]:.2g} s {PARTS[part]}" for part in long)

@@ -9,8 +9,11 @@ from megavlm.arch.plan import make_plan, start_line, table
 from megavlm.checkpoint.begun import as_begun
 from megavlm.checkpoint.folders import newest
 from megavlm.config.derived import replica_size
+from megavlm.config.messages import several
 from megavlm.config.schema import Config
-from megavlm.planner.auto import duration_line, memory_of, offload_line, verdict
+from megavlm.planner.auto import device_of, predict, verdict
+from megavlm.planner.hardware import profile
+from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
 from megavlm.planner.start_time import starting_line
 from megavlm.rules.check import check
@@ -29,10 +32,12 @@ def dry_run(config: Config, *, world: int) -> None:
     print(start_line(config, continued=continued))
     print(table(make_plan(config, dims), config))
     print(start_table(given, asked=requested))
-    on_gpu = config.precision.dtype != "fp32"
-    print(memory_table(memory_of(config, dims, on_gpu=on_gpu)))
-    if offloaded := offload_line(config, dims, on_gpu=on_gpu):
-        print(offloaded)
+    name = device_of(config, on_gpu=config.precision.dtype != "fp32")
+    hardware = profile(name)
+    step = predict(config, dims, hardware)
+    print(memory_table(step.memory))
+    if step.host:
+        print(host_line(step.host, dims.world, hardware))
     if config.data.datasets:
         from megavlm.data.file_source import FilesSource
         from megavlm.data.survey import data_table, with_counted_length
@@ -46,8 +51,10 @@ def dry_run(config: Config, *, world: int) -> None:
         from megavlm.data.survey import samples_line
 
         print(samples_line(config))
-    print(starting_line(config, dims, on_gpu=on_gpu, resumes=continued is not None))
-    if config.train.train_iters is not None:
-        print(duration_line(config, dims, on_gpu=on_gpu))
-    if line := verdict(config, dims, on_gpu=on_gpu):
+    print(starting_line(config, dims, hardware, step.seconds, name=name, resumes=continued is not None))
+    if (iterations := config.train.train_iters) is not None:
+        minutes, steps = round(step.seconds * iterations / 60), several(iterations, "iteration")
+        took = f"{steps} of {step.seconds:.3g} s on {name}, as the planner estimates them (--hardware)"
+        print(f"about {minutes // 60} h {minutes % 60:02} min: {took}")
+    if line := verdict(config, dims, hardware, step.peak, name=name):
         print(line)

@@ -21,7 +21,7 @@ def configured(*argv: str) -> Config:
 
 def estimate(*argv: str, world: int, resumes: bool = False) -> dict[str, float]:
     config = configured(*argv)
-    return {**start_estimate(config, dims_of(config, world=world), profile("cpu"), resumes=resumes)}
+    return {**start_estimate(config, dims_of(config, world=world), profile("cpu"), 0.5, resumes=resumes)}
 
 
 def test_each_part_follows_its_law() -> None:
@@ -50,7 +50,7 @@ def test_a_resume_reads_what_it_does_not_draw() -> None:
 
 def test_the_line_names_the_longest_parts_first() -> None:
     config = configured("--tp", "2")
-    line = starting_line(config, dims_of(config, world=2), on_gpu=False, resumes=False)
+    line = starting_line(config, dims_of(config, world=2), profile("cpu"), 0.5, name="cpu", resumes=False)
     seconds = [float(number) for number in re.findall(r"([\d.]+) s ", line)]
     assert seconds[1:] == sorted(seconds[1:], reverse=True)
     assert " s at 2 ranks, of which " in line
