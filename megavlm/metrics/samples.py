@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -125,7 +124,6 @@ class SamplesSink(Callback):
         self._lines = JsonlSink(folder / "answers.jsonl", resume_iteration=resume_iteration)
         self._moments = list(answers_of(folder / "answers.jsonl"))
         self._name, self._last = folder.parent.name, 0
-        self._writable = True
 
     def on_start(self, start: Start) -> None:
         self._name, self._last = start.run_dir.resolve().name, start.train_iters
@@ -145,18 +143,7 @@ class SamplesSink(Callback):
         page = samples_page(
             self._name, pictures, _shown(self._moments), answered=len(self._moments), train_iters=self._last
         )
-        try:
-            replace_file(self._folder / "index.html", page)
-            self._writable = True
-        except OSError as error:
-            if self._writable:
-                self._writable = False
-                print(
-                    f"warning: {self._folder}/index.html cannot be written ({error.strerror}): answers.jsonl beside it "
-                    "has the answers",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        replace_file(self._folder / "index.html", page)
 
     def on_stop(self, stop: Stop) -> None:
         self._lines.on_stop(stop)

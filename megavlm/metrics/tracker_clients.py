@@ -11,7 +11,6 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -196,39 +195,18 @@ class TensorBoardSink(Callback):
             raise UserError(f"{what}: move it away, or go on with --no-tensorboard") from error
 
     def on_step_end(self, step: StepEnd) -> None:
-        def add(writer: Any) -> None:
-            for tag, number in tagged(step.record).items():
-                writer.add_scalar(tag, number, step.iteration)
-
-        self._write(add)
+        for tag, number in tagged(step.record).items():
+            self._writer.add_scalar(tag, number, step.iteration)
 
     def on_samples(self, samples: Samples) -> None:
-        def add(writer: Any) -> None:
-            for number, each in enumerate(samples.generations):
-                writer.add_text(f"samples/{number}", _told(each), samples.iteration)
-                for place, image in enumerate(() if self._pictures_written else each.images):
-                    writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
-
-        self._write(add)
+        for number, each in enumerate(samples.generations):
+            self._writer.add_text(f"samples/{number}", _told(each), samples.iteration)
+            for place, image in enumerate(() if self._pictures_written else each.images):
+                self._writer.add_image(f"samples/{number}/{place}", image, samples.iteration, dataformats="HWC")
         self._pictures_written = True  # they are always the same
 
     def on_stop(self, stop: Stop) -> None:
-        self._write(lambda writer: writer.close())
-
-    def _write(self, call: Callable[[Any], object]) -> None:
-        """Call the writer; after an error of its thread, go on without."""
-        if self._writer is None:
-            return
-        try:
-            call(self._writer)
-        except OSError as error:
-            self._writer = None
-            print(
-                f"warning: TensorBoard's files cannot be written ({error.strerror or error}): "
-                "the run goes on without charts; metrics.jsonl has the same figures",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._writer.close()
 
 
 def _told(said: Generation) -> str:

@@ -76,6 +76,7 @@ class Callbacks(RankHook):
     stop: str | None = None  # why a callback asks the run to stop
     _iteration: int = field(default=0, init=False)
     _saved: list[Saved] = field(default_factory=list, init=False)  # complete, and not told yet
+    _unwritable: list[Callback] = field(default_factory=list, init=False)  # own ones, which were told of
     _broken: set[int] = field(default_factory=set, init=False)  # places of users' callbacks that raised
 
     def on_start(self, start: Start) -> None:
@@ -125,7 +126,13 @@ class Callbacks(RankHook):
 
     def _call(self, method: str, event: Any) -> None:
         for callback in self.own:
-            getattr(callback, method)(event)
+            try:
+                getattr(callback, method)(event)
+            except OSError as error:  # a full disk, as a rule; metrics.jsonl waits for room by itself
+                if callback not in self._unwritable:
+                    self._unwritable.append(callback)
+                    told = f"{type(callback).__name__} cannot write ({error.strerror or error}): the run goes on"
+                    print(f"warning: {told}; metrics.jsonl has the same figures", file=sys.stderr, flush=True)
         phase = self.phases.now.phase
         for place, (name, callback) in enumerate(self.users):
             if place in self._broken:

@@ -92,19 +92,11 @@ def test_answers_to_other_questions_are_not_shown_beside_a_new_one(tmp_path: Pat
     assert "old" not in told(page)
 
 
-def test_damaged_lines_and_a_page_that_cannot_be_written_end_nothing(tmp_path: Path, capsys) -> None:
+def test_damaged_lines_cost_no_other(tmp_path: Path) -> None:
     write(tmp_path, 0, 10)
     path = tmp_path / "samples" / "answers.jsonl"
     path.write_text(path.read_text() + '{"iteration": 11, "answers": [3]}\n{"iteration": 12, "answ')
-    (tmp_path / "samples" / "index.html").unlink()
-    (tmp_path / "samples" / "index.html").mkdir()
     sink = SamplesSink(tmp_path / "samples", resume_iteration=20)
-    capsys.readouterr()
     sink.on_samples(samples(20))
-    sink.on_samples(samples(30))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "index.html cannot be written" in line
-    (tmp_path / "samples" / "index.html").rmdir()
-    sink.on_samples(samples(40))
     words = told((tmp_path / "samples" / "index.html").read_text())
-    assert all(f"answer {iteration}" in words for iteration in (0, 10, 20, 30, 40))
+    assert all(f"answer {iteration}" in words for iteration in (0, 10, 20))

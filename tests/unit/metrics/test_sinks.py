@@ -1,4 +1,3 @@
-import errno
 import json
 import math
 import os
@@ -220,19 +219,3 @@ def test_what_is_in_the_place_of_the_charts_is_named(tmp_path: Path):
     (tmp_path / "tensorboard").touch()
     with pytest.raises(UserError, match=r"tensorboard cannot be written \(File exists\): .* --no-tensorboard"):
         TensorBoardSink(tmp_path / "tensorboard")
-
-
-@pytest.mark.parametrize("call", ["add_scalar", "close"])
-def test_a_full_disk_ends_the_charts_and_not_the_run(tmp_path: Path, capsys, monkeypatch, call: str):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    sink = TensorBoardSink(tmp_path)
-    monkeypatch.setattr(sink._writer, call, full)
-    for iteration in (1, 2):
-        sink.on_step_end(StepEnd({"iteration": iteration, "loss": 1.0}))
-    sink.on_stop(END)
-    sink.on_stop(END)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "No space left on device" in line
-    assert "goes on without charts" in line

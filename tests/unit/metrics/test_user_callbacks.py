@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
 import pytest
 
 from megavlm.errors import UserError
+from megavlm.metrics.callback import Callback, Stop
+from megavlm.resilience.phases import Phases
+from megavlm.train.hooks.hook import Callbacks
 from megavlm.train.outputs import load
 from tests.support.user_callbacks import Broken, Diary
 
@@ -47,3 +51,23 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert str(error.value).startswith(f"--callback {name}")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages and charts are left out, which is said once; what comes after them is called."""
+
+    class Full(Callback):
+        def on_stop(self, stop: Stop) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class After(Callback):
+        def on_stop(self, stop: Stop) -> None:
+            print("called")
+
+    callbacks = Callbacks(Phases(), own=[Full(), After()])
+    for _ in range(2):
+        callbacks.on_stop(None)
+    printed = capsys.readouterr()
+    assert printed.out == "called\ncalled\n"
+    (line,) = printed.err.splitlines()
+    assert "Full cannot write (No space left on device): the run goes on" in line
