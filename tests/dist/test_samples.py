@@ -64,8 +64,6 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
     [
         (2, "--pp 2 --vpp 2 --micro-batch-size 2", ""),
         pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --pp 2", "", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
         pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
         pytest.param(2, "--tp 2", "--no-packing --packing-window 2048", marks=pytest.mark.slow),

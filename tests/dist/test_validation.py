@@ -80,11 +80,9 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
     [
         pytest.param(4, "--tp 2 --pp 2", "", marks=pytest.mark.slow),
         (2, "--pp 2 --vpp 2 --mbs 2", ""),
-        pytest.param(2, "--tp 2 --placement colocated", "", marks=pytest.mark.slow),
         pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
         pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
         pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
-        pytest.param(4, "--cp 2 --tp 2", "", marks=pytest.mark.slow),
         pytest.param(4, "--cp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
     ],
 )
@@ -99,15 +97,6 @@ def test_any_layout_measures_the_same(
         "each validation has its own weights"
     )
     assert_same_validation(validated(tmp_path), expected)
-
-
-@pytest.mark.slow
-def test_packing_changes_nothing(pools: Pools, folder: Path, one: Any, tmp_path: Path) -> None:
-    """Before the first step: packing changes what is trained on."""
-    argv = [*sources(folder), "--no-save", "--train-iters", "1", "--eval-interval", "1", "--lr", "1e-30"]
-    for name, flags in (("packed", []), ("alone", ["--no-packing", "--packing-window", "2048", "--mbs", "4"])):
-        pools(1).run(train, [*RUN, *argv, *flags], str(tmp_path / name))
-    assert_same_validation(validated(tmp_path / "alone"), validated(tmp_path / "packed"))
 
 
 def test_a_split_is_the_same_on_another_layout_and_after_a_resume(

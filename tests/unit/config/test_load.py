@@ -10,7 +10,7 @@ import pytest
 from megavlm.command_line.recipes import recipe
 from megavlm.config.schema import Config, TrainConfig
 from megavlm.errors import UserError
-from megavlm.rules.load import from_dict, from_yaml_file, to_yaml
+from megavlm.rules.load import from_yaml_file, to_yaml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -34,11 +34,6 @@ def test_lists_become_tuples_and_the_rest_keeps_its_default(tmp_path: Path) -> N
     )
     assert config.model.freeze == ("vision",)
     assert config.train == TrainConfig()
-
-
-def test_an_empty_mapping_is_the_defaults() -> None:
-    assert from_dict({}) == Config()
-    assert from_dict({"model": {"vision": {}}}) == Config()
 
 
 def test_yaml_follows_the_schema_and_has_no_tags() -> None:
@@ -65,12 +60,6 @@ MERGES = "b0: &b0 {k0: 1}\n" + "".join(
 def test_aliases_are_not_expanded_beyond_all_size(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="aliases expanded"):
         from_yaml_file(written(tmp_path, text))
-
-
-def test_an_alias_stands_for_what_it_names(tmp_path: Path) -> None:
-    text = "model:\n  vision: &sizes {num_layers: 3, hidden_size: 96}\n  language: *sizes\n"
-    model = from_yaml_file(written(tmp_path, text)).model
-    assert model.language.num_layers == model.vision.num_layers == 3
 
 
 def test_a_file_of_options_is_a_small_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.rules.defaults import resolve, resolve_model
+from megavlm.rules.defaults import resolve
 from megavlm.rules.fields import options, value_at
 from megavlm.rules.training_rules import with_train_iters
 
@@ -50,18 +50,6 @@ def test_unset_options_get_the_values_that_their_help_promises() -> None:
 @pytest.mark.parametrize("argv", [GIVEN, [*GIVEN, "--train-iters", "60"]])
 def test_given_values_stay(argv: list[str]) -> None:
     assert resolve(parse(argv), vocab_size=160) == parse(argv)
-
-
-def test_what_is_resolved_is_not_copied_again() -> None:
-    """A search asks for resolved models tens of thousands of times."""
-    model = resolve(parse([]), vocab_size=160).model
-    assert resolve_model(model).language is model.language
-    assert resolve_model(model).projector is model.projector
-
-
-def test_only_wsd_has_a_final_decay() -> None:
-    """Its length would contradict another `--lr-decay-style` if the configuration were checked again."""
-    assert resolve(parse(["--lr-decay-style", "cosine"])).optimizer.lr_wsd_decay_iters is None
 
 
 def test_schedules_of_epochs_follow_from_the_number_of_iterations_that_the_data_make() -> None:

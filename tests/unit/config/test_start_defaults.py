@@ -85,16 +85,6 @@ def test_what_is_given_wins_also_where_it_is_the_default_of_a_toy() -> None:
     assert values(resolve(parse(["--init-from", "F", *given.split()]))) == TOY
 
 
-def test_values_follow_the_run() -> None:
-    config = parse("--init-from F --train-iters 1000 --lr-decay-iters 200 --no-save".split())
-    config = replace(config, model=replace(config.model, language=replace(config.model.language, max_positions=2048)))
-    check(config, world=1)
-    found = resolve(config)
-    assert (found.optimizer.lr_warmup_iters, found.train.seq_length, found.checkpoint.save_interval) == (6, 2048, 0)
-    check(found, world=1)
-    assert resolve(parse("--init-from F --train-iters 3".split())).optimizer.lr_warmup_iters == 0
-
-
 def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     """What it wrote wins over the table, here the values of a toy."""
     run = begun(tmp_path / "run", with_start_defaults(Config()))
@@ -108,13 +98,6 @@ def test_a_run_that_continues_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert values(resolve(parse(command)))[2] == 1e-5, "the test can fail"
 
 
-def test_what_the_begun_run_had_and_a_flag_makes_idle_is_no_mistake(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run", parse(["--save-interval", "2"]))
-    command = ["--load", str(run), "--run-dir", str(tmp_path / "other")]
-    assert as_begun(parse(command)).checkpoint.save_interval == 2
-    check(as_begun(parse([*command, "--no-save"])), world=1)
-
-
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight: float | None) -> None:
     config = parse(["--datasets", "a.json", "b.json", "--run-dir", str(tmp_path)])
@@ -123,12 +106,6 @@ def test_a_run_goes_on_with_the_weights_of_its_data_sets(tmp_path: Path, weight:
     assert as_begun(config).data.datasets == weighted
     other = parse(["--datasets", "a.json,weight=3", "c.json", "--run-dir", str(tmp_path)])
     assert as_begun(other).data == other.data
-
-
-def test_a_longer_run_does_not_warm_up_again(tmp_path: Path) -> None:
-    command = ["--init-from", "F", "--run-dir", str(tmp_path), "--train-iters"]
-    begun(tmp_path, with_start_defaults(parse([*command, "100"])))
-    assert resolve(as_begun(parse([*command, "10000"]))).optimizer.lr_warmup_iters == 3
 
 
 @pytest.mark.parametrize(
@@ -180,15 +157,15 @@ def test_the_table_tells_where_each_value_comes_from() -> None:
     assert all("default for random weights" in line for line in start_table(Config()).splitlines())
 
 
-def test_a_warm_up_by_its_fraction_has_no_default_beside_it() -> None:
-    """RUN_DIR/config.yaml would hold both, and the resumed run would be refused."""
-    written = with_start_defaults(parse("--init-from F --train-iters 100 --lr-warmup-fraction 0.1".split()))
-    assert written.optimizer.lr_warmup_iters is None
-    assert resolve(written).optimizer.lr_warmup_iters == 10
-
-
 def test_a_new_rate_of_a_resumed_run_holds_for_all_parts(tmp_path: Path) -> None:
     command = ["--init-from", "F", "--run-dir", str(tmp_path)]
     begun(tmp_path, with_start_defaults(parse(command)))
     assert resolve(as_begun(parse(command))).optimizer.vision_lr == 2e-6
     assert resolve(as_begun(parse([*command, "--lr", "5e-5"]))).optimizer.vision_lr is None
+
+
+def test_a_warm_up_by_its_fraction_has_no_default_beside_it() -> None:
+    """RUN_DIR/config.yaml would hold both, and the resumed run would be refused."""
+    written = with_start_defaults(parse("--init-from F --train-iters 100 --lr-warmup-fraction 0.1".split()))
+    assert written.optimizer.lr_warmup_iters is None
+    assert resolve(written).optimizer.lr_warmup_iters == 10

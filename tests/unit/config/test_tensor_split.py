@@ -66,36 +66,6 @@ def test_query_heads_meet_their_keys(split: HeadSplit) -> None:
                 assert padded == (at not in real and split.copies > 1)
 
 
-@given(splits())
-def test_the_fused_weight_has_queries_key_and_value_of_each_head(split: HeadSplit) -> None:
-    """Slot by slot the rows of its queries, and of a part of its key and of its value."""
-    width, group_rows = split.width, (split.per_group + 2) * split.width
-    for rank in range(split.tp):
-        fused, queries, keys = (
-            rows(split.qkv_part(rank)),
-            rows(split.query_part(rank, axis=0)),
-            rows(split.key_part(rank)),
-        )
-        for local, real in fused.items():
-            slot, inside = divmod(local, split.slot_rows)
-            group, place = divmod(real, group_rows)
-            if inside < split.queries * width:
-                assert queries[slot * split.queries * width + inside] == group * split.per_group * width + place
-            else:
-                which, channel = divmod(inside - split.queries * width, split.part_width)
-                key = keys[slot * split.part_width + channel]
-                assert key == group * width + place - (split.per_group + which) * width
-        assert len(fused) == len(queries) + 2 * len(keys)
-
-
-@given(splits())
-def test_no_rank_reads_and_writes_more_than_it_would_with_whole_groups(split: HeadSplit) -> None:
-    whole = share_of(split.groups, split.tp) * (split.per_group + 1)
-    assert split.slots * (split.queries + 1) <= whole
-    assert split.local_heads * split.tp >= split.heads
-    assert split.discards == any(split.padded_heads(rank) for rank in range(split.tp))
-
-
 @pytest.mark.parametrize(
     ("heads", "groups", "tp", "slots", "queries", "copies", "is_even"),
     [
@@ -123,16 +93,6 @@ def test_widths_are_divided_once(size: int, tp: int, blocks: int, share: Callabl
     parts = [Part(0, blocks * size, share_runs(size, tp, rank, blocks=blocks, share=share)) for rank in range(tp)]
     assert sorted(row for part in parts for row in rows(part).values()) == list(range(blocks * size))
     assert all(local < blocks * share(size, tp) for part in parts for local in rows(part))
-
-
-@given(st.integers(1, 40_000), st.integers(1, 64))
-def test_widths_of_mlps_are_aligned_where_that_adds_little(width: int, tp: int) -> None:
-    least, share = share_of(width, tp), mlp_share(width, tp)
-    assert least <= share <= least * 17 / 16
-    assert share == least or share % 16 == 0
-    assert bool(share_runs(width, tp, tp - 1, share=mlp_share)) == bool(share_runs(width, tp, tp - 1))
-    if least >= 16 * 16 and tp <= 8:
-        assert share % 16 == 0
 
 
 @pytest.mark.parametrize(

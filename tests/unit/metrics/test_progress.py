@@ -60,15 +60,6 @@ def test_a_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == "\r\x1b[Kiteration 1/3 | loss"[:23]
 
 
-def test_a_message_replaces_the_live_line() -> None:
-    stream = Terminal()
-    progress = ProgressLine(3, stream)
-    progress.on_step_end(StepEnd(record(1)))
-    progress.message("evaluation: 90 %")
-    progress.on_stop(Stop(0, "finished"))
-    assert stream.getvalue().endswith("\r\x1b[Kevaluation: 90 %\n")
-
-
 @pytest.mark.parametrize(
     ("step_times", "remaining", "eta"),
     [([60.0, 1.0, 1.0, 1.0, 1.0], 95, "1:35"), ([1.0] * 100 + [3.0] * 100, 1, "0:03")],
@@ -80,13 +71,6 @@ def test_the_eta_is_of_the_median_of_the_last_steps(step_times: list[float], rem
     for iteration, step_time in enumerate(step_times, start=1):
         progress.on_step_end(StepEnd(record(iteration, step_time)))
     assert stream.getvalue().splitlines()[-1].endswith(f"ETA {eta}")
-
-
-def test_numbers_that_are_missing_are_left_out() -> None:
-    stream = io.StringIO()
-    slow = "rank 3 (node7) 45% slower than the median, in data"
-    ProgressLine(5, stream).on_step_end(StepEnd({"iteration": 1, "loss": 1.0, "grad_norm": None, "slow": slow}))
-    assert stream.getvalue() == f"iteration 1/5 | loss 1.0000 | {slow}\n"
 
 
 @pytest.mark.parametrize(

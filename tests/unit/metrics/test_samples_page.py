@@ -83,15 +83,6 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     assert "answer 20" not in anew
 
 
-def test_answers_to_other_questions_are_not_shown_beside_a_new_one(tmp_path: Path) -> None:
-    sink = SamplesSink(tmp_path / "samples")
-    sink.on_samples(samples(0, "old"))
-    sink.on_samples(samples(5, "new", WALL._replace(reference="a white wall")))
-    page = (tmp_path / "samples" / "index.html").read_text()
-    assert "new" in told(page)
-    assert "old" not in told(page)
-
-
 def test_damaged_lines_cost_no_other(tmp_path: Path) -> None:
     write(tmp_path, 0, 10)
     path = tmp_path / "samples" / "answers.jsonl"

@@ -16,9 +16,8 @@ from megavlm.arch.scenario import EXPERT_IMBALANCE, Scenario, scenario_of
 from megavlm.arch.workload import typical_workload
 from megavlm.config.schema import Config, DataConfig, ExpertsConfig, ModelConfig, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
-from megavlm.planner.auto import planned, predict
+from megavlm.planner.auto import planned
 from megavlm.planner.candidates import Space, candidates
-from megavlm.planner.cost import gradient_seconds, trained_parameters
 from megavlm.planner.hardware import PROFILES
 from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
@@ -98,14 +97,6 @@ def test_experts_are_shared_by_ep_and_etp_and_their_state_by_the_rest(dims: Dims
     assert state.optimizer == pytest.approx(12 * (rest / dims.dp_cp + experts / copies))
 
 
-def test_experts_gradients_are_summed_by_their_own_ranks() -> None:
-    own, experts = case(Dims(dp=8, ep=8)).layouts
-    assert gradient_seconds(trained_parameters(experts, 0, len(experts.names)), experts, H100) == 0.0
-    assert gradient_seconds(trained_parameters(own, 0, len(own.names)), own, H100) > 0.0
-    both, none = (predict(MIXTURE, dims, H100) for dims in (Dims(dp=8, ep=8), Dims(dp=8)))
-    assert both.gradients < none.gradients
-
-
 def test_tokens_travel_to_their_experts_and_back() -> None:
     """Each of EP ranks sends (EP − 1) / EP of its rows, top-k for each token, there and back."""
     scenario = case(Dims(tp=2, dp=8, ep=4))
@@ -121,18 +112,6 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
     assert exchange_seconds(replace(sent, ranks=4, stride=8), H100) == pytest.approx(
         H100.far.latency + sent.size * 3 / 4 / H100.far.bandwidth
     ), "ranks of an expert fill a node"
-
-
-def test_ranks_of_an_expert_gather_rows_and_a_gathering_dispatcher_all_tokens() -> None:
-    divided = case(Dims(tp=2, dp=4, ep=2, etp=2))
-    sent, gathered, summed, back = kind_in(divided.model, LAYER).expert_exchange(divided)
-    assert (sent.ranks, sent.stride, gathered.ranks, gathered.stride) == (2, 2, 2, 1)
-    assert (gathered.size, sent) == (2 * sent.size, back)
-    assert summed == gathered
-    parallel = replace(MIXTURE.parallel, moe_token_dispatcher_type="allgather")
-    gathering = case(Dims(tp=2, dp=4, ep=2, etp=2), replace(MIXTURE, parallel=parallel))
-    each = kind_in(gathering.model, LAYER).expert_exchange(gathering)
-    assert each == (Exchange(4, 1, 4 * gathering.work.tokens / 2 * 512 * 2, to_each=False),) * 2
 
 
 def test_few_rows_are_bound_by_reading_weights_and_many_by_computing() -> None:
@@ -191,15 +170,6 @@ def test_a_plan_says_ep_and_trains_with_it() -> None:
     auto = planned(replace(MIXTURE, placement=replace(MIXTURE.placement, plan="auto", hardware="h100")), 8)
     check(auto, world=8)
     assert all(each.dims.ep == 1 for each in candidates(8, Space(), length=4096)), "dense models have no EP"
-
-
-@pytest.mark.slow
-def test_the_largest_published_mixture_has_layouts() -> None:
-    gpus = 256
-    outcome = search(large(gpus=gpus), gpus, H100)
-    assert len(outcome.best) == 10
-    assert all(each.step.peak <= H100.memory for each in outcome.best)
-    check(outcome.config(large(gpus=gpus)), world=gpus)
 
 
 @pytest.mark.parametrize("argv", ["--model qwen2_vl_2b --expert-imbalance 1.5", "--config {file} --expert-imbalance 9"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megavlm.arch.kinds import layer_cost, layer_flops, local_parameters, step_flops
-from megavlm.arch.layers import OUTPUT, encoder_names, layer_names
+from megavlm.arch.layers import OUTPUT, layer_names
 from megavlm.arch.workload import typical_workload
 from tests.support.flags import resolved
 
@@ -19,14 +19,6 @@ def test_flops_have_one_forward_pass_more_and_no_logits() -> None:
     logits = layer_flops(plain, work)[OUTPUT]
     assert step_flops(cached, work) == pytest.approx(step_flops(plain, work) - logits + ahead)
     assert layer_flops(cached, work)[OUTPUT] == 0
-
-
-def test_a_colocated_encoder_runs_once() -> None:
-    flags = f"{SIZES} --placement colocated"
-    plain, cached = (resolved(f"{flags} {more}".split()) for more in ("", "--objective contrastive"))
-    work = typical_workload(plain)
-    for name in encoder_names(plain.model):
-        assert layer_flops(cached, work)[name] == layer_flops(plain, work)[name]
 
 
 @pytest.mark.parametrize(

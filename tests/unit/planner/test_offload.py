@@ -9,7 +9,7 @@ import pytest
 from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import saved_bytes
 from megavlm.arch.scenario import HOST_PIECE, Offloaded, Scenario, Sharding, scenario_of
-from megavlm.planner.auto import offload_memory_error, planned, predict
+from megavlm.planner.auto import offload_memory_error, predict
 from megavlm.planner.candidates import Space
 from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_seconds, optimizer_seconds
 from megavlm.planner.hardware import PROFILES, Hardware
@@ -139,22 +139,6 @@ def test_parameters_leave_the_device_and_cross_the_bus() -> None:
     assert gradient_seconds(own, alone, slow, held=own) == pytest.approx(bus, rel=0.01)
 
 
-def test_the_search_offloads_parameters_of_what_lacks_memory_otherwise() -> None:
-    space = replace(SPACE, sharding=("full",))
-    every: tuple[Offloaded, ...] = ("optimizer", "activations", "parameters")
-    config = replace(
-        SMALL,
-        parallel=replace(SMALL.parallel, data_parallel_sharding="full"),
-        execution=replace(SMALL.execution, offload=every),
-    )
-    least = predict(config, Dims(1, 1, 1, 8), H100).peak
-    both = predict(replace(config, execution=replace(config.execution, offload=BOTH)), Dims(1, 1, 1, 8), H100).peak
-    assert least < both
-    (best, *_) = search(SMALL, 8, replace(H100, memory=(least + both) / 2), space=space).best
-    assert best.candidate.offload == every
-    check(best.candidate.applied(SMALL), world=8)
-
-
 def room_for(*offload: Offloaded, hardware: Hardware = H100) -> Hardware:
     """A device in which a layout fits with so much offloaded, and little more."""
     config = replace(SMALL, execution=replace(SMALL.execution, offload=offload))
@@ -198,19 +182,3 @@ def test_a_run_says_where_its_node_has_too_little() -> None:
     assert few is None, "three quarters of four times as much hold two"
     assert "of a node's memory" in (many or "")
     assert offload_memory_error(SMALL, dims, node_memory=0.0, devices=8) is None
-
-
-def test_plan_auto_offloads_only_where_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = replace(SMALL, placement=replace(SMALL.placement, plan="auto", hardware="h100"))
-    assert planned(auto, 8).execution.offload == ()
-    space = Space(micro_batch=(1,), recompute=("full",), offload=())  # that which takes least
-    tight = H100
-    while found := search(SMALL, 8, tight, space=space, top=1_000).best:  # with less memory it cuts otherwise
-        tight = replace(H100, memory=0.99 * min(each.step.peak for each in found))
-    monkeypatch.setitem(PROFILES, "h100", tight)
-    assert planned(auto, 8).execution.offload
-
-
-def test_a_cpu_offloads_nothing_by_itself() -> None:
-    tiny = replace(PROFILES["cpu"], memory=1e6)
-    assert not search(SMALL, 2, tiny, space=SPACE).best

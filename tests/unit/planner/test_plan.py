@@ -140,21 +140,6 @@ def test_a_frozen_tower_weighs_a_third():
     assert len(frozen_tower.chunks[0]) > len(trained.chunks[0])
 
 
-def test_trained_before_knows_what_is_frozen():
-    # patch_embed, layer 0 | layers 1-3, norm | projector, embedding, language 0-1 | the rest
-    config = replace(resolved(WORDS), placement=PlacementConfig(pipeline_cuts=(2, 6, 10)))
-    plan = make_plan(config, Dims(tp=1, pp=4, vpp=1, dp=1))
-
-    def before(chunk, *freeze):
-        return plan.trained_before(chunk, trained_layers(replace(config, model=replace(config.model, freeze=freeze))))
-
-    assert not before(0)
-    assert before(1)
-    assert not before(2, "vision")
-    assert before(3, "vision", "projector")  # the embedding
-    assert not before(3, "vision", "projector", "language")
-
-
 def test_adapters_train_the_layers_that_have_them():
     argv = "--lora-rank 2 --freeze vision projector --pipeline-cuts 2 6 10 --pp 4 --lora-targets"
     config = resolved([*WORDS, *argv.split(), "language.layers.3.q_proj"])
@@ -170,20 +155,6 @@ def test_adapters_train_the_layers_that_have_them():
     assert trained_layers(both) == {"vision.layers.1", "projector", "language.layers.0"}
     assert not any(map(trains_weights, names, [config] * len(names)))
     assert [name for name in names if trains_weights(name, both)] == ["projector"]
-
-
-def test_flops_of_adapters_count_backward_from_the_first_of_them():
-    argv = ["--lora-rank", "2", "--freeze", "vision", "projector", "--lora-targets"]
-    late = resolved([*WORDS, *argv, "language.layers.2"])
-
-    def forward(*stems):
-        names = [name for name in layer_names(late.model) if name.startswith(stems)]
-        return sum(layer_cost(name, late.model, WORK).forward_flops for name in names)
-
-    assert step_flops(late, WORK) == forward("") + forward("language.layers.3", "output")
-    assert step_flops(resolved([*WORDS, *argv, "language"]), WORK) == step_flops(late, WORK) + forward(
-        "language.layers.1", "language.layers.2"
-    )
 
 
 def test_flops_count_two_four_or_six_per_parameter_and_token():
@@ -203,13 +174,3 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
     assert step_flops(frozen_vision, WORK) == forward("vision") + 2 * projector + 3 * forward("language")
     projector_only = Config(model=replace(model, freeze=("vision", "language")))
     assert step_flops(projector_only, WORK) == forward("vision") + 2 * projector + 2 * forward("language")
-
-
-def test_a_tiled_image_is_its_base_tile_and_its_grid():
-    argv = ["--set", "model.vision.image_size=32", "--image-sizes", "64", "--images-per-sample"]
-    tiled = ["--set", "model.projector.anyres_max_tiles=4"]
-    tile = (32 // 8) ** 2
-    alone = typical_workload(resolved([*argv, "1", *tiled]))
-    assert (alone.patches, alone.patch_squares) == (5 * tile, 5 * tile**2)
-    assert typical_workload(resolved([*argv, "2", *tiled])).patches == 2 * tile
-    assert typical_workload(resolved([*argv, "2"])).patches == 2 * 4 * tile

@@ -143,16 +143,8 @@ def test_plan_auto_settles_on_a_layout() -> None:
     ("name", "billions"),
     [
         ("qwen2_5_vl_7b", 8.292),
-        ("qwen2_5_vl_72b", 73.41),
-        ("qwen3_vl_8b", 8.767),
         ("llava_1_5_7b", 7.063),
-        ("internvl3_38b", 38.39),
-        ("llava_onevision_7b", 8.031),
-        ("smolvlm_2b", 2.246),
         ("mistral_small_3_24b", 24.01),
-        ("glm_4_1v_9b", 10.29),
-        ("ministral_3_8b", 8.918),
-        ("llama3_8b", 8.030),
         ("gpt_7_1b", 6.975),
     ],
 )

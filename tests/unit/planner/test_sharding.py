@@ -104,26 +104,6 @@ def test_codes_pay_on_slow_links_and_take_memory() -> None:
         assert coded_bytes(code) == Coded(code).encode(torch.zeros(1, 1 << 20)).numel() / (1 << 20)
 
 
-@pytest.mark.parametrize("kind", ["optimizer_gradients", "full"])
-def test_codes_of_units_take_less_time_and_residuals(kind: Sharding) -> None:
-    base, count = PROFILES["h100"], 1e9
-    slow = replace(base, far=replace(base.far, bandwidth=1e9))
-    exact = replace(case(kind, dp=16), micro_batches=1)
-    coded = replace(exact, gradient_code="int8", weight_code="int8", code_group=8)
-    ratio = gradient_seconds(count, exact, slow, held=count) / gradient_seconds(count, coded, slow, held=count)
-    bytes_exact, bytes_coded = (6, 2) if kind == "optimizer_gradients" else (8, 3)
-    assert ratio == pytest.approx(bytes_exact / bytes_coded, rel=0.1), "4 of gradients and 2 of weights are one each"
-    more = model_state_bytes(LAYER, coded).total - model_state_bytes(LAYER, exact).total
-    assert more == pytest.approx(model_state_bytes(LAYER, exact).gradients * 16 / 8)
-    inside = replace(coded, secondary=8)
-    assert kind != "full" or gradient_seconds(count, inside, slow, held=count) < gradient_seconds(
-        count, coded, slow, held=count
-    )
-    between = replace(case(kind, dp=16, size=8), gradient_code="int8", micro_batches=1)
-    of_rows = model_state_bytes(LAYER, between).total - model_state_bytes(LAYER, case(kind, dp=16, size=8)).total
-    assert of_rows == pytest.approx(model_state_bytes(LAYER, between).gradients / 2)
-
-
 def test_the_search_shares_weights_where_state_does_not_fit() -> None:
     space = Space(tp=(1,), pp=(1,), micro_batch=(1,), recompute=("full",), placement=("stages",), offload=())
     free = search(SMALL, 8, PROFILES["a100"], space=space)

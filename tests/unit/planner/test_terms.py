@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megavlm.arch.dims import Dims
-from megavlm.arch.kinds import communication, local_parameters, waiting_bytes
+from megavlm.arch.kinds import local_parameters
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.schedules import shape_of
 from megavlm.command_line.parsing import parse
@@ -80,22 +80,6 @@ def test_frozen_layers_have_no_weight_gradients_and_without_gradients_no_backwar
         assert not any(pair[1] for pair in layer_terms(name, frozen, H100, NOW).values()), name
 
 
-def test_products_add_to_the_sums_only_where_there_are_some() -> None:
-    """Ten bytes a parameter more in each backward pass with shared gradients, or activations on the host."""
-    fused = case(dp=2)
-    assert program_of(fused) is NOW
-    for flags in (
-        "--data-parallel-sharding optimizer_gradients",
-        "--offload activations",
-        "--no-gradient-accumulation-fusion",
-    ):
-        apart = case(flags=flags, dp=2)
-        passes = program_of(apart)
-        back = [memory_traffic(LANGUAGE, *of).values() for of in ((apart, passes), (fused, NOW))]
-        more = sum(pair[1] for pair in back[0]) - sum(pair[1] for pair in back[1])
-        assert more == pytest.approx(10 * 192_946_432, rel=1e-3), flags
-
-
 def test_passes_of_host_and_device_are_those_that_an_event_loop_plays() -> None:
     random = np.random.default_rng(0)
     for _ in range(5):
@@ -159,20 +143,3 @@ def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes(
     divided = case("qwen2_5_vl_7b", tp=4)
     whole = case("qwen2_5_vl_7b")
     assert rank_flops(LANGUAGE, divided) == tuple(flops / 4 for flops in rank_flops(LANGUAGE, whole))
-
-
-def test_ranks_that_share_keys_exchange_their_parts() -> None:
-    """Each gets half of a key and of a value, 128 numbers per token, from the rank that it shares them with."""
-    scenario = case("qwen2_5_vl_7b", tp=8)
-    (exchanged,) = communication(LANGUAGE, scenario).exchanges
-    assert exchanged * 7 / 8 == pytest.approx(scenario.work.tokens * 128 * 2)
-    assert communication(LANGUAGE, case("qwen2_5_vl_7b", tp=4)).exchanges == ()
-
-
-def test_what_waits_is_whole_in_transformer_engine_and_absent_in_fp8() -> None:
-    """Its stores hold gathered inputs, where torch's layers gather them again; layers in FP8 are not split."""
-    engine = replace(case(tp=2), sequence_parallel=True, te=True)
-    parts, whole = (waiting_bytes(LANGUAGE, replace(engine, te=te)) for te in (False, True))
-    inputs = 2 * engine.work.tokens * engine.model.language.hidden_size * engine.bytes_each
-    assert whole - parts == pytest.approx(inputs / 2)
-    assert waiting_bytes(LANGUAGE, replace(engine, fp8=frozenset({LANGUAGE}))) == 0

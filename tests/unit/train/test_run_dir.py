@@ -21,10 +21,3 @@ def test_checkpoints_that_are_out_of_reach_end_the_run(
     make(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=said):
         make_run_dir(tmp_path)
-
-
-def test_a_link_to_another_disk_is_as_good_as_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    make_run_dir(tmp_path / "run")
-    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
-    make_run_dir(tmp_path / "run")
