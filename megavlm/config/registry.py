@@ -15,23 +15,13 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from megavlm.config.messages import described, did_you_mean, plain
 from megavlm.errors import UserError
 
 BUILT_IN = "megavlm"  # the name of what this package enters itself
 FLAG = "--extension"
-
-
-class Named(Protocol):
-    """Something that an option names, with a frozen dataclass of options of its own, if it has any."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def options(self) -> type | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class Extension:
         families: architectures of Hugging Face Transformers (`megavlm.families.shared.family.Family`).
     """
 
-    connectors: tuple[Named, ...] = ()
+    connectors: tuple[Any, ...] = ()
     inputs: tuple[Entry, ...] = ()
     objectives: tuple[ObjectiveEntry, ...] = ()
     sources: tuple[Entry, ...] = ()
@@ -129,7 +119,7 @@ class Registry:
         """Remove an extension whose names turned out to be taken."""
         del self._extensions[name]
 
-    def at(self, point: str) -> dict[str, Named]:
+    def at(self, point: str) -> dict[str, Any]:
         """Return what there is at a point, by name."""
         return {each.name: each for found in self._extensions.values() for each in getattr(found, point)}
 
@@ -191,11 +181,11 @@ def entry_points_by_name() -> dict[str, str]:
 
 
 @cache
-def _at(point: str, state: State) -> Mapping[str, Named]:
+def _at(point: str, state: State) -> Mapping[str, Any]:
     return registry().at(point)
 
 
-def registered(point: str) -> Mapping[str, Named]:
+def registered(point: str) -> Mapping[str, Any]:
     """Return what there is at a point ("connectors", …), by name."""
     assert point in POINTS, point
     return _at(point, registry().state)

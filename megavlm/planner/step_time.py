@@ -12,7 +12,7 @@ from megavlm.arch.kinds import hidden_bytes
 from megavlm.arch.layers import EMBEDDING
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Scenario, encoder_scenario
-from megavlm.arch.schedules import PipelineShape, Timeline, scenario_shape
+from megavlm.arch.schedules import PipelineShape, scenario_shape
 from megavlm.config.schema import Config
 from megavlm.planner.cost import (
     gradient_seconds,
@@ -54,7 +54,6 @@ class StepEstimate:
     gradients: float
     optimizer: float
     bubble: float  # of the pipeline, share of the ranks' time
-    overlappable: float  # of a frozen encoder's seconds: what `--encode-ahead` could take into waiting times
     memory: tuple[Memory, ...]  # of each pipeline rank
     host: tuple[HostMemory, ...] = ()  # of each pipeline rank, with `--offload`
 
@@ -162,7 +161,6 @@ def step_of(
         gradients=gradients,
         optimizer=optimizer,
         bubble=timeline.bubble,
-        overlappable=overlappable(encoder, timeline, communication=gradients) if encoder is not None else 0.0,
         memory=tuple(memory),
         host=tuple(host),
     )
@@ -206,18 +204,6 @@ def least_pipeline_time(shape: PipelineShape, *, work: float, path: float) -> fl
     if shape.splits_backward:
         return max(path, path / share, work * m / pp)
     return work * max(1.0, 1 / share)
-
-
-def overlappable(encoder: EncoderEstimate, timeline: Timeline, *, communication: float) -> float:
-    """Return the seconds of a frozen encoder's forward passes that can overlap with idle time if run a step ahead.
-
-    That is a rank's time in the pipeline without a pass of its own, and the `communication` that ends the step. The
-    rank that waits least decides. An upper bound: taking turns is taken to cost nothing.
-    """
-    if encoder.backward:
-        return 0.0  # of a trained encoder, the next step's weights are not known yet
-    waits = min(timeline.seconds - busy for busy in timeline.busy)
-    return min(encoder.forward, waits + communication)
 
 
 def _ending(scenario: Scenario, bounds: Sequence[int], rank: int, hardware: Hardware) -> tuple[float, float]:

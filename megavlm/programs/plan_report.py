@@ -39,7 +39,6 @@ def report(outcome: SearchResult) -> str:
     step = best.step
     parts = (("pipeline", step.pipeline), ("encoder", step.encoder), ("gradients", step.gradients))
     shares = ", ".join(f"{name} {value:.3f}" for name, value in (*parts, ("optimizer", step.optimizer)) if value)
-    ahead = f"\n  encoding ahead could hide {step.overlappable:.3f} s of the encoder's" if step.overlappable else ""
     proof = "no cut is faster" if best.partition.exact else f"bound {best.partition.bound:.3f} s"
     return "\n".join(
         [
@@ -49,7 +48,7 @@ def report(outcome: SearchResult) -> str:
             *_experts(outcome),
             "",
             f"best: {best.candidate.label}",
-            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}{ahead}",
+            f"  cuts {' '.join(map(str, best.partition.cuts)) or 'none'} ({proof}); seconds: {shares}",
             memory_table(step.memory),
             *_offloads(outcome),
             "",

@@ -8,7 +8,7 @@ from pathlib import Path
 from megavlm.arch.objectives import objective_of
 from megavlm.config.messages import described
 from megavlm.config.option import data_kind
-from megavlm.config.registry import Entry, registered
+from megavlm.config.registry import registered
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
 from megavlm.data.source import Source
@@ -40,10 +40,8 @@ def _synthetic(config: Config) -> SyntheticSource | SyntheticPairs:
 def _of_extension(config: Config) -> Source:
     """Return the source that an extension adds. Raises UserError if its code fails."""
     kind = data_kind(config)
-    entry = registered("sources")[kind]
-    assert isinstance(entry, Entry), kind
     try:
-        source = entry.load()(config)
+        source = registered("sources")[kind].load()(config)
     except UserError:
         raise
     except Exception as error:

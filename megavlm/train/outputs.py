@@ -15,7 +15,7 @@ from megavlm.checkpoint import folders
 from megavlm.config.derived import offloaded
 from megavlm.config.lora_config import beyond_adapters
 from megavlm.config.messages import described, did_you_mean, plain
-from megavlm.config.registry import Entry, registered, users_module
+from megavlm.config.registry import registered, users_module
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.callback import Callback
@@ -111,7 +111,7 @@ def load(names: Sequence[str]) -> list[Callback]:
 
 def _load(name: str) -> Callback:
     entry = registered("callbacks").get(name)
-    module_name, _, attribute = (entry.code if isinstance(entry, Entry) else name).partition(":")
+    module_name, _, attribute = (name if entry is None else entry.code).partition(":")
     module = users_module(f"--callback {plain(name)}", module_name, missing=": add its folder to PYTHONPATH")
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name, each in vars(module).items() if isinstance(each, type)])

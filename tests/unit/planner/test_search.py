@@ -7,21 +7,17 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megavlm.arch.dims import Dims, dims_of
+from megavlm.arch.dims import dims_of
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
-from megavlm.arch.scenario import scenario_of
-from megavlm.arch.schedules import Timeline
 from megavlm.config.schema import VisionConfig
 from megavlm.families import PUBLISHED, published_model
-from megavlm.planner.auto import planned, predict
+from megavlm.planner.auto import planned
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES
-from megavlm.planner.memory import Memory
 from megavlm.planner.search import search
-from megavlm.planner.step_time import EncoderEstimate, overlappable
 from megavlm.programs.plan_report import report
 from megavlm.rules.check import check
 from megavlm.rules.load import from_dict, to_yaml
@@ -110,24 +106,6 @@ def test_an_encoder_is_shared_only_where_whole_ones_do_not_fit() -> None:
     assert shared.step.encoder > whole.step.encoder, "its collectives take time"
     check(outcome.config(config), world=2)
     assert outcome.config(config).parallel.vision_tensor_model_parallel_size == 2
-
-
-def test_encoding_ahead_hides_what_the_busiest_rank_leaves() -> None:
-    frozen = EncoderEstimate(
-        scenario_of(SMALL, Dims(1, 2, 1, 1)), forward=3.0, backward=0.0, exchange=0.1, memory=Memory()
-    )
-    timeline = Timeline(10.0, busy=(8.0, 9.0), events=())
-    assert overlappable(frozen, timeline, communication=0.5) == 1.5
-    assert overlappable(frozen, timeline, communication=9.0) == 3.0
-    assert overlappable(replace(frozen, backward=1.0), timeline, communication=0.5) == 0.0
-    config = replace(
-        SMALL,
-        parallel=replace(SMALL.parallel, pipeline_model_parallel_size=2),
-        placement=replace(SMALL.placement, encoder="colocated"),
-        model=replace(SMALL.model, freeze=("vision", "projector")),
-    )
-    step = predict(config, Dims(1, 2, 1, 1), PROFILES["a100"])
-    assert 0 < step.overlappable <= step.encoder
 
 
 def test_plan_auto_settles_on_a_layout() -> None:
