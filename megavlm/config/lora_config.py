@@ -48,15 +48,9 @@ def _matches(name: str, target: str) -> bool:
     return target == linear or fnmatchcase(name, target) or fnmatchcase(name, f"{target}.*")
 
 
-def all_names(config: Config, *, running: bool = False) -> list[str]:
-    """Return the names of all linear layers that can have adapters, or of those that are `running`: vision layers after
-    model.vision.feature_layer never do.
-    """
-    vision = config.model.vision
-    layers = {
-        "vision": vision.num_layers + (1 + vision.feature_layer) * running,
-        "language": config.model.language.num_layers,
-    }
+def all_names(config: Config) -> list[str]:
+    """Return the names of all linear layers that can have adapters."""
+    layers = {"vision": config.model.vision.num_layers, "language": config.model.language.num_layers}
     return [
         f"{part}.layers.{number}.{linear}"
         for part, count in layers.items()
@@ -65,9 +59,9 @@ def all_names(config: Config, *, running: bool = False) -> list[str]:
     ]
 
 
-def unmatched(config: Config, *, running: bool = False) -> list[str]:
-    """Return the targets that match no linear layer, or none that is `running`."""
-    names = all_names(config, running=running)
+def unmatched(config: Config) -> list[str]:
+    """Return the targets that match no linear layer."""
+    names = all_names(config)
     return [target for target in config.lora.targets if not any(_matches(name, target) for name in names)]
 
 

@@ -7,8 +7,9 @@ computation of each. Where its state is (device, host, disk) and who holds which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self, get_args, get_type_hints
 
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, TRAINING, Needs, key_only, option
@@ -54,31 +55,34 @@ class UpdateRule:
         """Return the rule by which parameters are updated that are not matrices."""
         return self.others or self
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """Return the names of all options that it heeds."""
-        own = frozenset(field.name for field in fields(self.options))
-        return own if self.others is None else own | self.others.reads
+
+ADAM = Needs(lambda config: config.optimizer.kind != "lion", "with --optimizer lion", "use --optimizer adamw, or muon")
+of_muon = partial(
+    key_only, needs=Needs(lambda config: config.optimizer.kind == "muon", "without --optimizer muon", "add it")
+)
+of_lion = partial(
+    key_only, needs=Needs(lambda config: config.optimizer.kind == "lion", "without --optimizer lion", "add it")
+)
 
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """The options of AdamW."""
+    """The options of AdamW, to which Muon leaves what is no matrix."""
 
-    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1)
-    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1)
-    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE)
+    adam_beta1: float = option(0.9, "Decay rate of Adam's first moment.", valid=BELOW_1, needs=ADAM)
+    adam_beta2: float = option(0.95, "Decay rate of Adam's second moment.", valid=BELOW_1, needs=ADAM)
+    adam_eps: float = option(1e-8, "Epsilon of AdamW.", valid=POSITIVE, needs=ADAM)
 
 
 @dataclass(frozen=True)
 class MuonOptions:
     """The options of Muon."""
 
-    muon_momentum: float = key_only(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
-    muon_num_ns_steps: int = key_only(
+    muon_momentum: float = of_muon(0.95, "Muon: decay rate of the momentum.", valid=BELOW_1)
+    muon_num_ns_steps: int = of_muon(
         5, "Muon: number of Newton-Schulz steps that make an update orthogonal.", valid=AT_LEAST_1
     )
-    muon_precision: Literal["fp32", "bf16"] = key_only(
+    muon_precision: Literal["fp32", "bf16"] = of_muon(
         None,
         "Muon: type in which ranks compute Newton-Schulz steps and send each other what these need; default: fp32 with "
         "--precision fp32, else bf16.",
@@ -89,10 +93,10 @@ class MuonOptions:
 class LionOptions:
     """The options of Lion."""
 
-    lion_beta1: float = key_only(
+    lion_beta1: float = of_lion(
         0.9, "Lion: weight of the momentum in the interpolation whose sign is the update.", valid=BELOW_1
     )
-    lion_beta2: float = key_only(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
+    lion_beta2: float = of_lion(0.99, "Lion: decay rate of the momentum.", valid=BELOW_1)
 
 
 @dataclass(frozen=True)
@@ -137,24 +141,6 @@ LION = UpdateRule("lion", LionOptions, ("exp_avg",))
 
 RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, MUON, LION)}
 assert tuple(RULES) == get_args(get_type_hints(_Choice)["kind"]), "`--optimizer` names the rules that there are"
-
-
-def one_of(chosen: Callable[[UpdateRule], bool]) -> str:
-    """Return the names of the rules of which `chosen` is true, as a message lists them: "adamw, or lion"."""
-    return ", or ".join(rule.name for rule in RULES.values() if chosen(rule))
-
-
-def idle_options(rule: UpdateRule) -> Iterator[tuple[frozenset[str], str, str]]:
-    """Yield the names of options without effect under a rule, what is lacking, and the remedy, as messages say it."""
-    for other in RULES.values():
-        own = frozenset(field.name for field in fields(other.options))
-        if own & rule.reads:
-            continue
-        readers = one_of(lambda each, own=own: bool(own & each.reads))  # type: ignore[misc]
-        if readers == other.name:
-            yield own, f"without --optimizer {other.name}", "add it"
-        else:
-            yield own, f"with --optimizer {rule.name}", f"use --optimizer {readers}"
 
 
 LOSS_SCALE = Needs(

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections import deque
 from typing import TextIO
 
-from megavlm.metrics.callback import Callback, Record, StepEnd, Stop, Value
+from megavlm.metrics.callback import Callback, Record, StepEnd, Value
 
 _WINDOW = 50  # steps whose median time gives the ETA: enough to be stable, few enough to follow changes
-_CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressLine(Callback):
-    """Prints one line, rewritten in place, on a terminal, and a line every `log_interval` elsewhere.
+    """Prints a line every `log_interval` steps, and after the last.
 
     The ETA is the median of the last step times, multiplied by the number of remaining iterations, so that one slow
     step (warm-up, a save, an evaluation) does not change it.
     """
 
     def __init__(self, total_iterations: int, stream: TextIO, *, log_interval: int = 1) -> None:
-        assert log_interval > 0
-        self._total = total_iterations
-        self._stream = stream
-        self._interval = log_interval
-        self._live = stream.isatty()
-        self._drawn = False  # whether the cursor is on a live line
+        self._total, self._stream, self._interval = total_iterations, stream, log_interval
         self._step_times: deque[float] = deque(maxlen=_WINDOW)
         self._skipped = 0.0
 
     def on_step_end(self, step: StepEnd) -> None:
-        """Show an iteration, and how many samples were skipped since the start; reads `iteration` and, if present,
+        """Print an iteration, and how many samples were skipped since the start; reads `iteration` and, if present,
         `epoch`, `loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, `step_time_s`, `skipped_samples` and `slow`
         (words on a slow rank)."""
         record, iteration = step.record, step.iteration
@@ -40,29 +33,13 @@ class ProgressLine(Callback):
             self._step_times.append(step_time)
         if isinstance(skipped := record.get("skipped_samples"), int):
             self._skipped += skipped
-        line = self._format(iteration, record)
-        if self._live:
-            # A line that wraps could not be rewritten, so it ends before the last column.
-            self._stream.write(_CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1])
-            self._stream.flush()
-            self._drawn = True
-        elif iteration % self._interval == 0 or iteration == self._total:
-            self.message(line)
+        if iteration % self._interval == 0 or iteration == self._total:
+            self.message(self._format(iteration, record))
 
     def message(self, text: str) -> None:
-        """Print other text (an evaluation, a warning) so that it does not mix with the live line."""
-        if self._drawn:
-            self._stream.write(_CLEAR_LINE)
-            self._drawn = False
+        """Print a line."""
         self._stream.write(text + "\n")
         self._stream.flush()
-
-    def on_stop(self, stop: Stop) -> None:
-        """End the last live line with a newline."""
-        if self._drawn:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._drawn = False
 
     def _format(self, iteration: int, record: Record) -> str:
         parts = [

@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields
 
 from megavlm.arch.connector import connector_of
-from megavlm.config.lora_config import PARTS, adapted_parts, frozen_parts, trained_whole
-from megavlm.config.optimizer_schema import idle_options
-from megavlm.config.option import EXPERTS, Needs
+from megavlm.config.option import Needs
 from megavlm.config.registry import registered
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.errors import UserError
@@ -24,36 +22,6 @@ from megavlm.rules.model_rules import MODEL_RULES
 from megavlm.rules.precision_rules import PRECISION_RULES
 from megavlm.rules.run_rules import RUN_RULES
 from megavlm.rules.training_rules import TRAINING_RULES
-
-
-def _trains_routers(config: Config) -> bool:
-    return "language" in trained_whole(config) or (config.lora.train_router and "language" in adapted_parts(config))
-
-
-def _trains(part: str) -> Needs:
-    return Needs(
-        lambda config: part not in frozen_parts(config) or part in adapted_parts(config),
-        f"with --freeze {part}",
-        f"do not freeze {part}",
-    )
-
-
-ROUTERS = Needs(
-    _trains_routers,
-    "with a frozen language model, whose routers do not train",
-    "do not freeze language, or add --set lora.train_router=true to adapters",
-)
-# What options need that is not known in the schema: that a part of the model is trained, or has adapters.
-OF_PARTS = {
-    "model.experts.aux_loss_coeff": ROUTERS,
-    "model.experts.z_loss_coeff": ROUTERS,
-    "lora.train_router": Needs(
-        lambda config: EXPERTS.there(config) and "language" in adapted_parts(config),
-        "without adapters in a language model with experts",
-        "name some of its layers in --lora-targets",
-    ),
-    **{f"optimizer.{part}_lr": _trains(part) for part in PARTS},
-}
 
 # Defaults that say "off", which scripts may say of what they do not use (`--ep 1`).
 _OFF = (None, False, 0, 1, (), "none")
@@ -68,13 +36,13 @@ def idle(config: Config, *, typed: Collection[tuple[str, ...]] = ()) -> Iterator
     for option in options():
         differs = value_at(config, option.path) != option.default and not is_start_default(config, option)
         if differs or (option.path in typed and option.default not in _OFF):
-            further = (each[option.key] for each in (of_names, OF_PARTS) if option.key in each)
+            further = [of_names[option.key]] if option.key in of_names else []
             yield from ((option, needs) for needs in (*option.needs, *further) if not needs.there(config))
 
 
 def _of_names(config: Config) -> dict[str, Needs]:
-    """Return what options lack whose section, connector or update rule no option names, by key: sections of what is
-    registered, options of the projector that its connector does not read, and those of other update rules.
+    """Return what options lack whose section or connector no option names, by key: sections of what is
+    registered, and options of the projector that its connector does not read.
     """
     found: dict[str, Needs] = {}
     for chooser in (option for option in options() if option.point is not None):
@@ -88,12 +56,7 @@ def _of_names(config: Config) -> dict[str, Needs]:
     connector = connector_of(config.model.projector)
     ignored = {field.name for field in fields(ProjectorConfig)} - {"kind", "connectors", *connector.reads}
     needs = Needs(_never, f"with --projector-kind {connector.name}", "use another kind")
-    of_rules = {
-        f"optimizer.{name}": Needs(_never, lacking, remedy)
-        for names, lacking, remedy in idle_options(config.optimizer.rule)
-        for name in names
-    }
-    return found | {f"model.projector.{name}": needs for name in ignored} | of_rules
+    return found | {f"model.projector.{name}": needs for name in ignored}
 
 
 def _never(config: Config) -> bool:

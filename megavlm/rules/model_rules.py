@@ -163,9 +163,9 @@ def connector_takes_the_model(config: Config) -> Iterator[str]:
 
 def adapters(config: Config) -> Iterator[str]:
     """PEFT adds B·A to the weights of all experts, of which no single input can be left out. Adapters are named by
-    layers that exist, run and are not frozen.
+    layers that exist and are not frozen.
     """
-    lora, vision = config.lora, config.model.vision
+    lora = config.lora
     if not lora.rank:
         return
     if not lora.targets:
@@ -174,12 +174,6 @@ def adapters(config: Config) -> Iterator[str]:
         if "," in name:
             yield f"--lora-targets {name} is one name: write spaces between names"
         yield f"--lora-targets {name} matches no linear layer: try language, vision, q_proj or language.layers.*.q_proj"
-    for name in unmatched(config, running=True):
-        yield (
-            f"--lora-targets {name} matches only vision layers that never run, because model.vision.feature_layer "
-            f"{vision.feature_layer} uses the output of layer {vision.num_layers + vision.feature_layer}: name layers "
-            "up to that one"
-        )
     if lora.dropout and adapts_experts(config):
         yield (
             f"--lora-dropout {lora.dropout} cannot be combined with adapters of routed experts, for which PEFT has "

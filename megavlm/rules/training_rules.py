@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from megavlm.config.derived import moments_folder
 from megavlm.config.lora_config import clipped_parts, frozen_parts, trained_whole
-from megavlm.config.optimizer_schema import one_of
+from megavlm.config.optimizer_schema import RULES
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules import Rule, first
 from megavlm.rules.defaults import is_set, resolve
 
-_ELEMENTWISE = one_of(lambda rule: rule.others is None)
+_ELEMENTWISE = ", or ".join(rule.name for rule in RULES.values() if rule.others is None)
 
 
 def with_train_iters(config: Config, iterations: int) -> Config:

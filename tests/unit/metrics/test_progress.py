@@ -1,16 +1,9 @@
 import io
-import os
-import shutil
 
 import pytest
 
-from megavlm.metrics.callback import StepEnd, Stop
+from megavlm.metrics.callback import StepEnd
 from megavlm.metrics.progress import ProgressLine, duration
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def record(iteration: int, step_time: float = 2.0) -> dict[str, float | int | None]:
@@ -31,33 +24,12 @@ def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
     progress = ProgressLine(7, stream, log_interval=3)
     for iteration in range(1, 8):
         progress.on_step_end(StepEnd(record(iteration)))
-    progress.on_stop(Stop(0, "finished"))
     lines = stream.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["iteration 3/7", "iteration 6/7", "iteration 7/7"]
     assert lines[0] == (
         "iteration 3/7 | loss 2.3457 | grad norm 0.500 | lr 1.00e-03 | 12,346 tokens/s | step 2.000 s | ETA 0:08"
     )
     assert lines[1].endswith("step 2.000 s | 2 skipped | ETA 0:02")
-    assert "\r" not in stream.getvalue()
-
-
-def test_a_terminal_gets_one_line_that_rewrites_itself() -> None:
-    stream = Terminal()
-    progress = ProgressLine(3, stream, log_interval=100)
-    for iteration in range(1, 4):
-        progress.on_step_end(StepEnd(record(iteration)))
-    progress.on_stop(Stop(0, "finished"))
-    text = stream.getvalue()
-    assert text.count("\r") == 3
-    assert text.count("\n") == 1
-    assert text.endswith("\n")
-
-
-def test_a_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((20, 10)))
-    stream = Terminal()
-    ProgressLine(3, stream).on_step_end(StepEnd(record(1)))
-    assert stream.getvalue() == "\r\x1b[Kiteration 1/3 | loss"[:23]
 
 
 @pytest.mark.parametrize(
