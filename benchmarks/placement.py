@@ -8,8 +8,7 @@ waits, and depends little on other work; bubbles and waiting show only in the cl
 the processor time of the encoder in the main thread, including the look-up in a cache.
 
 The planner's gain for a hardware profile is printed beside each gain by the clock (`megavlm calibrate` with two
-processes makes one for this machine); for encoding ahead it is what the pipeline's bubbles and the gradients' exchange
-could hide at most.
+processes makes one for this machine), but for encoding ahead.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def measure(arguments: argparse.Namespace, asked: Sequence[Question]) -> None:
 
 
 def predicted_gain(question: Question, side: Side, *, profile: str) -> float | None:
-    """Return how many times faster than the baseline a side is by the planner, which does not model the cache."""
+    """Return how many times faster than the baseline a side is by the planner; None for what it does not model."""
     from megavlm.arch.dims import dims_of
     from megavlm.command_line.parsing import parse
     from megavlm.planner.auto import predict
@@ -150,10 +149,11 @@ def predicted_gain(question: Question, side: Side, *, profile: str) -> float | N
 
     def seconds(flags: str) -> float:
         config = resolve(parse([*SHARED.split(), *question.model.split(), *flags.split()]))
-        step = predict(config, dims_of(config, world=2), hardware_of(profile))
-        return step.seconds - (step.overlappable if config.placement.encode_ahead else 0.0)
+        return predict(config, dims_of(config, world=2), hardware_of(profile)).seconds
 
-    return None if "--vision-cache" in side.flags else seconds(question.baseline.flags) / seconds(side.flags)
+    if "--vision-cache" in side.flags or "--encode-ahead" in side.flags:
+        return None
+    return seconds(question.baseline.flags) / seconds(side.flags)
 
 
 def ratio(base: Sequence[Timing], other: Sequence[Timing], name: str) -> float:

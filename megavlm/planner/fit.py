@@ -59,36 +59,6 @@ def fit(samples: Sequence[TimedLayer], peak: float | None = None) -> Rates:
     return Rates(products, attention, traffic, call)
 
 
-@dataclass(frozen=True)
-class TimedProduct:
-    """A grouped product of uneven experts, with as many rows in all, and the seconds that it took."""
-
-    rows: int
-    experts: int
-    seconds: float
-
-
-def uneven_rows(total: int, experts: int) -> list[int]:
-    """Return rows of each expert, `total` in all and spread evenly over 512 around the mean, so that tiles of any usual
-    size are half empty in the mean.
-    """
-    mean = total // experts
-    span = min(512, mean)
-    rows = [round(mean + span * ((number + 0.5) / experts - 0.5)) for number in range(experts)]
-    return [*rows[:-1], total - sum(rows[:-1])]
-
-
-def row_tile(samples: Sequence[TimedProduct]) -> float:
-    """Return the rows that a grouped product computes together, from times with several numbers of rows and experts.
-
-    Half a tile of each expert is empty in the mean, so R rows of E experts take s·(R + E·tile/2) + c. The constant c is
-    what a call takes, whatever its size.
-    """
-    unknown = np.array([[each.rows, each.experts, 1.0] for each in samples])
-    row, expert, _ = np.linalg.lstsq(unknown, np.array([each.seconds for each in samples]), rcond=None)[0]
-    return float(np.clip(2 * expert / max(row, 1e-18), 1.0, 2.0**16))
-
-
 def predicted(sample: TimedLayer, rates: Rates) -> float:
     """Seconds of a pass by these rates."""
     memory_traffic = sample.traffic / rates.bandwidth + sample.calls * rates.overhead

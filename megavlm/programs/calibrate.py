@@ -1,7 +1,7 @@
 """Measure this machine for the planner: `torchrun --nproc-per-node 2 -m megavlm calibrate --out mine.json`.
 
 Start as many processes as a training run will have. Each times the layers of small models of several widths and
-lengths, the optimizer, an all-gather and, on a GPU, grouped products of experts; the rates of `megavlm/planner/cost.py`
+lengths, the optimizer and an all-gather; the rates of `megavlm/planner/cost.py`
 are fitted to these times. Use the result with `megavlm plan … --profile mine.json` or
 `pretrain_vlm.py --plan auto --hardware mine.json`.
 """
@@ -22,7 +22,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.planner.fit import TimedLayer, fit, predicted, row_tile
+from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device
 from megavlm.rules.check import check
 from megavlm.world import world_of
@@ -97,7 +97,7 @@ def calibrate(options: argparse.Namespace) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.train.calibration import measure_link, timed_layers, timed_products
+    from megavlm.train.calibration import measure_link, timed_layers
 
     rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
     rates: list[float] = []
@@ -112,9 +112,6 @@ def calibrate(options: argparse.Namespace) -> None:
                 forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
             rounds.append((forward, backward))
     forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
-    tile = None
-    if not backend.is_cpu:  # a CPU computes no tiles; what it takes for each expert is counted in calls
-        tile = row_tile(timed_products(backend, options.precision, repeats=options.rounds * options.repeats))
     between = measure_link(backend)
     first = dist.get_rank() == 0
     dist.barrier()
@@ -131,7 +128,6 @@ def calibrate(options: argparse.Namespace) -> None:
             memory_bandwidth=statistics.median(rates),
             near=between or base.near,
             devices_per_node=max(base.devices_per_node, world),
-            row_tile=tile,
         )
         write_out("--out", options.out, json.dumps(asdict(hardware), indent=2) + "\n")
         print(_summary(hardware, forward, backward))
@@ -166,6 +162,4 @@ def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequen
         f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
         f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
     )
-    if hardware.on_gpu:
-        lines.append(f"grouped products compute {hardware.rows_together:.0f} rows together")
     return "\n".join(lines)

@@ -20,11 +20,9 @@ from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.backend import Backend
 from megavlm.config.schema import Config
 from megavlm.model.context import MicroBatchContext
-from megavlm.model.experts import Rows, grouped
-from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
-from megavlm.planner.fit import TimedLayer, TimedProduct, uneven_rows
+from megavlm.planner.fit import TimedLayer
 from megavlm.planner.hardware import Link
 from megavlm.train.build import build
 from megavlm.train.loop import close
@@ -104,22 +102,6 @@ def _optimizer_rate(run: Run, case: Scenario, repeats: int) -> float:
     times = [_timed(step, run.backend)[1] for _ in range(repeats + 1)]
     trained = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad)
     return sum(update_bytes(trained, case)) / statistics.median(times[1:])
-
-
-def timed_products(backend: Backend, precision: str, *, repeats: int) -> list[TimedProduct]:
-    """Return times of grouped products with more and fewer rows and experts, large enough to be bound by computing."""
-    width, rows, experts = (
-        (2048, (16384, 32768), (8, 32, 64)) if not backend.is_cpu else (128, (1024, 2048), (4, 16, 32))
-    )
-    samples = []
-    for count in experts:
-        weight = torch.randn(count, width, width, device=backend.device, dtype=DTYPES[precision])
-        for total in rows:
-            x = torch.randn(total, width, device=backend.device, dtype=DTYPES[precision])
-            held = Rows.of(torch.tensor(uneven_rows(total, count)), backend.device)
-            times = [_timed(partial(grouped, x, weight, held), backend)[1] for _ in range(repeats + 1)]
-            samples.append(TimedProduct(total, count, statistics.median(times[1:])))
-    return samples
 
 
 def measure_link(backend: Backend, *, sizes: Sequence[int] = (1 << 12, 1 << 22), repeats: int = 20) -> Link | None:

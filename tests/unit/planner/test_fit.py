@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavlm.planner.fit import TimedLayer, TimedProduct, fit, predicted, row_tile, uneven_rows
+from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import Rates
 
 
@@ -45,16 +45,3 @@ def test_products_are_not_faster_than_the_device() -> None:
     found = fit(samples, peak=1e13)
     assert found.matmul <= 1e13
     assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.2
-
-
-@pytest.mark.parametrize("tile", [1, 64, 128, 256])
-def test_the_tile_of_grouped_products_is_found(tile: int) -> None:
-    """From times of whole tiles of uneven experts, beside a constant that a call takes."""
-    samples = []
-    for rows in (16384, 32768):
-        for experts in (8, 32, 64):
-            held = uneven_rows(rows, experts)
-            assert sum(held) == rows
-            computed = sum(-(-each // tile) * tile for each in held)
-            samples.append(TimedProduct(rows, experts, 2e-5 + 1e-8 * computed))
-    assert row_tile(samples) == pytest.approx(tile, rel=0.05)
