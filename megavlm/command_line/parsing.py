@@ -202,33 +202,27 @@ def _parser(*, all_options: bool) -> argparse.ArgumentParser:
         if all_options and option.flag:
             _add(groups[option.section], option)
         elif not all_options and option.common is not None:
-            _add_briefly(groups[option.common], option)
+            _add(groups[option.common], option, briefly=True)
     return parser
 
 
-def _add(group: Any, option: Option) -> None:
-    """Add an option's flags to a group of the parser; flags that are not given leave no value in the namespace."""
-    kind = option.kind
+def _add(group: Any, option: Option, *, briefly: bool = False) -> None:
+    """Add an option's flags to a group of the parser, or for `--help` the shortest of them; flags that are not given
+    leave no value in the namespace.
+    """
+    flags, negations, kind = option.flags, option.negations, option.kind
+    if briefly:
+        flags, negations, kind = (min(flags, key=len),), (), replace(kind, optional=False)
     settings = {"action": _StoreOnce, "option": option, "dest": option.key, "default": argparse.SUPPRESS}
     help = described(option).replace("%", "%%")
     if kind.scalar is not bool:
         nargs = "*" if kind.many else None
-        group.add_argument(*option.flags, nargs=nargs, metavar=metavar(kind), help=help, **settings)
+        group.add_argument(*flags, nargs=nargs, metavar=metavar(kind), help=help, **settings)
     elif kind.optional:
-        group.add_argument(*option.flags, nargs="?", metavar="none", help=help, **settings)
-        group.add_argument(*option.negations, nargs=0, help=f"Opposite of {option.flag}.", **settings)
+        group.add_argument(*flags, nargs="?", metavar="none", help=help, **settings)
+        group.add_argument(*negations, nargs=0, help=f"Opposite of {option.flag}.", **settings)
     else:
-        group.add_argument(*option.flags, *option.negations, nargs=0, help=help, **settings)
-
-
-def _add_briefly(group: Any, option: Option) -> None:
-    """Add an option to a group of `--help`, under its shortest flag."""
-    flag, help = min(option.flags, key=len), described(option).replace("%", "%%")
-    kind = replace(option.kind, optional=False)
-    if kind.scalar is bool:
-        group.add_argument(flag, action="store_true", help=help)
-    else:
-        group.add_argument(flag, nargs="*" if kind.many else None, metavar=metavar(kind), help=help)
+        group.add_argument(*flags, *negations, nargs=0, help=help, **settings)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL", dict: "MAPPING"}

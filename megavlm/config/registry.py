@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -91,44 +91,24 @@ OPEN_POINTS = {"callbacks": (), "inputs": ("rgb", "array")}  # where options say
 State = tuple[tuple[str, Extension], ...]
 
 
-class Registry:
+class Registry(dict[str, Extension]):
     """The extensions of a process by the names under which they were asked for."""
-
-    def __init__(self) -> None:
-        self._extensions: dict[str, Extension] = {}
-
-    def __len__(self) -> int:
-        return len(self._extensions)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._extensions)
-
-    def __getitem__(self, name: str) -> Extension:
-        return self._extensions[name]
 
     @property
     def state(self) -> State:
         """Return all that is there, as a value: what follows from it may be kept by it."""
-        return tuple(self._extensions.items())
-
-    def add(self, name: str, extension: Extension) -> None:
-        """Add an extension. Who adds it has checked that its names are new."""
-        self._extensions[name] = extension
-
-    def remove(self, name: str) -> None:
-        """Remove an extension whose names turned out to be taken."""
-        del self._extensions[name]
+        return tuple(self.items())
 
     def at(self, point: str) -> dict[str, Any]:
         """Return what there is at a point, by name."""
-        return {each.name: each for found in self._extensions.values() for each in getattr(found, point)}
+        return {each.name: each for found in self.values() for each in getattr(found, point)}
 
     def owner_of(self, point: str, name: str) -> str | None:
         """Return which of the user's extensions has a name at a point; None if the package itself does, or nobody."""
         return next(
             (
                 owner
-                for owner, found in self._extensions.items()
+                for owner, found in self.items()
                 if owner != BUILT_IN and any(each.name == name for each in getattr(found, point))
             ),
             None,
@@ -230,7 +210,7 @@ def _restored(kind: type[Sections], items: tuple[tuple[str, Any], ...], extensio
     """Return the sections in a process to which they were sent, with the extensions that the sender has."""
     for name in extensions:
         if name not in registry():
-            registry().add(name, imported(name))
+            registry()[name] = imported(name)
     return kind(items)
 
 

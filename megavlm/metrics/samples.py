@@ -16,7 +16,6 @@ from megavlm.metrics.sinks import JsonlSink
 from megavlm.paths import open_regular
 
 _SIDE = 320  # pixels of the longer side of a picture
-_OPEN = 6  # newest different answers that are shown without a click
 _HEADLINE = 160  # characters of a prompt that are a headline; a longer one is text
 
 
@@ -81,19 +80,12 @@ def changes(answers: Sequence[tuple[int, str]]) -> list[Said]:
 def _card(question: Question, images: Sequence[Any], moments: Sequence[tuple[int, Mapping[Question, str]]]) -> str:
     told = changes([(iteration, answers[question]) for iteration, answers in moments if question in answers])
     rows = [_row(said, question.reference) for said in told]
-    older = rows[_OPEN:]
-    more = (
-        f"<details><summary>{len(older)} earlier {'answer' if len(older) == 1 else 'answers'}</summary>"
-        f'<ol class="said">{"".join(older)}</ol></details>'
-        if older
-        else ""
-    )
     reference = f'<li class="right"><b>reference</b><div>{escape(question.reference)}</div></li>'
     seen = f'<div class="images">{"".join(picture(image, side=_SIDE) for image in images)}</div>' if len(images) else ""
     look = ' class="long"' if len(question.prompt) > _HEADLINE else ""
     asked = f'<h2{look}>{escape(question.prompt) or "(no words)"}</h2><p class="quiet">{escape(question.label)}</p>'
-    newest = f'<ol class="said">{reference}{"".join(rows[:_OPEN])}</ol>'
-    return f'<section class="asked{"" if seen else " blind"}">{seen}<div>{asked}{newest}{more}</div></section>'
+    newest = f'<ol class="said">{reference}{"".join(rows)}</ol>'
+    return f'<section class="asked{"" if seen else " blind"}">{seen}<div>{asked}{newest}</div></section>'
 
 
 def _row(said: Said, reference: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.errors import UserError
-from megavlm.files import open_to_append
+from megavlm.files import open_to_append, replace_file
 from megavlm.inputs.bad_sample import Skipped
 from megavlm.metrics.callback import Callback, StepEnd, Stop
 from megavlm.paths import read_bytes
@@ -33,19 +33,17 @@ class JsonlSink(Callback):
     def __init__(self, path: Path, *, resume_iteration: int = 0) -> None:
         """Open `path` and keep its records up to `resume_iteration` (0: truncate the file).
 
-        A file with damaged lines is kept beside as `damaged-…`, and a line says so. Raises UserError if the file cannot
-        be read and written.
+        Damaged lines are left out, which is said. Raises UserError if the file cannot be read and written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = _content(path)
             kept, damaged = kept_lines(content, resume_iteration=resume_iteration)
             if damaged:
-                aside = path.with_name(f"damaged-{path.name}")
-                path.replace(aside)
-                print(f"warning: {damaged} lines of {path} are no records; the file is kept as {aside}", flush=True)
+                print(f"warning: {damaged} lines of {path} are no records, and are left out", flush=True)
+            if kept != content:
+                replace_file(path, kept)
             self._lines = _Lines(path)
-            self._lines.start_with(kept, of=b"" if damaged else content)
         except OSError as error:
             raise UserError(f"{path} cannot be read and written ({error.strerror or error}): move it away") from error
 
@@ -70,16 +68,6 @@ class _Lines:
         self._path = path
         self._file = open_to_append(path)
         self._waiting = b""
-
-    def start_with(self, kept: bytes, *, of: bytes) -> None:
-        """Make the file, whose content is `of`, contain `kept`, a prefix of `of` unless the file is new."""
-        if kept and of:
-            self._file.truncate(len(kept))
-        else:
-            self._file.truncate(0)
-            self.append(kept)
-        if kept and not kept.endswith(b"\n"):
-            self.append(b"\n")
 
     def append(self, line: bytes) -> None:
         """Write a line, after those that wait; the first that has to wait is told on stderr."""
@@ -113,8 +101,8 @@ def kept_lines(content: bytes, *, resume_iteration: int) -> tuple[bytes, int]:
     """Return the records before the first whose iteration is above `resume_iteration`, and how many lines are damaged.
 
     Records are in the order of iterations: what follows a later one was written after the checkpoint. Damaged lines are
-    left out. The last line does not count as damaged: a killed process was writing it. Without its newline, it may be
-    complete.
+    left out. The last line does not count as damaged: a killed process was writing it. Without its newline, which is
+    added, it may be complete.
     """
     kept: list[bytes] = []
     damaged = 0
@@ -124,7 +112,7 @@ def kept_lines(content: bytes, *, resume_iteration: int) -> tuple[bytes, int]:
         if iteration is not None and iteration > resume_iteration:
             break
         if iteration is not None:
-            kept.append(line)
+            kept.append(line.rstrip(b"\n") + b"\n")
         else:
             damaged += number < len(lines)
     return b"".join(kept), damaged if resume_iteration else 0

@@ -6,46 +6,16 @@ from collections.abc import Mapping
 
 from megavlm.metrics.callback import Record
 
-TAGS = {
-    "loss": "train/loss",
-    "loss_by_source": "train/loss_by_source",
-    "aux_loss": "train/aux_loss",
-    "balance_loss": "train/balance_loss",
-    "router_z_loss": "train/router_z_loss",
-    "expert_load_max": "experts/load_max",
-    "expert_load_entropy": "experts/load_entropy",
-    "grad_norm": "train/grad_norm",
-    "max_attention_logit": "train/max_attention_logit",
-    "qk_clipped_heads": "train/qk_clipped_heads",
-    "learning_rate": "train/learning_rate",
-    "loss_scale": "train/loss_scale",
-    "updated": "train/updated",
-    "skipped_steps": "train/skipped_steps",
-    "epoch": "train/epoch",
-    "tokens": "data/tokens",
-    "trained_tokens": "data/trained_tokens",
-    "image_tokens": "data/image_tokens",
-    "images": "data/images",
-    "skipped_samples": "data/skipped_samples",
-    "split_samples": "data/split_samples",
-    "packing_efficiency": "data/packing_efficiency",
-    "data_time_s": "perf/data_time_s",
-    "step_time_s": "perf/step_time_s",
-    "tokens_per_second": "perf/tokens_per_second",
-    "images_per_second": "perf/images_per_second",
-    "model_tflops_per_device": "perf/model_tflops_per_device",
-    "mfu": "perf/mfu",
-    "peak_memory_gib": "perf/peak_memory_gib",
-    "phase_seconds": "perf/phase_seconds",
-    "slowest_rank": "perf/slowest_rank",
-    "slowest_rank_s": "perf/slowest_rank_s",
-    "slowest_rank_excess": "perf/slowest_rank_excess",
-    "save_stall_s": "perf/save_stall_s",
-    "save_time_s": "perf/save_time_s",
-    "eval_time_s": "perf/eval_time_s",
-    "eval_time_fraction": "perf/eval_time_fraction",
-    "sample_time_s": "perf/sample_time_s",
+_GROUPS = {
+    "train": "loss loss_by_source aux_loss balance_loss router_z_loss grad_norm max_attention_logit qk_clipped_heads "
+    "learning_rate loss_scale updated skipped_steps epoch",
+    "data": "tokens trained_tokens image_tokens images skipped_samples split_samples packing_efficiency",
+    "perf": "data_time_s step_time_s tokens_per_second images_per_second model_tflops_per_device mfu peak_memory_gib "
+    "phase_seconds slowest_rank slowest_rank_s slowest_rank_excess save_stall_s save_time_s eval_time_s "
+    "eval_time_fraction sample_time_s",
 }
+TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names.split()}
+TAGS |= {"expert_load_max": "experts/load_max", "expert_load_entropy": "experts/load_entropy"}
 # Of names that begin so, the beginning is replaced; names with a slash are tags already.
 PREFIXES = {"eval_": "validation/", "imbalance_": "data/imbalance_"}
 _NO_METRIC = ("iteration",)

@@ -91,12 +91,12 @@ def _register(name: str, extension: Extension) -> None:
                 whose = "megavlm" if owner is None else f"{FLAG} {plain(owner)}"
                 raise UserError(f"{FLAG} {plain(name)}: {whose} has {each.name} among its {point} already: rename one")
             taken.add(each.name)
-    registry().add(name, extension)
+    registry()[name] = extension
     try:
         flags = Counter(flag for option in options() for flag in (*option.flags, *option.negations))
         problem = next((f"another option is {flag} already: rename it" for flag, n in flags.items() if n > 1), None)
     except Exception as error:  # a section that is no dataclass of options, of whatever kind
         problem = f"its options cannot be read: {described(error)}"
     if problem is not None:
-        registry().remove(name)
+        del registry()[name]
         raise UserError(f"{FLAG} {plain(name)}: {problem}")

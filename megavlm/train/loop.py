@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megavlm.errors import Stopped, UserError
-from megavlm.planner.auto import explain
 from megavlm.program import program
 from megavlm.resilience import events
 from megavlm.resilience.signals import StopRequest
@@ -20,12 +20,14 @@ from megavlm.train.run import Run
 from megavlm.train.step import take_step
 
 
-def fit(run: Run, stop: StopRequest | None = None) -> None:
+def fit(run: Run, stop: StopRequest | None = None, *, explain: Callable[..., str] | None = None) -> None:
     """Train to the last iteration or a request to stop, save a checkpoint, and evaluate a run that finished.
 
-    Raises Stopped after a request, UserError if memory is lacking, and after a save if too many samples were skipped,
-    data cannot be read or a user's callback raised; BadNumbers, without one, if too many steps in a row were bad or
-    state that is to be saved is not finite.
+    `explain` (of `planner.auto`) returns one line on a lack of memory, which then ends the run as a UserError.
+
+    Raises Stopped after a request, UserError if too many samples were skipped, data cannot be read or a user's callback
+    raised, each after a save; BadNumbers, without one, if too many steps in a row were bad or state that is to be saved
+    is not finite.
     """
     stop = stop or StopRequest()
     with ExitStack() as ending:
@@ -53,8 +55,10 @@ def fit(run: Run, stop: StopRequest | None = None) -> None:
                     f"(RUN_DIR/events.jsonl says why): {program('checkpoint')} copy {run.run_dir} copies the last one"
                 )
         except torch.OutOfMemoryError as error:
-            shown = _out_of_memory(run)
+            shown = error if explain is None else _out_of_memory(run, explain)
             note_failure(run.run_dir, shown)
+            if shown is error:
+                raise
             raise shown from error
         except Exception as error:
             if not isinstance(error, Stopped):
@@ -81,7 +85,7 @@ def _finish_uploads(run: Run) -> bool:
     return False
 
 
-def _out_of_memory(run: Run) -> UserError:
+def _out_of_memory(run: Run, explain: Callable[..., str]) -> UserError:
     """Return an error that says what takes this rank's memory, and which setting takes less."""
     on_gpu = not run.backend.is_cpu
     capacity = torch.cuda.get_device_properties(run.backend.device).total_memory if on_gpu else None

@@ -26,7 +26,7 @@ def forget() -> None:
     from megavlm.config.registry import BUILT_IN, registry
 
     for name in [name for name in registry() if name != BUILT_IN]:
-        registry().remove(name)
+        del registry()[name]
 
 
 def train_with_examples(argv: Sequence[str], run_dir: str) -> str | None:

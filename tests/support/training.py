@@ -80,10 +80,11 @@ def train(
     printed: io.StringIO | None = None,
 ) -> None:
     """One run of the program on this process's world; `printed` gets what it prints."""
+    from megavlm.planner.auto import explain
     from megavlm.train.loop import fit
 
     with contextlib.redirect_stdout(printed or io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fit(_built(argv, run_dir, prepare))
+        fit(_built(argv, run_dir, prepare), explain=explain)
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:

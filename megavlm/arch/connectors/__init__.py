@@ -16,4 +16,4 @@ def _declared() -> tuple[Connector, ...]:
     return tuple({id(connector): connector for connector in connectors}.values())
 
 
-registry().add(BUILT_IN, Extension(connectors=_declared()))
+registry()[BUILT_IN] = Extension(connectors=_declared())

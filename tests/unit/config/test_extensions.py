@@ -64,7 +64,7 @@ def test_yaml_says_the_same_and_names_the_extension(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(config))
     assert yaml.safe_load(file.read_text())["model"]["projector"]["connectors"]["pooled"]["tokens"] == 5
-    registry().remove("pooled_attention")
+    del registry()["pooled_attention"]
     assert parse(["--config", str(file)]) == config
     both = parse(["--config", str(file), "--extension", "counting_dots"])
     assert both.run.extension == ("pooled_attention", "counting_dots")
@@ -197,7 +197,7 @@ def test_what_a_checkpoint_says_of_extensions_imports_nothing() -> None:
     assert extensions_of(config) == ("pooled_attention",), "the other one has no part in it"
     data = as_data(config.model, chosen=True)
     assert data["projector"]["connectors"] == {"pooled": {"tokens": 8, "width": 128}}
-    registry().remove("pooled_attention")
+    del registry()["pooled_attention"]
     with pytest.raises(UserError, match="pooled"):
         from_dict({"model": data})
     assert "pooled_attention" not in registry()

@@ -85,9 +85,9 @@ def test_arrays_are_resized_and_padded_as_numbers(tmp_path: Path) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A vision input that somebody brings: red, green, blue, and their sum."""
     monkeypatch.setattr(sys.modules[__name__], "SUM", VisionInput("sum", with_sum, Channels((0.0,) * 4, (1.0,) * 4)))
-    registry().add("mine", Extension(inputs=(Entry("sum", f"{__name__}:SUM"),)))
+    registry()["mine"] = Extension(inputs=(Entry("sum", f"{__name__}:SUM"),))
     yield
-    registry().remove("mine")
+    del registry()["mine"]
 
 
 def with_sum(tile: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -53,14 +53,6 @@ def test_an_answer_comes_once_for_the_iterations_in_which_it_stayed() -> None:
     assert [tuple(each) for each in found] == [(40, 40, "c"), (30, 30, "a"), (10, 20, "b"), (0, 0, "a")]
 
 
-def test_old_answers_are_folded() -> None:
-    moments = [(iteration, {WALL: f"answer {iteration}"}) for iteration in range(20)]
-    page = samples_page("x", {WALL: ()}, moments, answered=20, train_iters=20)
-    assert "14 earlier answers" in told(page)
-    newest, _, older = page.partition("<details>")
-    assert (newest.count("answer 1"), older.count("answer 1")) == (6, 5)
-
-
 @pytest.mark.parametrize("number", [1, 2, MOST_MOMENTS - 1, MOST_MOMENTS, 500])
 def test_a_page_does_not_grow_for_ever(tmp_path: Path, number: int) -> None:
     page = write(tmp_path / "run", *range(0, 10 * number, 10))

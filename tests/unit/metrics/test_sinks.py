@@ -105,7 +105,7 @@ def test_what_is_kept_is_a_prefix_of_whole_records(cut: int, resume: int) -> Non
     # A line counts as soon as its closing brace is there.
     complete = sum(cut >= len(b"".join(lines[: i + 1])) - 1 for i in range(len(lines)))
     expected = b"".join(lines[: min(complete, resume)])
-    assert kept_lines(content, resume_iteration=resume) == (expected[:cut], 0)
+    assert kept_lines(content, resume_iteration=resume) == (expected, 0)
 
 
 @pytest.mark.parametrize("damage", [b"garbage", b"[" * 100_000, b"\xff\xfe", b"[]", b"{}"])
@@ -116,7 +116,6 @@ def test_a_damaged_line_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_bytes(damage + b"\n" + before)
     write(path, first=5, last=5, resume_iteration=4)
     assert path.read_bytes() == before
-    assert (tmp_path / "damaged-metrics.jsonl").read_bytes() == damage + b"\n" + before
     assert "1 lines of" in capsys.readouterr().out
 
 
