@@ -219,7 +219,7 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
     if objective.kind != "next-token":
         sigmoid = objective.kind == "sigmoid"
         objective = filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
-    model = _with(
+    model = replace(
         model,
         language=language,
         objective=objective,
@@ -236,17 +236,6 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
 def is_set(section: Any, name: str) -> bool:
     """Return whether a field has a value, for code that runs before `resolve`."""
     return getattr(section, name) is not None
-
-
-def _with(section: Any, **values: Any) -> Any:
-    """Return the section with these values; the section itself if it has them: a search resolves what is resolved tens
-    of thousands of times.
-    """
-    return (
-        section
-        if all(getattr(section, name) is value for name, value in values.items())
-        else replace(section, **values)
-    )
 
 
 def with_device_defaults(config: Config, *, on_gpu: bool) -> Config:

@@ -14,7 +14,7 @@ from megavlm.program import program
 from megavlm.resilience import events
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
-from megavlm.train.held_out_loss import final_evaluation
+from megavlm.train.hooks.held_out import final_evaluation
 from megavlm.train.hooks.order import Hooks, hooks_of
 from megavlm.train.run import Run
 from megavlm.train.step import take_step

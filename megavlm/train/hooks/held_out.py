@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megavlm.data.collate import CollateSpec
 from megavlm.data.loader import DataLoader
+from megavlm.data.source import HeldOutPrompt
 from megavlm.data.survey import DEAR, cheaper
 from megavlm.data.types import PADDING, RECORD, SOURCE, StepData
 from megavlm.errors import UserError
+from megavlm.files import open_new, replace_file
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.objective.gather import Representations, Texts, gathered, gathered_members, longest
@@ -22,7 +24,6 @@ from megavlm.objective.retrieval import SCORES, retrieval_sums
 from megavlm.parallel.groups import Groups
 from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.train.generate import GivenUp, generate
-from megavlm.train.held_out_loss import accuracies
 from megavlm.train.hooks.hook import RankHook, Step
 from megavlm.train.hooks.stops import Stops
 from megavlm.train.run import Run
@@ -287,3 +288,51 @@ class SamplesHook(RankHook):
                 give_up=lambda: self._stops.requested,
             )
         return found
+
+
+def _answers_of(run: Run, questions: Sequence[HeldOutPrompt]) -> list[str]:
+    """Return the model's answer to each question; equal on all ranks."""
+    source = run.source
+    tokens = generate(
+        run.engine,
+        CollateSpec.of(run.config, source),
+        [question.sample for question in questions],
+        micro_batch_size=run.config.train.micro_batch_size,
+        max_new_tokens=source.max_answer_tokens,
+    )
+    return [source.decode_answer(ids) for ids in tokens]
+
+
+def accuracies(run: Run) -> dict[str, Value]:
+    """Return the accuracy of each kind of question, on a third of the final evaluation's questions; {} if the data have
+    none.
+    """
+    questions = run.source.questions(max(1, run.config.evaluation.eval_samples // 3))
+    if not questions:
+        return {}
+    hits: dict[str, list[bool]] = {}
+    for question, answer in zip(questions, _answers_of(run, questions), strict=True):
+        hits.setdefault(question.kind, []).append(answer == question.reference)
+    return {f"validation/{kind.replace(' ', '_')}/accuracy": sum(right) / len(right) for kind, right in hits.items()}
+
+
+def final_evaluation(run: Run) -> None:
+    """Answer all held-out questions, if the data have any; rank 0 writes the scores and some examples to RUN_DIR."""
+    questions = run.source.questions(run.config.evaluation.eval_samples)
+    if not questions:
+        return
+    run.engine.schedule.phases.enter(VALIDATION, "answers")
+    run.say("answering held-out questions …")
+    with run.engine.evaluation():
+        answers = _answers_of(run, questions)
+        shuffled = _answers_of(run, run.source.with_shuffled_images(questions))
+    if run.progress is None:
+        return
+    from megavlm.demo.results import draw_examples, exact_match_table
+
+    table, examples = exact_match_table(questions, answers, shuffled), run.run_dir / "examples.png"
+    replace_file(run.run_dir / "evaluation.txt", table + "\n")
+    open_new(examples).close()  # the library would follow a link
+    draw_examples(questions, answers, examples)
+    run.say(table)
+    run.say(f"examples: {examples}")
