@@ -24,8 +24,6 @@ from megavlm.rules.extensions import (
     extensions_of,
     load_extensions,
     missing_extensions,
-    split_words,
-    without_extensions,
 )
 from megavlm.rules.fields import options
 from megavlm.rules.load import as_data, from_dict, to_yaml
@@ -232,11 +230,3 @@ def test_a_process_that_gets_a_configuration_gets_its_extensions() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "5\n"
-
-
-def test_words_of_programs_with_flags_of_their_own() -> None:
-    argv = ["export", "--extension", "pooled_attention", "counting_dots", "--merged", "run", "--extension=json_x"]
-    names = ["pooled_attention", "counting_dots", "json_x"]
-    assert split_words("--extension", argv) == (names, ["export", "--merged", "run"])
-    assert without_extensions(["export", "run", "--extension", "pooled_attention", "--x"]) == ["export", "run", "--x"]
-    assert "pooled_attention" in registry()

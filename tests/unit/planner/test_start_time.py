@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from megavlm.arch.dims import dims_of
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config
 from megavlm.planner.hardware import profile
-from megavlm.planner.start_time import start_estimate, starting_line
+from megavlm.planner.start_time import start_estimate
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.defaults import resolve
 
@@ -46,12 +44,3 @@ def test_a_resume_reads_what_it_does_not_draw() -> None:
     whole = estimate("--data-parallel-sharding", "none", world=4, resumes=True)["weights"]
     assert whole == pytest.approx(again["weights"])
     assert sharded / whole == pytest.approx((2 + 12 / 4) / 14)
-
-
-def test_the_line_names_the_longest_parts_first() -> None:
-    config = configured("--tp", "2")
-    line = starting_line(config, dims_of(config, world=2), profile("cpu"), 0.5, name="cpu", resumes=False)
-    seconds = [float(number) for number in re.findall(r"([\d.]+) s ", line)]
-    assert seconds[1:] == sorted(seconds[1:], reverse=True)
-    assert " s at 2 ranks, of which " in line
-    assert "1.9 s importing modules, " in line
