@@ -112,14 +112,14 @@ def is_none_as_text(value: object) -> bool:
     return isinstance(value, str) and value.lower() == "none"
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(overrides())
 def test_yaml_is_exact(values: dict[Option, Any]) -> None:
     config = config_of(values)
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(overrides())
 def test_flags_are_exact(values: dict[Option, Any]) -> None:
     values = {option: value for option, value in values.items() if not is_none_as_text(value) or option.kind.choices}
@@ -127,7 +127,7 @@ def test_flags_are_exact(values: dict[Option, Any]) -> None:
     assert parse(argv) == without_idle(config_of(values), by_path(values))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(overrides(), overrides())
 def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any]) -> None:
     # A published model's name brings sizes, also in place of the file's.
@@ -211,7 +211,7 @@ def test_any_data_is_taken_or_refused_in_one_line(data: object) -> None:
 
 
 @given(st.binary(max_size=40) | st.text(alphabet="ab:{}[]&*!-? \n'\"#|>%@<0.", max_size=40).map(str.encode))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @example(b"[" * 2000)
 @example(b"a: &a {b: *a}")
 @example(b"train: !!bool maybe")
