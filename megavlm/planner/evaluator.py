@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megavlm.arch.dims import Dims, dims_of
-from megavlm.arch.kind import FP32
-from megavlm.arch.kinds import kind_in, step_flops
-from megavlm.arch.layers import layer_names
-from megavlm.arch.scenario import BYTES, Scenario, expert_imbalance, scenario_of
+from megavlm.arch.dims import dims_of
+from megavlm.arch.kinds import step_flops
+from megavlm.arch.scenario import Scenario, expert_imbalance, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_images, typical_workload
-from megavlm.config.lora_config import frozen_parts
 from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.hardware import Hardware
@@ -73,7 +70,6 @@ class LayoutEvaluator:
         step = times(typical_workload(config), config.train.global_batch_size)
         self.tokens = step.tokens
         self.flops = step_flops(config, step)
-        self.expert_bytes = _expert_bytes(config)
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._profiles = lru_cache(maxsize=None)(self._make_profiles)
         # Times and bytes of the layers that a candidate's pipeline holds.
@@ -82,7 +78,7 @@ class LayoutEvaluator:
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
-        if reason := self.rule(candidate) or self._experts_are_too_large(candidate.dims):
+        if reason := self.rule(candidate):
             return reason
         profiles, encoder = self.profiles(candidate), self.encoder(candidate)
         if candidate.dims.chunks > profiles.count:
@@ -94,13 +90,6 @@ class LayoutEvaluator:
         held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(profiles.scenario))]
         most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
         return self._no_free_memory() if profiles.saved[-1] > most else None
-
-    def _experts_are_too_large(self, dims: Dims) -> str | None:
-        """Return why the fullest rank lacks memory for its experts alone: it has at least the mean of all stages."""
-        needed = self.expert_bytes / (dims.ep * dims.expert_tp * dims.pp)
-        if needed <= self.hardware.memory:
-            return None
-        return f"experts alone take {needed / GIB:.0f} GiB of a rank: raise --ep or --pp"
 
     def _no_free_memory(self) -> str:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
@@ -233,9 +222,3 @@ class LayoutEvaluator:
         if not kinds or pp % kinds == 0:
             return None
         return f"--pp {pp} does not divide into {kinds} equal runs of stages, one for each of --stage-gpus"
-
-
-def _expert_bytes(config: Config) -> float:
-    """Return the bytes of all routed experts' weights, and of their gradients if they are trained."""
-    model, each = config.model, BYTES[config.precision.dtype] + FP32 * ("language" not in frozen_parts(config))
-    return each * float(sum(kind_in(model, name).expert_parameters(model, 1) for name in layer_names(model)))
