@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,10 +113,7 @@ class ColocatedEncoder:
         self._encoded: tuple[FeatureExchange, tuple[Tensor, ...]] | None = None
         self._upcoming: Sequence[MicroBatch] | None = None
         self._ahead: tuple[Sequence[MicroBatch], EncoderPasses] | None = None  # the next step and its passes
-
-    @cached_property
-    def _beside(self) -> SideStream:
-        return SideStream(self.encoder.device)
+        self._beside: Any = SideStream(encoder.device) if config.placement.encode_ahead else None
 
     def prefetch(self, batches: Sequence[MicroBatch]) -> None:
         """Encode the next step's images during this step, a pass at each call of `advance`.
