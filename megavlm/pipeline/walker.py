@@ -10,7 +10,7 @@ be done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
@@ -230,22 +230,16 @@ class PassWalker:
                 if isinstance(each, Receive):
                     step.receive(each.made_by)
                     continue
-                with self._accumulating(each.chunk, last=each == last[each.kind, each.chunk]):
+                # Data-parallel ranks reduce gradients in the last pass of each kind alone: a bucket is reduced once all
+                # of its parameters have met their last gradient, in either.
+                waits = self.overlaps_reduction and each != last[each.kind, each.chunk]
+                with self._chunks[each.chunk].no_sync() if waits else nullcontext():
                     step.run(each)
             step.transfers.finish()
             if not forward_only:
                 finalize = self._config.finalize_model_grads_func
                 finalize(list(self._chunks.values()), None, pg_collection=self._groups.collection)
         return step.results
-
-    def _accumulating(self, chunk: int, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a pass, in which data-parallel ranks reduce no gradients but in the last of each kind.
-
-        A bucket is reduced once all its parameters have met their last gradient, in either.
-        """
-        reduces = last or not self.overlaps_reduction
-        context: AbstractContextManager[Any] = nullcontext() if reduces else self._chunks[chunk].no_sync()
-        return context
 
 
 @dataclass(frozen=True)

@@ -155,14 +155,13 @@ class StartTimes:
         self.run_dir: Path | None = None  # of rank 0, once it has locked it
         self._clock = clock
         self._began = self._since = began
-        self._part = "imports"
+        self._part: str | None = "imports"  # None: the start is over
         self._seconds: dict[str, float] = {}
-        self._done = False
 
     def enter(self, part: str) -> None:
         """End the part before and begin this one. After the first step it does nothing."""
         assert part in PARTS, f"list the part {part!r} in PARTS"
-        if self._done:
+        if self._part is None:
             return
         self._add(self._part, self._lap())
         self._part = part
@@ -174,12 +173,12 @@ class StartTimes:
 
     def first_step_done(self, iteration: int, *, waited: float) -> None:
         """Write the event `started`, once, after the first step, which `waited` so many seconds for its batch."""
-        if self._done:
+        if self._part is None:
             return
         spent = self._lap()
         self._add("first_batch", min(waited, spent))
         self._add("first_step", max(0.0, spent - waited))
-        self._done = True
+        self._part = None
         if self.run_dir is not None:
             seconds = round(self._since - self._began, 3)
             record(self.run_dir, "started", iteration=iteration, seconds=seconds, phases=self._seconds)
