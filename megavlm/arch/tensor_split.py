@@ -7,7 +7,7 @@ rows of zeros, which stay zero and are left out of checkpoints. `RowRun`s map th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -89,6 +89,14 @@ class HeadExchange:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Rows of a weight: so many of each query head, or of each key/value head."""
+
+    width: int
+    of_keys: bool = False
+
+
+@dataclass(frozen=True)
 class HeadSplit:
     """Sharding of a layer's query heads and key/value heads (`groups`), `width` channels each, over `tp` ranks.
 
@@ -107,6 +115,7 @@ class HeadSplit:
     tp: int
     slots: int
     copies: int
+    gated: bool = False  # each query head has as many channels again that gate its output
 
     @property
     def per_group(self) -> int:
@@ -135,8 +144,8 @@ class HeadSplit:
 
     @property
     def slot_rows(self) -> int:
-        """Return the number of a slot's rows in the fused weight of queries, keys and values."""
-        return self.queries * self.width + 2 * self.part_width
+        """Return the rows of a slot in the weight that projects queries, keys and values."""
+        return self.rows(*self.fused)
 
     @property
     def local_rows(self) -> int:
@@ -165,43 +174,51 @@ class HeadSplit:
         )
 
     def query_part(self, rank: int, *, axis: int) -> Part:
-        """Return the shard that a rank holds of a weight of all query heads."""
-        width = self.width
-        runs = (
-            RowRun(number * self.queries * width, slot.first * width, slot.count * width)
-            for number, slot in enumerate(self.slots_of(rank))
-        )
-        return Part(axis, self.heads * width, _joined(runs))
+        """Return what a rank holds of a weight of all query heads."""
+        return self.part(rank, Block(self.width), axis=axis)
 
     def key_part(self, rank: int) -> Part:
-        """Return the shard that a rank holds of a weight of all keys, or of all values."""
-        runs = (
-            RowRun(number * self.part_width, slot.group * self.width + first, count)
-            for number, slot in enumerate(self.slots_of(rank))
-            for first, count in self._channels(slot)
-        )
-        return Part(0, self.groups * self.width, _joined(runs))
+        """Return what a rank holds of a weight of all keys, or of all values."""
+        return self.part(rank, Block(self.width, of_keys=True))
 
     def qkv_part(self, rank: int) -> Part:
-        """Return the shard that a rank holds of the fused weight: queries, key and value of each key/value head."""
-        return Part(0, (self.heads + 2 * self.groups) * self.width, _joined(self._qkv_runs(rank)))
+        """Return what a rank holds of the fused weight, which has each key/value head's queries, key and value."""
+        return self.part(rank, *self.fused)
 
-    def _qkv_runs(self, rank: int) -> Iterator[RowRun]:
-        width, rows = self.width, self.queries * self.width
+    @property
+    def fused(self) -> tuple[Block, ...]:
+        """Return the blocks of the weight that projects queries, keys and values."""
+        key = Block(self.width, of_keys=True)
+        return Block(self.width * (1 + self.gated)), key, key
+
+    def rows(self, *blocks: Block) -> int:
+        """Return the rows of a slot in a weight of these blocks."""
+        return sum(share_of(each.width, self.copies) if each.of_keys else self.queries * each.width for each in blocks)
+
+    def part(self, rank: int, *blocks: Block, axis: int = 0) -> Part:
+        """Return what a rank holds of a weight that has these blocks of each key/value head, one after the other."""
+        size = sum(each.width * (self.groups if each.of_keys else self.heads) for each in blocks)
+        return Part(axis, size, _joined(self._runs(rank, blocks)))
+
+    def _runs(self, rank: int, blocks: Sequence[Block]) -> Iterator[RowRun]:
+        whole = sum(each.width * (1 if each.of_keys else self.per_group) for each in blocks)
         for number, slot in enumerate(self.slots_of(rank)):
-            local, real = number * self.slot_rows, slot.group * (self.per_group + 2) * width
-            yield RowRun(local, real + (slot.first - slot.group * self.per_group) * width, slot.count * width)
-            for first, count in self._channels(slot):
-                key = real + self.per_group * width + first
-                yield RowRun(local + rows, key, count)
-                yield RowRun(local + rows + self.part_width, key + width, count)
+            local, real = number * self.rows(*blocks), slot.group * whole
+            for block in blocks:
+                first, count = self._held(slot, block)
+                yield RowRun(local, real + first, count)
+                local += self.rows(block)
+                real += block.width * (1 if block.of_keys else self.per_group)
 
-    def _channels(self, slot: Slot) -> Iterator[tuple[int, int]]:
-        """Yield the first key channel that a slot projects and their number; nothing for a slot of padding."""
-        if slot.piece is not None:
-            first = slot.piece * self.part_width
-            if (count := min(self.part_width, self.width - first)) > 0:
-                yield first, count
+    def _held(self, slot: Slot, block: Block) -> tuple[int, int]:
+        """Return the first of the rows that a slot has of its key/value head's block, and their number."""
+        if not block.of_keys:
+            return (slot.first - slot.group * self.per_group) * block.width, slot.count * block.width
+        if slot.piece is None:
+            return 0, 0
+        share = share_of(block.width, self.copies)
+        first = slot.piece * share
+        return first, max(0, min(share, block.width - first))
 
     def exchange(self, rank: int) -> HeadExchange:
         """Return what a rank sends and receives where key/value heads have several slots."""
@@ -255,8 +272,44 @@ def head_split(heads: int, groups: int, width: int, tp: int) -> HeadSplit:
 
 
 def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
-    """Return how the heads of the language model are sharded over `tp` ranks."""
-    return head_split(language.num_attention_heads, language.num_query_groups, language.kv_channels, tp)
+    """Return how `tp` ranks divide the heads of the language model's attention."""
+    split = head_split(language.num_attention_heads, language.num_query_groups, language.kv_channels, tp)
+    return replace(split, gated=language.attention_output_gate)
+
+
+@dataclass(frozen=True)
+class DeltaSplit:
+    """How tensor-parallel ranks divide a layer of linear attention: as attention whose query heads are value heads.
+
+    A key head serves some value heads in order, as a key/value head serves query heads, and ranks may share it.
+    """
+
+    heads: HeadSplit  # of values in place of queries; `width` is that of a key
+    width: int  # of a value
+
+    @property
+    def convolved(self) -> tuple[Block, ...]:
+        """Return the blocks of what the convolution reads: values, queries and keys."""
+        key = Block(self.heads.width, of_keys=True)
+        return Block(self.width), key, key
+
+    @property
+    def projected(self) -> tuple[Block, ...]:
+        """Return the blocks of the fused projection: those, the gate of each output channel, and β and decay."""
+        return *self.convolved, Block(self.width), Block(1), Block(1)
+
+    @property
+    def local_rows(self) -> int:
+        """Return the rows of a rank in the fused projection, aligned for tensor cores."""
+        rows = self.heads.slots * self.heads.rows(*self.projected)
+        return share_of(rows, MLP_MULTIPLE) * MLP_MULTIPLE
+
+
+@lru_cache(maxsize=1024)
+def delta_split(language: LanguageConfig, tp: int) -> DeltaSplit:
+    """Return how `tp` ranks divide the heads of the language model's linear attention."""
+    values, keys = language.linear_num_value_heads, language.linear_num_key_heads
+    return DeltaSplit(head_split(values, keys, language.linear_key_head_dim, tp), language.linear_value_head_dim)
 
 
 def context_heads(config: Config) -> int:
@@ -266,14 +319,17 @@ def context_heads(config: Config) -> int:
         return 1
     if parallel.cp_comm_type == "a2a":
         return parallel.context_parallel_size
-    return math.gcd(local_heads(config), parallel.context_parallel_size)
+    return math.gcd(*local_heads(config), parallel.context_parallel_size)
 
 
-def local_heads(config: Config) -> int:
-    """Return the number of query heads of the language model on each tensor-parallel rank, padding included."""
-    language = config.model.language
+def local_heads(config: Config) -> tuple[int, ...]:
+    """Return the query heads of the language model on each tensor-parallel rank, padding included, and where it has
+    linear attention the value heads.
+    """
+    language, tp = config.model.language, config.parallel.tensor_model_parallel_size
     heads, groups = language.num_attention_heads, language.num_query_groups or language.num_attention_heads
-    return head_split(heads, groups, 1, config.parallel.tensor_model_parallel_size).local_heads
+    linear = (delta_split(language, tp).heads.local_heads,) if language.linear_attention_layers else ()
+    return head_split(heads, groups, 1, tp).local_heads, *linear
 
 
 def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:

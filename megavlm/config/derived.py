@@ -161,6 +161,11 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
     return language.window_size is not None and layer not in language.full_attention_layers
 
 
+def is_linear(language: LanguageConfig, layer: int) -> bool:
+    """Return whether language layer number `layer` has linear attention."""
+    return layer in language.linear_attention_layers
+
+
 def block_channels(model: ModelConfig) -> int:
     """Return the channels of all patches of a block that the projector merges."""
     return model.vision.hidden_size * model.projector.pixel_shuffle**2

@@ -170,6 +170,7 @@ class KeyValueCache:
         """Give every row room for `length` positions; memory is taken when a layer first adds something."""
         self.length = length
         self._kept: dict[object, tuple[Tensor, Tensor]] = {}
+        self._states: dict[object, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: object, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep keys and values [B, S, G, E] of a layer at `places` [B, S] of each row; return all, [B, L, G, E]."""
@@ -180,6 +181,14 @@ class KeyValueCache:
         for kept, new in zip(self._kept[layer], (key, value), strict=True):
             kept[rows, places] = new
         return self._kept[layer]
+
+    def state(self, layer: object) -> tuple[Tensor, Tensor] | None:
+        """Return the last inputs and the state that a layer of linear attention keeps; None before its first pass."""
+        return self._states.get(layer)
+
+    def keep_state(self, layer: object, state: tuple[Tensor, Tensor]) -> None:
+        """Keep the last inputs and the state of a layer of linear attention."""
+        self._states[layer] = state
 
 
 @dataclass(frozen=True, eq=False)

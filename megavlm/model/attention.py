@@ -66,17 +66,19 @@ class Attention(SelfAttention):
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
-    ) -> Heads:
-        """Return normalised and rotated queries and keys, and values. Queries of padding are zero if it is known."""
-        query, key, value = self._turned_heads(hidden_states, key_value_states)
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values of the hidden states, normalised and turned, and what gates their output, if anything
+        does; queries of padding may be zeros.
+        """
+        query, key, value, *gate = self._turned_heads(hidden_states, key_value_states)
         if self.padding is not None:
             query = query.masked_fill(self.padding[..., None, None], 0.0)
-        return query, key, value
+        return query, key, value, *gate
 
-    def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> Heads:
-        rotary, turns = self.rotary, self.rotation
-        if self.shared_heads is not None:
-            query, key, value = self.shared_heads(self.linear_qkv(hidden_states)[0])
+    def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
+        rotary, turns, gate = self.rotary, self.rotation, ()
+        if self.shared_heads is not None or self.split.gated:
+            query, key, value, *gate = self._split_heads(self.linear_qkv(hidden_states)[0])
         else:
             mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
             if turns is not None and self.q_layernorm is None:
@@ -86,7 +88,17 @@ class Attention(SelfAttention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if turns is not None:
             query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
-        return query, key, value
+        return query, key, value, *gate
+
+    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, ...]:
+        """[S, B, L·rows of a slot] → query [S, B, L·R, D], key and value [S, B, L, D], and the gate as the query."""
+        split = self.split
+        rows, parts = mixed.unflatten(-1, (split.slots, -1)).split(
+            [split.rows(split.fused[0]), 2 * split.part_width], dim=-1
+        )
+        key, value = parts.chunk(2, dim=-1) if self.shared_heads is None else self.shared_heads.joined(parts)
+        query, *gate = rows.reshape(*rows.shape[:2], split.local_heads, -1).split(split.width, dim=-1)
+        return query, key, value, *gate
 
 
 class CoreAttention(nn.Module):
@@ -171,7 +183,7 @@ class CoreAttention(nn.Module):
 
 
 class SharedHeads:
-    """Split of a rank's fused projection into heads, with the parts of keys and values that other ranks project.
+    """Gathers the parts of a rank's keys and values from the ranks that share their heads.
 
     The backward pass sends gradients back to the ranks that projected the parts, and sums them there.
     """
@@ -180,14 +192,10 @@ class SharedHeads:
         self.split, self.group = split, group
         self.exchange = split.exchange(group.rank())
 
-    def __call__(self, mixed: Tensor) -> Heads:
-        """Return query [S, B, L·R, D], key and value [S, B, L, D] from the projection [S, B, L·(R·D + 2·w)]."""
-        split = self.split
-        query, parts = mixed.unflatten(-1, (split.slots, -1)).split(
-            [split.queries * split.width, 2 * split.part_width], dim=-1
-        )
+    def joined(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whole keys and values [S, B, L, D] of the parts [S, B, L, 2·w]."""
         key, value = (self._joined(x) for x in self._gathered(parts).unflatten(-1, (2, -1)).unbind(-2))
-        return query.reshape(*query.shape[:2], split.local_heads, split.width), key, value
+        return key, value
 
     def _gathered(self, parts: Tensor) -> Tensor:
         """Return the parts of whole keys and values [L, C, S, B, 2·w] from this rank's parts [S, B, L, 2·w]."""

@@ -19,6 +19,7 @@ from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import order_of
 from megavlm.inputs.batch import Continuation, MicroBatch
 from megavlm.model.context_attention import causal_spans
+from megavlm.model.delta_rule import Sequences
 from megavlm.model.language import add_features
 from megavlm.model.masks import CachedAttention, image_runs, masked_spans
 from megavlm.model.packing import Packing, packed
@@ -83,6 +84,13 @@ class MicroBatchContext:
         if self.batch.text.cu_seqlens is None and self._text_padding is None:
             return None
         return packed(self._bounds, self.device, padding=self._text_padding)
+
+    @cached_property
+    def linear_packing(self) -> Packing:
+        """Return the sequences of layers with linear attention, whole rows of them also where ranks split rows."""
+        if self.batch.continuation is not None:
+            return self._cached(self.batch.continuation, window=None)
+        return Packing(sequences=Sequences(tuple(sorted({*self._bounds})), self.device))
 
     @cached_property
     def sliding_packing(self) -> Packing:

@@ -64,6 +64,12 @@ def in_order_of_rows(gathered: Tensor, groups: int) -> Tensor:
     return torch.cat([runs[:, 0], runs[:, 1].flip(0)]).flatten(0, 1)
 
 
+def own_runs(whole: Tensor, groups: int, group: int) -> Tensor:
+    """Return the part of a group [2R, …] of whole rows [S, …]: a run from either end."""
+    runs = whole.unflatten(0, (2 * groups, -1))
+    return torch.cat([runs[group], runs[2 * groups - 1 - group]])
+
+
 def attend_to_earlier(
     query: Tensor, key: Tensor, value: Tensor, spans: Sequence[CausalSpan], attend: Callable[..., Tensor]
 ) -> Tensor:

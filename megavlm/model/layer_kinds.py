@@ -26,7 +26,7 @@ from megavlm.arch.layers import (
 )
 from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.workload import attends_in_windows
-from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
+from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
 from megavlm.model import specs
 from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
@@ -125,6 +125,8 @@ def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Mic
     rotary, packing = context.language_rope, context.language_packing
     if attends_in_window(context.config.model.language, number_of(name)):
         rotary, packing = context.sliding_rope, context.sliding_packing
+    if is_linear(context.config.model.language, number_of(name)):
+        packing = context.linear_packing
     counts = torch.is_grad_enabled() and has_experts(context.config.model, number_of(name))
     routed = context.routed_rows if counts else None
     return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing, routed=routed)

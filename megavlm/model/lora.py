@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from megavlm.config.lora_config import ROUTED_EXPERTS, SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
+from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, mark
 
 
@@ -104,7 +105,8 @@ class LoraColumnParallelLinear(_LoraLinear):
             else:
                 block = low.new_zeros(*low.shape[:-1], self.repeats, rows)
             blocks.append(block)
-        return torch.cat(blocks, dim=-1).flatten(-2) * self.lora.scale
+        rows = torch.cat(blocks, dim=-1).flatten(-2) * self.lora.scale
+        return F.pad(rows, (0, self.weight.shape[0] - rows.shape[-1]))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         axes = {"weight": 0, "bias": 0, **{f"lora.{name}.B": 0 for name in self.lora}}
@@ -145,10 +147,14 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     """Freeze a layer and add adapters to its target linear layers; `gated`: the MLP consists of gate, up and down."""
     layer.requires_grad_(False)
     attention: Any = layer.self_attention
-    split = attention.split
-    heads = {"q_proj": split.queries * split.width, "k_proj": split.part_width, "v_proj": split.part_width}
-    _adapt_columns(attention.linear_qkv, name, lora, blocks=heads, repeats=split.slots)
-    _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
+    if isinstance(attention, GatedDeltaNet):
+        _adapt_columns(attention.in_proj, name, lora, blocks=attention.blocks, repeats=attention.split.heads.slots)
+        _adapt_rows(attention.out_proj, name, lora, linear="out_proj")
+    else:
+        split = attention.split
+        rows = {"q_proj": split.rows(split.fused[0]), "k_proj": split.part_width, "v_proj": split.part_width}
+        _adapt_columns(attention.linear_qkv, name, lora, blocks=rows, repeats=split.slots)
+        _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     mlp: Any = layer.mlp
     if isinstance(mlp, MoELayer):  # `linears_of` lists its targets
         mlp.router.requires_grad_(lora.train_router)

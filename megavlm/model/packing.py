@@ -19,6 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megavlm.model.delta_rule import Sequences
 from megavlm.model.masks import CachedAttention, MaskedSpan
 from megavlm.precision.device import device_at_hand
 
@@ -44,6 +45,7 @@ class Packing(PackedSeqParams):
     # [S, B] bool: positions whose queries are set to zero, so that their logits have no effect (`--qk-clip`)
     padding: Tensor | None = None
     causal: tuple[CausalSpan, ...] = ()  # the queries of a group of context-parallel ranks that gather keys
+    sequences: Sequences | None = None  # for layers with linear attention
     cached: CachedAttention | None = None  # set while answers are generated: nothing else above is set then
 
 

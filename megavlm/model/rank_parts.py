@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megavlm.arch.ends import Projector
 from megavlm.arch.kinds import KINDS
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of
-from megavlm.arch.tensor_split import Part, language_split, mlp_share, share_runs
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
+from megavlm.arch.tensor_split import Block, Part, delta_split, language_split, mlp_share, share_runs
+from megavlm.config.derived import is_linear
 from megavlm.config.schema import ModelConfig
 
 
@@ -34,6 +35,8 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if kind not in (VISION_LAYER, LANGUAGE_LAYER):
         return None
     block, _, leaf = leaf.partition(".")
+    if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
+        return _part_of_linear_attention(leaf, model, tp, rank)
     if block == "self_attention" and kind == LANGUAGE_LAYER:
         return _part_of_attention(leaf, model, tp, rank)
     if block == "mlp":
@@ -48,13 +51,32 @@ def _part_of_attention(leaf: str, model: ModelConfig, tp: int, rank: int) -> Par
     parts: dict[str, Callable[[], Part]] = {
         "linear_qkv.weight": lambda: split.qkv_part(rank),
         "linear_qkv.bias": lambda: split.qkv_part(rank),
-        "linear_qkv.lora.q_proj.B": lambda: split.query_part(rank, axis=0),
+        "linear_qkv.lora.q_proj.B": lambda: split.part(rank, split.fused[0]),
         "linear_qkv.lora.k_proj.B": lambda: split.key_part(rank),
         "linear_qkv.lora.v_proj.B": lambda: split.key_part(rank),
         "linear_proj.weight": lambda: split.query_part(rank, axis=1),
         "linear_proj.lora.o_proj.A": lambda: split.query_part(rank, axis=1),
     }
     return parts[leaf]() if leaf in parts else None
+
+
+def _part_of_linear_attention(leaf: str, model: ModelConfig, tp: int, rank: int) -> Part | None:
+    split = delta_split(model.language, tp)
+    blocks = {
+        "in_proj.weight": split.projected,
+        "conv1d.weight": split.convolved,
+        "A_log": (Block(1),),
+        "dt_bias": (Block(1),),
+        "in_proj.lora.in_proj_qkv.B": split.convolved,
+        "in_proj.lora.in_proj_z.B": (Block(split.width),),
+        "in_proj.lora.in_proj_b.B": (Block(1),),
+        "in_proj.lora.in_proj_a.B": (Block(1),),
+        "out_proj.weight": (Block(split.width),),
+        "out_proj.lora.out_proj.A": (Block(split.width),),
+    }
+    if leaf not in blocks:
+        return None
+    return split.heads.part(rank, *blocks[leaf], axis=1 if leaf.startswith("out_proj.") else 0)
 
 
 def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: int) -> Part | None:

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from megavlm.arch.connector import connector_of
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.arch.tensor_split import HeadSplit, language_split, mlp_share, share_of, vision_split
-from megavlm.config.derived import attends_in_window, has_experts, sequence_parallel
+from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, share_of, vision_split
+from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
+from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, PostNorm
 from megavlm.model.router import Router
@@ -112,7 +113,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
     return common_config(
         config,
         tp=tp,
-        padded=not split.is_even or ffn != language.ffn_hidden_size,
+        padded=not split.is_even or bool(language.linear_attention_layers) or ffn != language.ffn_hidden_size,
         num_layers=language.num_layers,
         hidden_size=language.hidden_size,
         ffn_hidden_size=ffn,
@@ -127,6 +128,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         qk_layernorm=language.qk_norm,
         layernorm_zero_centered_gamma=language.apply_layernorm_1p,
         softmax_scale=language.softmax_scale,
+        attention_output_gate=language.attention_output_gate,
         **fp8_fields(config, "language"),
     )
 
@@ -242,6 +244,18 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         qkv_bias=language.add_qkv_bias,
         activation=language.activation,
     )
+    if is_linear(language, number):
+        attention = ModuleSpec(
+            module=GatedDeltaNet,
+            params={
+                "split": delta_split(language, groups.dims.tp),
+                "taps": language.linear_conv_kernel_dim,
+                "groups": groups,
+                "column_linear": modules.column_linear,
+                "row_linear": modules.row_linear,
+            },
+        )
+        submodules = replace(submodules, self_attention=attention)
     if has_experts(config.model, number):
         layer_config = with_experts(layer_config, config, groups.dims)
         mlp = experts_spec(modules, config, submodules.mlp.submodules)

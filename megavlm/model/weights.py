@@ -88,6 +88,12 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
         return torch.zeros(shape)
     if leaf == "scale":  # InternViT starts its residual branches small
         return torch.full(shape, 0.1)
+    if leaf == "A_log":  # as Transformers draws it, away from log 0
+        return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()
+    if leaf == "dt_bias":
+        return torch.ones(shape)
+    if key.endswith(".conv1d.weight"):  # torch's Conv1d: Kaiming's uniform with a = √5
+        return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     if leaf == "weight" and len(shape) == 1:  # of a norm
         return torch.zeros(shape) if _is_added_to_one(key, model) else torch.ones(shape)
     if is_adapter(key) and leaf == "B":  # so that training starts from the adapted model itself
@@ -95,7 +101,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
     if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
         return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
-    if key.endswith("self_attention.linear_proj.weight") or (".mlp." in key and key.endswith("linear_fc2.weight")):
+    if key.endswith(("self_attention.linear_proj.weight", "self_attention.out_proj.weight")) or (".mlp." in key and key.endswith("linear_fc2.weight")):
         layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
@@ -103,7 +109,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
 
 def _is_added_to_one(key: str, model: ModelConfig) -> bool:
     """Return whether a norm multiplies by 1 + weight."""
-    if part_of(key) == "vision":
+    if part_of(key) == "vision" or key.endswith(".out_norm.weight"):
         return False
     return (model.language if part_of(key) == "language" else model.projector).apply_layernorm_1p
 

@@ -1,0 +1,270 @@
+"""`GatedDeltaNet`: linear attention in the place of a layer's self-attention (Yang et al. 2024; Qwen3-Next, Qwen3.5).
+
+Tensor-parallel ranks divide heads as those of attention: a key head serves several value heads, and ranks may share it
+(`arch/tensor_split.py`). Context-parallel ranks exchange heads, too, once before the convolution and once after the
+rule: within them a rank has whole rows of some heads, so that a state passes along a whole row and nothing is scanned
+over ranks. That moves 2·(V + K·G/N) + 2 numbers of a token and value head, against the states of a scan, K·V for each
+rank and head, which would be computed one rank after the other.
+
+Names of parameters are megatron-core's (`ssm/gated_delta_net.py`), whose own module refuses packed rows.
+
+Legend: S positions, B samples, N local value heads, G local key heads (slots), R value heads of a key head, K width of
+a key, V of a value; C context-parallel ranks, E of them that exchange heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor, nn
+
+from megavlm.arch.tensor_split import DeltaSplit
+from megavlm.inputs.batch import Continuation
+from megavlm.model.attention import SharedHeads
+from megavlm.model.context_attention import copies_of_heads, gathered, own_runs, rows_of_ranks
+from megavlm.model.delta_rule import (
+    Sequences,
+    causal_convolution,
+    chunks_of,
+    convolved,
+    delta_rule_by_chunks,
+    gated_delta_rule,
+)
+from megavlm.model.norm import rms_norm
+from megavlm.model.packing import Packing
+from megavlm.parallel.groups import Groups
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """What enters the convolution and the rule, of whole rows and of a rank's heads.
+
+    `mixed` [S, B, channels] has values, then queries, then keys, head by head; `gates` [S, B, N, 2] β and decay before
+    their functions; `weight` [channels, W] is the convolution's, `rates` [N, 2] are A_log and dt_bias.
+    """
+
+    mixed: Tensor
+    gates: Tensor
+    weight: Tensor
+    rates: Tensor
+
+
+class GatedDeltaNet(MegatronModule):
+    """Linear attention of hidden states [S(/TP), B, H], which returns the same shape."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        split: DeltaSplit,
+        taps: int,
+        groups: Groups,
+        column_linear: Any,
+        row_linear: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.split, self.groups = split, groups
+        heads, tp = split.heads, groups.dims.tp
+        common = {"config": config, "bias": False, "is_expert": False, "skip_bias_add": False, "tp_group": groups.tp}
+        self.in_proj = build_module(
+            column_linear,
+            config.hidden_size,
+            split.local_rows * tp,
+            init_method=config.init_method,
+            gather_output=False,
+            tp_comm_buffer_name="fc1",
+            **common,
+        )
+        self.out_proj = build_module(
+            row_linear,
+            heads.local_heads * split.width * tp,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            tp_comm_buffer_name="fc2",
+            **common,
+        )
+        dtype, channels = config.params_dtype, heads.slots * heads.rows(*split.convolved)
+        self.conv1d = nn.Module()
+        self.conv1d.weight = nn.Parameter(torch.zeros(channels, taps, dtype=dtype))
+        self.A_log = nn.Parameter(torch.zeros(heads.local_heads, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.zeros(heads.local_heads, dtype=dtype))
+        for param in (self.conv1d.weight, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(param, True, 0, 1)
+        self.out_norm = nn.Module()
+        self.out_norm.weight = nn.Parameter(torch.ones(split.width, dtype=dtype))
+        self.shared = SharedHeads(heads, groups.tp) if heads.copies > 1 else None
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: Packing | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output, and no bias, as megatron-core's layer expects."""
+        packing = packed_seq_params
+        assert packing is not None
+        heads, gate = self._projected(hidden_states)
+        if packing.cached is not None:
+            out = self._continued(heads, packing.cached.rows)
+        else:
+            assert packing.sequences is not None, "the bounds of sequences"
+            heads, back = self._exchanged(heads)
+            out = back(self._attended(heads, packing.sequences))
+        normed = rms_norm(out, self._norm_weight, self.config.layernorm_epsilon, offset=0)
+        gated = (normed * F.silu(gate.float())).to(out.dtype)
+        return self.out_proj(gated.flatten(2))[0], None
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Return the rows of a slot that each of Transformers' linear layers has in the fused projection, in order."""
+        split, heads = self.split, self.split.heads
+        rows = heads.rows(*split.convolved), heads.queries * split.width, heads.queries, heads.queries
+        return dict(zip(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), rows, strict=True))
+
+    @property
+    def _norm_weight(self) -> Tensor:
+        """Return the weight of the norm, whose gradient is the sum over the heads of all tensor-parallel ranks."""
+        weight: Tensor = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.groups.tp)
+        return weight
+
+    def _projected(self, hidden: Tensor) -> tuple[DeltaHeads, Tensor]:
+        """Return the heads of this rank's tokens, and what gates their output, [S/C, B, N, V]."""
+        split, heads = self.split, self.split.heads
+        rows = self.in_proj(hidden)[0][..., : heads.slots * heads.rows(*split.projected)]
+        slots = rows.unflatten(-1, (heads.slots, -1))
+        mixed, gate, beta, decay = slots.split([*self.blocks.values()], dim=-1)
+        gates = torch.stack([beta.flatten(2), decay.flatten(2)], dim=-1)
+        weight = self.conv1d.weight.unflatten(0, (heads.slots, -1)).movedim(-1, 0)[:, None]  # [W, 1, G, rows]
+        found = DeltaHeads(
+            self._joined(mixed), gates, self._joined(weight)[:, 0].mT, torch.stack([self.A_log, self.dt_bias], dim=-1)
+        )
+        return found, gate.reshape(*gate.shape[:2], heads.local_heads, split.width)
+
+    def _joined(self, slots: Tensor) -> Tensor:
+        """[S, B, G, rows] → [S, B, channels]: all values, then all queries, then all keys, each whole."""
+        heads, width = self.split.heads, self.split.width
+        values, parts = slots.split([heads.queries * width, 2 * heads.part_width], dim=-1)
+        query, key = parts.chunk(2, dim=-1) if self.shared is None else self.shared.joined(parts)
+        return torch.cat([each.flatten(2) for each in (values, query, key)], dim=-1)
+
+    def _exchanged(self, heads: DeltaHeads) -> tuple[DeltaHeads, Callable[[Tensor], Tensor]]:
+        """Return whole rows of some heads, and what turns their output [S, B, N/E, V] into that of this rank's tokens
+        and all heads, [S/C, B, N, V].
+        """
+        context = self.groups.context
+        ranks, rank = context.split.heads, context.heads.rank()
+        if self.groups.dims.cp == 1:
+            return heads, lambda out: out
+        sent = _for_ranks([*self._head_by_head(heads.mixed), heads.gates], ranks)
+        sizes = [each.shape[-1] for each in sent]
+        parts = rows_of_ranks(all_to_all(context.heads, torch.cat(sent, dim=-1).movedim(2, 0).contiguous()))
+        if context.split.groups > 1:
+            (parts,) = gathered([parts[:, :, None]], context.keys)
+            parts = parts[:, :, 0]
+        mixed, gates = parts.split([sum(sizes[:3]), sizes[3]], dim=-1)
+        weight = _for_ranks(self._head_by_head(heads.weight.mT[:, None]), ranks)
+        own = DeltaHeads(
+            mixed,
+            gates.unflatten(-1, (-1, 2)),
+            torch.cat(weight, dim=-1)[:, 0, rank].mT,
+            heads.rates.unflatten(0, (ranks, -1))[rank],
+        )
+
+        def back(out: Tensor) -> Tensor:
+            if context.split.groups > 1:
+                out = own_runs(out, context.split.groups, context.keys.rank())
+            parts = out.unflatten(0, (ranks, -1)).contiguous()  # [E, S/C, B, N/E, V]
+            return all_to_all(context.heads, parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+        return own, back
+
+    def _head_by_head(self, mixed: Tensor) -> list[Tensor]:
+        """[…, channels] → values […, N, V], queries and keys […, G, K]."""
+        heads, width = self.split.heads, self.split.width
+        values, keys = heads.local_heads * width, heads.slots * heads.width
+        parts = mixed.split([values, keys, keys], dim=-1)
+        return [x.unflatten(-1, (-1, each)) for x, each in zip(parts, (width, heads.width, heads.width), strict=True)]
+
+    def _attended(self, heads: DeltaHeads, sequences: Sequences) -> Tensor:
+        """Return the rule's output of whole rows, [S, B, N/E, V]."""
+        rows = heads.mixed.shape[1]
+        mixed = causal_convolution(_in_a_row(heads.mixed), heads.weight, sequences)
+        out = gated_delta_rule(*self._inputs(mixed, _in_a_row(heads.gates), heads.rates), sequences)
+        return out.unflatten(0, (rows, -1)).transpose(0, 1)
+
+    def _inputs(self, mixed: Tensor, gates: Tensor, rates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys, values, decay and β of each value head, given [T, channels], [T, N, 2] and [N, 2]."""
+        count, width, key_width = len(rates), self.split.width, self.split.heads.width
+        keys = (mixed.shape[-1] - count * width) // 2
+        values, query, key = mixed.split([count * width, keys, keys], dim=-1)
+        query, key = (
+            x.unflatten(-1, (-1, key_width)).repeat_interleave(count * key_width // keys, dim=1) for x in (query, key)
+        )
+        beta, step = gates.unbind(-1)
+        log_a, bias = rates.float().unbind(-1)
+        decay = -log_a.exp() * F.softplus(step.float() + bias)
+        return query, key, values.unflatten(-1, (-1, width)), decay, beta.sigmoid()
+
+    def _continued(self, heads: DeltaHeads, rows: Continuation) -> Tensor:
+        """Return the output of new tokens, [S, B, N, V], which go on from the states that the cache keeps.
+
+        Positions behind a row's last real one leave its state as it is.
+        """
+        length, count, _ = heads.mixed.shape
+        taps = heads.weight.shape[1]
+        new = heads.mixed.transpose(0, 1)  # [B, S, channels]
+        before, state = rows.cache.state(self) or (new.new_zeros(count, taps - 1, new.shape[-1]), None)
+        inputs = torch.cat([before, new], dim=1)
+        last = rows.last[:, None] + 1 + torch.arange(taps - 1, device=new.device)
+        kept = inputs.gather(1, last[..., None].expand(-1, -1, new.shape[-1]))
+        places = torch.arange(inputs.shape[1], device=new.device).repeat(count)
+        mixed = F.silu(convolved(inputs.flatten(0, 1), heads.weight, places)).unflatten(0, (count, -1))
+        mixed = mixed[:, taps - 1 :].flatten(0, 1)
+        query, key, value, decay, beta = self._inputs(mixed, _in_a_row(heads.gates), heads.rates)
+        real = (torch.arange(length, device=new.device) <= rows.last[:, None]).flatten()[:, None]
+        chunks = chunks_of(range(0, count * length + 1, length), new.device, size=min(length, 64))
+        out, state = delta_rule_by_chunks(query, key, value, decay * real, beta * real, chunks, state)
+        rows.cache.keep_state(self, (kept, state))
+        return out.unflatten(0, (count, -1)).transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, tp_group: Any = None
+    ) -> Any:
+        own = {name: param for name, param in self.named_parameters() if name.split(".")[0] not in ("in_proj", "out_proj")}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"conv1d.weight": 0, "A_log": 0, "dt_bias": 0},
+            sharded_offsets,
+            tp_group=self.groups.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name in ("in_proj", "out_proj"):
+            linear = getattr(self, name)
+            state |= sharded_state_dict_default(
+                linear, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp
+            )
+        return state
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """[S, B, …] → [T, …], row by row."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _for_ranks(tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """Return what each of E ranks gets of each tensor [S, B, heads, width], [S, B, E, heads/E·width]: equally many
+    consecutive heads. Those that E does not divide are repeated.
+    """
+    repeated = (x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors)
+    return [x.unflatten(2, (ranks, -1)).flatten(3) for x in repeated]
