@@ -97,14 +97,12 @@ class GatedDeltaNet(MegatronModule):
             **common,
         )
         dtype, channels = config.params_dtype, heads.slots * heads.rows(*split.convolved)
-        self.conv1d = nn.Module()
-        self.conv1d.weight = nn.Parameter(torch.zeros(channels, taps, dtype=dtype))
+        self.conv1d = Taps(channels, taps, dtype)
         self.A_log = nn.Parameter(torch.zeros(heads.local_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.zeros(heads.local_heads, dtype=dtype))
         for param in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(param, True, 0, 1)
-        self.out_norm = nn.Module()
-        self.out_norm.weight = nn.Parameter(torch.ones(split.width, dtype=dtype))
+        self.out_norm = GatedNorm(split.width, config.layernorm_epsilon, groups, dtype)
         self.shared = SharedHeads(heads, groups.tp) if heads.copies > 1 else None
 
     def forward(
@@ -120,9 +118,7 @@ class GatedDeltaNet(MegatronModule):
             assert packing.sequences is not None, "the bounds of sequences"
             heads, back = self._exchanged(heads)
             out = back(self._attended(heads, packing.sequences))
-        normed = rms_norm(out, self._norm_weight, self.config.layernorm_epsilon, offset=0)
-        gated = (normed * F.silu(gate.float())).to(out.dtype)
-        return self.out_proj(gated.flatten(2))[0], None
+        return self.out_proj(self.out_norm(out, gate).flatten(2))[0], None
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -131,12 +127,6 @@ class GatedDeltaNet(MegatronModule):
         rows = heads.rows(*split.convolved), heads.queries * split.width, heads.queries, heads.queries
         return dict(zip(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), rows, strict=True))
 
-    @property
-    def _norm_weight(self) -> Tensor:
-        """Return the weight of the norm, whose gradient is the sum over the heads of all tensor-parallel ranks."""
-        weight: Tensor = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.groups.tp)
-        return weight
-
     def _projected(self, hidden: Tensor) -> tuple[DeltaHeads, Tensor]:
         """Return the heads of this rank's tokens, and what gates their output, [S/C, B, N, V]."""
         split, heads = self.split, self.split.heads
@@ -144,7 +134,7 @@ class GatedDeltaNet(MegatronModule):
         slots = rows.unflatten(-1, (heads.slots, -1))
         mixed, gate, beta, decay = slots.split([*self.blocks.values()], dim=-1)
         gates = torch.stack([beta.flatten(2), decay.flatten(2)], dim=-1)
-        weight = self.conv1d.weight.unflatten(0, (heads.slots, -1)).movedim(-1, 0)[:, None]  # [W, 1, G, rows]
+        weight = self.conv1d().unflatten(0, (heads.slots, -1)).movedim(-1, 0)[:, None]  # [W, 1, G, rows]
         found = DeltaHeads(
             self._joined(mixed), gates, self._joined(weight)[:, 0].mT, torch.stack([self.A_log, self.dt_bias], dim=-1)
         )
@@ -255,6 +245,31 @@ class GatedDeltaNet(MegatronModule):
                 linear, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp
             )
         return state
+
+
+class Taps(nn.Module):
+    """The weight of a causal convolution, [channels, W], of which `forward` returns all."""
+
+    def __init__(self, channels: int, taps: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, taps, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class GatedNorm(nn.Module):
+    """x / rms(x) · weight · silu(gate) of each head, [S, B, N, V]."""
+
+    def __init__(self, width: int, epsilon: float, groups: Groups, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon, self.tp = epsilon, groups.tp
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        # The gradient is the sum over the heads of all tensor-parallel ranks.
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp)
+        return (rms_norm(x, weight, self.epsilon, offset=0) * F.silu(gate.float())).to(x.dtype)
 
 
 def _in_a_row(x: Tensor) -> Tensor:
