@@ -95,11 +95,13 @@ def moe_config(settings: Settings) -> ModelConfig:
     return replace(model, experts=qwen_experts(text, layers=model.language.num_layers, normalized=True))
 
 
-def whole_model(settings: Settings, text: Settings, *, kind: str) -> ModelConfig:
+def whole_model(
+    settings: Settings, text: Settings, *, kind: str, section: tuple[int, ...] = (24, 20, 20)
+) -> ModelConfig:
     """Return the model of a config.json whose language model is of the type `kind` and described by `text`."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     tied = settings.get("tie_word_embeddings", False)
-    model = text_model(text, kind=kind, tied=tied, section=(24, 20, 20), interleaved=True)
+    model = text_model(text, kind=kind, tied=tied, section=section, interleaved=True)
     return model_config(settings, tower=tower, vision=_vision(tower), text=model)
 
 

@@ -55,6 +55,20 @@ QWEN3_VL = {
     "head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 1]},
 }
+# Two key heads for six value heads; a key has other channels than a value.
+QWEN3_5 = {
+    **{**QWEN_VL, "num_hidden_layers": 4, "head_dim": 24, "full_attention_interval": 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 12},
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1]},
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_5_EXPERTS = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "shared_expert_intermediate_size": 20,
+}
 # Six of a head's twelve channels rotate, a pair with each axis of a position.
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 GLM = {**QWEN_VL, "hidden_size": 48, "rope_parameters": GLM_ROPE, "rms_norm_eps": 1e-4}
@@ -82,6 +96,7 @@ QWEN_TOWER = {
     **{"depth": 4, "hidden_size": 36, "num_heads": 3, "patch_size": 4, "out_hidden_size": 32},
     "intermediate_size": 52,
 }
+QWEN3_5_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36}
 QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
 # Positions of six by six patches, which most images have not.
 GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_eps": 1e-3}
@@ -159,6 +174,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False, **QWEN_MARKS},
     ),
     "qwen3-vl": _of("qwen3_vl", QWEN3_TOWER, QWEN3_VL, **TIED, **QWEN_MARKS),
+    "qwen3.5": _of("qwen3_5", QWEN3_5_TOWER, QWEN3_5, tie_word_embeddings=False, **QWEN_MARKS),
+    "qwen3.5-moe": _of(
+        "qwen3_5_moe", QWEN3_5_TOWER, {**QWEN3_5, **QWEN3_5_EXPERTS}, tie_word_embeddings=False, **QWEN_MARKS
+    ),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(

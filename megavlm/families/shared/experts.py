@@ -32,6 +32,17 @@ def qwen_experts(text: Settings, *, layers: int, normalized: bool) -> ExpertsCon
     )
 
 
+def shared_qwen_experts(text: Settings) -> ExpertsConfig:
+    """Qwen3_5MoeTextConfig: in all layers experts whose weights add up to 1, and one that each token takes, gated."""
+    return ExpertsConfig(
+        num_experts=text.get("num_local_experts", text.need("num_experts")),
+        router_topk=text.need("num_experts_per_tok"),
+        ffn_hidden_size=text.need("moe_intermediate_size"),
+        shared_ffn_hidden_size=text.need("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
 def glm_experts(text: Settings, *, layers: int) -> ExpertsConfig:
     """Glm4vMoeTextConfig: scores by sigmoid, a bias that only the choice uses, experts that every token takes."""
     topk, width = text.get("num_experts_per_tok", 8), text.get("moe_intermediate_size", 1408)
@@ -79,6 +90,9 @@ def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_s
         table[f"{layer}mlp.router.expert_bias"] = Rename(f"{hf_layer}mlp.gate.e_score_correction_bias")
     if experts.shared_ffn_hidden_size is not None:
         shared, hf_shared = f"{layer}mlp.shared_experts.", f"{hf_layer}mlp.shared_experts."
+        if experts.shared_gate:  # Qwen's, which is one
+            hf_shared = f"{hf_layer}mlp.shared_expert."
+            table[f"{shared}gate_weight"] = Rename(f"{hf_layer}mlp.shared_expert_gate.weight")
         gate_and_up = (f"{hf_shared}gate_proj.weight", f"{hf_shared}up_proj.weight")
         table[f"{shared}linear_fc1.weight"] = Concat(gate_and_up)
         table |= linear(f"{shared}linear_fc2", f"{hf_shared}down_proj", bias=False)

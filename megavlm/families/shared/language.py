@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+from megavlm.config.derived import is_linear
 from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.experts import experts_table, qwen_experts
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import QKV, Concat, Rename, Table, linear
+from megavlm.families.shared.table import QKV, Concat, Grouped, Rename, Share, Table, linear
 
 # Defaults of the configuration classes: config.json leaves out what equals them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
@@ -169,21 +170,56 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     }
 
 
+def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
+    """Return the table of a layer's softmax attention below these two prefixes."""
+    groups, width = language.num_query_groups, language.kv_channels
+    table: Table = {
+        f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups=groups, head_width=width)
+        for leaf in (("weight", "bias") if language.add_qkv_bias else ("weight",))
+    }
+    if language.qk_norm:
+        table |= linear(f"{held}q_layernorm", f"{stored}q_norm", bias=False)
+        table |= linear(f"{held}k_layernorm", f"{stored}k_norm", bias=False)
+    return table | linear(f"{held}linear_proj", f"{stored}o_proj", bias=False)
+
+
+def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
+    """Return the table of a layer's linear attention below these two prefixes.
+
+    Files have all queries, all keys, all values, here each key head has its values, query and key, then the gates, β
+    and decays of those values.
+    """
+    groups, width = language.linear_num_key_heads, language.linear_key_head_dim
+    each = language.linear_num_value_heads // groups
+    values = each * language.linear_value_head_dim
+
+    def convolved(name: str) -> tuple[Share, ...]:
+        return Share(name, values, 2 * groups * width), Share(name, width), Share(name, width, groups * width)
+
+    gates = (("in_proj_z", values), ("in_proj_b", each), ("in_proj_a", each))
+    projected = (Share(f"{stored}{name}.weight", count) for name, count in gates)
+    taps = (1, language.linear_conv_kernel_dim)
+    return {
+        f"{held}in_proj.weight": Grouped((*convolved(f"{stored}in_proj_qkv.weight"), *projected), groups),
+        f"{held}conv1d.weight": Grouped(convolved(f"{stored}conv1d.weight"), groups, columns=taps),
+        f"{held}A_log": Rename(f"{stored}A_log"),
+        f"{held}dt_bias": Rename(f"{stored}dt_bias"),
+        **linear(f"{held}out_norm", f"{stored}norm", bias=False),
+        **linear(f"{held}out_proj", f"{stored}out_proj", bias=False),
+    }
+
+
 def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     """LlamaModel and its kin below `prefixes.language`, with the output layer where it has a weight of its own."""
     language, experts, prefix = model.language, model.experts, prefixes.language
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
-    groups, width = language.num_query_groups, language.kv_channels
     for number in range(language.num_layers):
         layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
         table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
-        for leaf in ("weight", "bias") if language.add_qkv_bias else ("weight",):
-            pattern = f"{hf_layer}self_attn.{{}}_proj.{leaf}"
-            table[f"{layer}self_attention.linear_qkv.{leaf}"] = QKV(pattern, groups=groups, head_width=width)
-        if language.qk_norm:
-            table |= linear(f"{layer}self_attention.q_layernorm", f"{hf_layer}self_attn.q_norm", bias=False)
-            table |= linear(f"{layer}self_attention.k_layernorm", f"{hf_layer}self_attn.k_norm", bias=False)
-        table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}self_attn.o_proj", bias=False)
+        if is_linear(language, number):
+            table |= linear_attention_table(language, f"{layer}self_attention.", f"{hf_layer}linear_attn.")
+        else:
+            table |= attention_table(language, f"{layer}self_attention.", f"{hf_layer}self_attn.")
         before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
         table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
         if language.post_norms:

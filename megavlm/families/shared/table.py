@@ -152,6 +152,44 @@ class QKV:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The rows of a Hugging Face tensor that belong to a group of heads: `count`, from `start + group · count` on."""
+
+    hf_name: str
+    count: int
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Hugging Face tensors of all heads; megatron-core's has for each of `groups` groups its share of each, in order.
+
+    `columns` is the shape behind the rows in the files, where it differs (conv weights).
+    """
+
+    shares: tuple[Share, ...]
+    groups: int
+    columns: Shape | None = None
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(share.hf_name for share in self.shares))
+
+    def hf_rows(self, shape: Shape) -> list[HFRows]:
+        return [
+            HFRows(share.hf_name, share.start + group * share.count, share.count)
+            for group in range(self.groups)
+            for share in self.shares
+        ]
+
+    def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
+        heights: dict[str, int] = {}
+        for rows in self.hf_rows(shape):
+            heights[rows.name] = heights.get(rows.name, 0) + rows.count
+        return {name: (height, *(self.columns or shape[1:])) for name, height in heights.items()}
+
+
+@dataclass(frozen=True)
 class FusedQKV(_OneTensor):
     """One Hugging Face tensor of [all queries; all keys; all values], with equally many heads of each."""
 

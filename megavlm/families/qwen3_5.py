@@ -1,0 +1,102 @@
+"""Qwen3.5, 3.6 and 3.8: Qwen3-VL's tower without DeepStack, and a hybrid of linear and gated softmax attention.
+
+Three of four layers are GatedDeltaNet. Norms multiply by 1 + weight, but for the one inside linear attention. Layers
+that predict further tokens (`mtp.*`) are carried along and not trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megavlm.config.schema import ModelConfig
+from megavlm.families import qwen3_vl
+from megavlm.families.shared.experts import shared_qwen_experts
+from megavlm.families.shared.family import NamePrefixes
+from megavlm.families.shared.qwen_vl import with_defaults
+from megavlm.families.shared.settings import Settings, refuse
+
+_LINEAR: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    **_LINEAR,
+}
+_MOE_TEXT: dict[str, Any] = {
+    **_TEXT,
+    "hidden_size": 2048,
+    "intermediate_size": 512,  # of no layer
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_MARKS = {"image_token_id": 248056, "video_token_id": 248057}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """Qwen3_5Config."""
+    return _model(settings, with_defaults(settings.section("text_config"), _TEXT))
+
+
+def moe_config(settings: Settings) -> ModelConfig:
+    """Qwen3_5MoeConfig. Weights of a token's experts add up to 1."""
+    text = with_defaults(settings.section("text_config"), _MOE_TEXT)
+    return replace(_model(settings, text), experts=shared_qwen_experts(text))
+
+
+def _model(settings: Settings, text: Settings) -> ModelConfig:
+    tower = {**settings.section("vision_config").values, "deepstack_visual_indexes": []}
+    whole = with_defaults(settings, _MARKS)
+    whole = Settings({**whole.values, "vision_config": tower}, settings.where)
+    model = qwen3_vl.whole_model(whole, text, kind="qwen3", section=(11, 11, 10))
+    layers, rope = model.language.num_layers, text.section("rope_parameters")
+    interval = text.get("full_attention_interval", 4)
+    usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]
+    types = text.get("layer_types", usual)
+    if len(types) != layers or not {*types} <= {*usual, "full_attention", "linear_attention"}:
+        refuse(text, "layer_types", "layers are known with linear_attention and full_attention, one type for each")
+    language = replace(
+        model.language,
+        rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)),
+        attention_output_gate=True,
+        apply_layernorm_1p=True,
+        linear_attention_layers=tuple(number for number, kind in enumerate(types) if kind == "linear_attention"),
+        **{name: text.need(name) for name in _LINEAR},
+    )
+    return replace(model, language=language)
+
+
+FAMILY = replace(
+    qwen3_vl.FAMILY,
+    name="qwen3_5",
+    model_types=("qwen3_5",),
+    config=config,
+    unused=(r"mtp\..*",),
+)
+
+MOE = replace(
+    FAMILY,
+    name="qwen3_5_moe",
+    model_types=("qwen3_5_moe",),
+    config=moe_config,
+    name_prefixes=tuple(
+        NamePrefixes(vision="model.visual.", language="model.language_model.", experts=experts)
+        for experts in ("stacked", "apart")
+    ),
+)
