@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from megavlm.arch.ends import DeepstackMerger, Embedding, LanguageNorm, Output, PatchEmbed, Projector, VisionNorm
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
+from megavlm.arch.layer_sizes import LayerSizes
 from megavlm.arch.layers import (
     DEEPSTACK,
     EMBEDDING,
@@ -38,11 +39,12 @@ from megavlm.arch.layers import (
     trained_layers,
     trains_weights,
 )
+from megavlm.arch.mixers import LINEAR, SOFTMAX
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.transformer import LanguageLayer, LayerSizes, MixtureLayer, TransformerKind, VisionLayer
+from megavlm.arch.transformer import LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
 from megavlm.arch.workload import Workload
-from megavlm.config.derived import has_experts
+from megavlm.config.derived import has_experts, is_linear
 from megavlm.config.schema import Config, ModelConfig
 
 Entry = TypeVar("Entry")
@@ -70,7 +72,11 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
 )
 
 
-_MIXTURE = MixtureLayer()
+_LANGUAGE = {
+    (linear, experts): kind(LINEAR if linear else SOFTMAX)
+    for linear in (False, True)
+    for experts, kind in ((False, LanguageLayer), (True, MixtureLayer))
+}
 
 
 def layer_kind(name: str) -> LayerKind:
@@ -80,8 +86,10 @@ def layer_kind(name: str) -> LayerKind:
 
 def kind_in(model: ModelConfig, name: str) -> LayerKind:
     """Return the kind of a layer of a model."""
-    mixture = kind_of(name) == LANGUAGE_LAYER and has_experts(model, number_of(name))
-    return _MIXTURE if mixture else layer_kind(name)
+    if kind_of(name) != LANGUAGE_LAYER:
+        return layer_kind(name)
+    number = number_of(name)
+    return _LANGUAGE[is_linear(model.language, number), has_experts(model, number)]
 
 
 def is_transformer(name: str) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import replace
 
 from megavlm.arch.kind import (
-    FP32,
     Communication,
     Exchange,
     HiddenWeight,
@@ -20,14 +18,14 @@ from megavlm.arch.kind import (
     LayerKind,
     Stream,
     hidden_weight,
-    norm_bytes,
     stream_bytes,
 )
+from megavlm.arch.layer_sizes import LanguageLayerSizes, LayerSizes, MixtureSizes
+from megavlm.arch.mixers import SOFTMAX, Mixer
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.tensor_split import language_split, mlp_share, share_of
+from megavlm.arch.tensor_split import mlp_share, share_of
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import attends_in_window, masks_attention
-from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
+from megavlm.config.schema import ModelConfig, VisionConfig
 
 
 class TransformerKind(LayerKind):
@@ -128,22 +126,22 @@ class LanguageLayer(TransformerKind):
     def mlp_width(self, model: ModelConfig) -> int:
         return model.language.ffn_hidden_size
 
+    def __init__(self, mixer: Mixer = SOFTMAX) -> None:
+        self.mixer = mixer
+
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         language = model.language
-        split, hidden = language_split(language, tp), language.hidden_size
-        weights = _attention_rows(language, tp) * hidden + self.mlp_parameters(model, ffn)
-        norms = 2 * split.width * language.qk_norm + (4 if language.post_norms else 2) * hidden
-        return weights + split.local_rows * language.add_qkv_bias + norms
+        norms = (4 if language.post_norms else 2) * language.hidden_size
+        attention = self.mixer.rows(language, tp) * language.hidden_size + self.mixer.others(language, tp)
+        return attention + self.mlp_parameters(model, ffn) + norms
+
+    def model_parameters(self, model: ModelConfig) -> int:
+        language = model.language
+        padding = self.mixer.rows(language, 1) - self.mixer.model_rows(language)
+        return super().model_parameters(model) - padding * language.hidden_size
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        language = model.language
-        hidden, width, groups = language.hidden_size, language.kv_channels, language.num_query_groups
-        queries = language.num_attention_heads // groups * width
-        return {
-            "self_attention.linear_qkv.weight": hidden_weight(hidden, queries, width, width, periods=groups),
-            "self_attention.linear_proj.weight": hidden_weight(groups * queries, hidden),
-            **self.mlp_weights(model),
-        }
+        return {**self.mixer.hidden_weights(model.language), **self.mlp_weights(model)}
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         """Return the `hidden_weights` outside attention."""
@@ -154,31 +152,27 @@ class LanguageLayer(TransformerKind):
         return 3 * ffn * model.language.hidden_size
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        language = model.language
-        split = language_split(language, tp)
-        whole = _attention_rows(language, 1) + 3 * self.mlp_width(model)
-        share = _attention_rows(language, tp) + 3 * self.mlp_share(model, tp)
+        language, split = model.language, self.mixer.split(model.language, tp)
+        whole = self.mixer.model_rows(language) + 3 * self.mlp_width(model)
+        share = self.mixer.rows(language, tp) + 3 * self.mlp_share(model, tp)
         return tp * share / whole, tp * split.local_heads / split.heads
 
     def communication(self, scenario: Scenario) -> Communication:
         """Return also the exchange of key and value parts among ranks that share a key/value head."""
-        split, usual = language_split(scenario.model.language, scenario.dims.tp), super().communication(scenario)
+        split, usual = self.mixer.split(scenario.model.language, scenario.dims.tp), super().communication(scenario)
         if split.copies == 1:
             return usual
         arriving = scenario.work.tokens * split.received * 2 * split.part_width * scenario.bytes_each
         return replace(usual, exchanges=(arriving * split.tp / (split.tp - 1),))
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        language = model.language
-        heads = 2 * language.num_attention_heads + 2 * language.num_query_groups
-        params = language.hidden_size * heads * language.kv_channels
+        params = self.mixer.model_rows(model.language) * model.language.hidden_size
         params += self.mlp_parameters(model, self.mlp_width(model))
-        squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
-        attention = 2.0 * squares * language.kv_channels * language.num_attention_heads
+        attention = self.mixer.flops(model.language, work, number)
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return LanguageLayerSizes(scenario.model.language, scenario)
+        return LanguageLayerSizes(scenario.model.language, scenario, linear=self.mixer.linear)
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return the exchanges of queries, keys and values, of keys and values among groups, and of outputs."""
@@ -205,95 +199,9 @@ def norm_parameters(vision: VisionConfig) -> int:
     return vision.hidden_size * (2 if vision.normalization == "LayerNorm" else 1)
 
 
-def _attention_rows(language: LanguageConfig, tp: int) -> int:
-    """Return the number of rows, each as wide as the hidden states, of attention's weights on one of `tp` ranks."""
-    split = language_split(language, tp)
-    return split.local_rows + split.local_heads * split.width
-
-
 def logits_at_once(*, on_gpu: bool) -> int:
     """Return how many logits `--qk-clip` computes in one product: 1 Mi, for a CPU's cache, or 128 MiB on a GPU."""
     return 2**25 if on_gpu else 2**20
-
-
-@dataclass(frozen=True)
-class RoutedRows:
-    """Work of the routed experts of one rank in a pass. A token has one row for each of its experts on the rank."""
-
-    rows: float
-    experts: int  # that the rank holds, whole or a share of each
-    hidden: int
-    ffn: float  # width of an expert, or of the rank's share of it
-    moved: float  # rows that the rank sends on behalf of its own tokens
-
-
-class LayerSizes:
-    """Sizes of a vision layer's tensors on one rank, in elements."""
-
-    routed: RoutedRows | None = None  # of a mixture of experts
-
-    def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
-        self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
-        width = vision.hidden_size // vision.num_attention_heads
-        self.heads = self.groups = share_of(vision.num_attention_heads, scenario.dims.tp)
-        self.width, self.ffn = width, mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
-        self.discards = False  # whether attention's output for padding query heads is discarded
-        self.norm: str = vision.normalization
-        self.activation: str = vision.activation
-        self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
-        self.rotated = vision.position_embedding != "learned"
-        self.qk_norm = vision.qk_norm != "none"
-        self.scaled, self.post_norms = vision.layer_scale, False
-        self.keys_kept, self.copies = self.groups, 1  # key heads that attention saves
-        self.inner = 1 + (vision.activation == "swiglu")  # inputs of the activation, in widths of the MLP
-
-    def saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes that the layer saves for its backward pass."""
-        scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
-        t = T / scenario.sequence_shards
-        norms = (4 if self.post_norms else 2) * norm_bytes(scenario, t, self.hidden, self.norm)
-        linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
-        queries_and_keys = T * (self.heads + self.groups) * self.width
-        attention = (T * (2 * self.heads + 2 * self.keys_kept) * self.width) * e  # q, k, v and the output
-        attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
-        if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
-            keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
-            attention += T * (2 * keys + self.heads * trained) * self.width * e
-        if self.discards and not core_attention:  # the output before padding heads are discarded
-            attention += T * self.heads * trained * self.width * e
-        if self.qk_norm:  # inputs of the norms, beside those of attention
-            attention += queries_and_keys * e
-        if self.qk_norm and not scenario.on_gpu:
-            attention += queries_and_keys * FP32 * (1 if e == FP32 else 2)
-        return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
-
-    def waiting(self) -> float:
-        """Return the bytes that delayed weight gradients need: inputs of four linear layers and gradients of their
-        outputs. Sequence parallelism shards the inputs of the first and the third, but not with Transformer Engine.
-        """
-        T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
-        inputs = 2 * t * self.hidden + T * (self.heads * self.width + self.ffn)
-        outputs = T * ((self.heads + 2 * self.groups) * self.width + self.inner * self.ffn + 2 * self.hidden)
-        return (inputs + outputs) * self.scenario.bytes_each
-
-
-class LanguageLayerSizes(LayerSizes):
-    """Sizes of a language layer's tensors on one rank, in elements."""
-
-    def __init__(self, language: LanguageConfig, scenario: Scenario) -> None:
-        tp = scenario.dims.tp
-        split = language_split(language, tp)
-        self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
-        self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
-        self.discards = split.discards
-        self.ffn, self.inner = mlp_share(language.ffn_hidden_size, tp), 2
-        self.norm, self.activation = "RMSNorm", language.activation
-        self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
-        self.rotated, self.qk_norm, self.scaled = True, language.qk_norm, False
-        self.post_norms = language.post_norms
-        exchanging = scenario.dims.row_split.heads
-        self.copies = exchanging // gcd(self.groups, exchanging)
-        self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries
 
 
 class MixtureLayer(LanguageLayer):
@@ -333,7 +241,7 @@ class MixtureLayer(LanguageLayer):
         return LayerCost(parameters, rest.forward_flops + routed, rest.attention_flops, routed)
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
-        return _MixtureSizes(scenario)
+        return MixtureSizes(scenario, linear=self.mixer.linear)
 
     def communication(self, scenario: Scenario) -> Communication:
         """Return a gather and a reduction around attention and a shared expert, without those of routed experts."""
@@ -355,43 +263,6 @@ class MixtureLayer(LanguageLayer):
         sent = Exchange(dims.ep, dims.expert_tp, sizes.routed.moved * row, to_each=True)
         gathered = Exchange(dims.expert_tp, 1, sizes.routed.rows * row, to_each=False)
         return tuple(exchange for exchange in (sent, gathered, gathered, sent) if exchange.ranks > 1)
-
-
-class _MixtureSizes(LanguageLayerSizes):
-    """Sizes of a layer whose MLP is a shared expert beside routed experts."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        model, dims = scenario.model, scenario.dims
-        super().__init__(model.language, scenario)
-        experts = model.experts
-        self.ffn = share_of(experts.shared_ffn_hidden_size or 0, dims.tp)
-        moved = self.tokens / scenario.sequence_shards * experts.router_topk * scenario.busiest
-        self.routed = RoutedRows(
-            rows=moved * dims.expert_tp,
-            experts=experts.num_experts // dims.ep,
-            hidden=self.hidden,
-            ffn=experts.ffn_hidden_size / dims.expert_tp,
-            moved=moved,
-        )
-
-    def saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes with a shared expert as the MLP, and beside it for each row the inputs of both products and
-        of the activation, output, weight and index; for each token, the router's choice and scores.
-        """
-        rest, routed = super().saved(trained=trained, core_attention=core_attention), self.routed
-        assert routed is not None
-        scenario, experts = self.scenario, self.scenario.model.experts
-        wide = (routed.hidden + routed.ffn) * trained + (self.inner + 1) * routed.ffn
-        rows = routed.rows * (wide * scenario.bytes_each + FP32 + 8)
-        losses = trained * (bool(experts.aux_loss_coeff) + bool(experts.z_loss_coeff))
-        choice = experts.num_experts * (1 + FP32 * (1 + losses)) + experts.router_topk * (8 + FP32)
-        return rest + rows + self.tokens / scenario.sequence_shards * choice
-
-    def waiting(self) -> float:
-        routed = self.routed
-        assert routed is not None
-        inputs, outputs = routed.hidden + routed.ffn, self.inner * routed.ffn + routed.hidden
-        return super().waiting() + routed.rows * (inputs + outputs) * self.scenario.bytes_each
 
 
 def _expert_weights(model: ModelConfig) -> int:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megavlm.config.derived import has_experts
+from megavlm.config.derived import has_experts, is_linear
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 MLP, GATED_MLP = ("fc1", "fc2"), ("gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 
@@ -23,11 +24,12 @@ def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
     """
     if part == "vision":
         return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
+    attention = LINEAR_ATTENTION if is_linear(config.model.language, number) else ATTENTION
     if not has_experts(config.model, number):
-        return (*ATTENTION, *GATED_MLP)
+        return (*attention, *GATED_MLP)
     shared = config.model.experts.shared_ffn_hidden_size is not None
     of_all_tokens = (f"{SHARED_EXPERT}.{linear}" for linear in GATED_MLP if shared)
-    return (*ATTENTION, *of_all_tokens, *(f"{ROUTED_EXPERTS}.{param}" for param in ("gate_up_proj", "down_proj")))
+    return (*attention, *of_all_tokens, *(f"{ROUTED_EXPERTS}.{param}" for param in ("gate_up_proj", "down_proj")))
 
 
 def is_target(lora: LoraConfig, layer: str, linear: str) -> bool:

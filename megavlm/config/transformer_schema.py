@@ -220,17 +220,13 @@ class LanguageConfig:
         "(Qwen3.5); default: no layer.",
         valid=AT_LEAST_0,
     )
-    linear_num_key_heads: int = option(
-        16, "Linear attention: number of query and key heads.", valid=AT_LEAST_1
-    )
+    linear_num_key_heads: int = option(16, "Linear attention: number of query and key heads.", valid=AT_LEAST_1)
     linear_num_value_heads: int = option(
         32,
         "Linear attention: number of value heads, a multiple of the key heads.",
         valid=AT_LEAST_1,
     )
-    linear_key_head_dim: int = option(
-        128, "Linear attention: width of a query or key head.", valid=AT_LEAST_1
-    )
+    linear_key_head_dim: int = option(128, "Linear attention: width of a query or key head.", valid=AT_LEAST_1)
     linear_value_head_dim: int = option(128, "Linear attention: width of a value head.", valid=AT_LEAST_1)
     linear_conv_kernel_dim: int = option(
         4, "Linear attention: tokens that its causal convolution reads.", valid=AT_LEAST_1

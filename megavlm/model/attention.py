@@ -30,7 +30,7 @@ from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
 from megavlm.model.masks import attend_in_spans
 from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
-from megavlm.model.rotary import Heads, Rotary, Rotation
+from megavlm.model.rotary import Rotary, Rotation
 
 # Backends for packed sequences. torch prefers cuDNN on Hopper, which plans again for each number and length of them.
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -67,8 +67,8 @@ class Attention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values of the hidden states, normalised and turned, and what gates their output, if anything
-        does; queries of padding may be zeros.
+        """Queries, keys and values of the hidden states, normalised and turned, and their output gate, if there is one;
+        queries of padding may be zeros.
         """
         query, key, value, *gate = self._turned_heads(hidden_states, key_value_states)
         if self.padding is not None:
@@ -76,7 +76,8 @@ class Attention(SelfAttention):
         return query, key, value, *gate
 
     def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
-        rotary, turns, gate = self.rotary, self.rotation, ()
+        rotary, turns = self.rotary, self.rotation
+        gate: list[Tensor] = []
         if self.shared_heads is not None or self.split.gated:
             query, key, value, *gate = self._split_heads(self.linear_qkv(hidden_states)[0])
         else:

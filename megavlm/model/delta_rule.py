@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megavlm.arch.mixers import CHUNK
 from megavlm.errors import UserError
 
-CHUNK = 64  # tokens: as many products within a chunk as between a chunk and its state, at usual widths
 TINY = 1e-6  # added to the squared length of a query or key
 
 
@@ -105,8 +105,8 @@ def chunks_of(bounds: Sequence[int], device: torch.device, size: int = CHUNK) ->
     counts = [-(-(end - start) // size) for start, end in spans]
     order = sorted(range(len(spans)), key=lambda number: -counts[number])
     alive = [sum(count > number for count in counts) for number in range(max(counts))]
-    starts = [(spans[place][0] + number * size, spans[place][1]) for number, n in enumerate(alive) for place in order[:n]]
-    first, end = torch.tensor(starts).unbind(-1)
+    numbered = [(number, spans[place]) for number, count in enumerate(alive) for place in order[:count]]
+    first, end = torch.tensor([(start + number * size, end) for number, (start, end) in numbered]).unbind(-1)
     rows = first[:, None] + torch.arange(size)
     real = rows < end[:, None]
     tokens = torch.empty(bounds[-1], dtype=torch.int64)
@@ -139,8 +139,8 @@ def gated_delta_rule(
         )[0]
         return out[0]
 
-    def run(*inputs: Tensor) -> Tensor:
-        return delta_rule_by_chunks(*inputs, sequences.chunks)[0]
+    def run(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return delta_rule_by_chunks(query, key, value, decay, beta, sequences.chunks)[0]
 
     found: Tensor = checkpoint(run, query, key, value, decay, beta, use_reentrant=False, preserve_rng_state=False)
     return found

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
+from megavlm.arch.mixers import CHUNK
 from megavlm.arch.tensor_split import DeltaSplit
 from megavlm.inputs.batch import Continuation
 from megavlm.model.attention import SharedHeads
@@ -222,7 +223,7 @@ class GatedDeltaNet(MegatronModule):
         mixed = mixed[:, taps - 1 :].flatten(0, 1)
         query, key, value, decay, beta = self._inputs(mixed, _in_a_row(heads.gates), heads.rates)
         real = (torch.arange(length, device=new.device) <= rows.last[:, None]).flatten()[:, None]
-        chunks = chunks_of(range(0, count * length + 1, length), new.device, size=min(length, 64))
+        chunks = chunks_of(range(0, count * length + 1, length), new.device, size=min(length, CHUNK))
         out, state = delta_rule_by_chunks(query, key, value, decay * real, beta * real, chunks, state)
         rows.cache.keep_state(self, (kept, state))
         return out.unflatten(0, (count, -1)).transpose(0, 1)
@@ -230,7 +231,8 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, tp_group: Any = None
     ) -> Any:
-        own = {name: param for name, param in self.named_parameters() if name.split(".")[0] not in ("in_proj", "out_proj")}
+        linears = ("in_proj.", "out_proj.")
+        own = {name: param for name, param in self.named_parameters() if not name.startswith(linears)}
         state = make_sharded_tensors_for_checkpoint(
             own,
             prefix,

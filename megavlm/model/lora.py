@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from megavlm.config.lora_config import ROUTED_EXPERTS, SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
-from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, mark
+from megavlm.model.linear_attention import GatedDeltaNet
 
 
 class Adapter(nn.Module):
@@ -77,6 +77,7 @@ class _LoraLinear:
     lora: Any  # `_Adapters`
     config: Any
     tp_group: Any
+    weight: Any
 
 
 class LoraColumnParallelLinear(_LoraLinear):

@@ -32,8 +32,8 @@ from megavlm.config.schema import Config
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
-from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
+from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, PostNorm
 from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups

@@ -101,7 +101,8 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
     if is_adapter(key):  # as PEFT draws A: Kaiming's uniform with a = √5, which is ±1/√inputs
         return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
-    if key.endswith(("self_attention.linear_proj.weight", "self_attention.out_proj.weight")) or (".mlp." in key and key.endswith("linear_fc2.weight")):
+    ends = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight")
+    if key.endswith(ends) or (".mlp." in key and key.endswith("linear_fc2.weight")):
         layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -33,6 +33,7 @@ from megavlm.arch.kinds import (
     rank_parameters,
     saved_bytes,
 )
+from megavlm.arch.layer_sizes import LayerSizes, RoutedRows
 from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
@@ -43,7 +44,6 @@ from megavlm.arch.layers import (
     kind_of,
 )
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.transformer import LayerSizes, RoutedRows
 from megavlm.planner.collectives import all_to_all, group_of, ring_gather
 from megavlm.planner.hardware import Hardware, Rates, fp8_speed
 

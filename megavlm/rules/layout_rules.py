@@ -111,10 +111,11 @@ def context_parallelism(config: Config) -> Iterator[str]:
     """CP must divide heads or sequence, by which ranks exchange; gathered keys know no masks."""
     parallel, cp = config.parallel, config.parallel.context_parallel_size
     tp, length = parallel.tensor_model_parallel_size, config.train.seq_length
-    if parallel.cp_comm_type == "a2a" and (heads := local_heads(config)) % cp:
+    if parallel.cp_comm_type == "a2a" and (heads := math.gcd(*local_heads(config))) % cp:
+        counts = "model.language.num_attention_heads"
+        counts += " and model.language.linear_num_value_heads" * bool(config.model.language.linear_attention_layers)
         yield (
-            f"--context-parallel-size {cp} does not divide the {heads} query heads of a rank "
-            f"(model.language.num_attention_heads {config.model.language.num_attention_heads}, "
+            f"--context-parallel-size {cp} does not divide the {heads} query heads that ranks can exchange ({counts}, "
             f"--tensor-model-parallel-size {tp}): set it to {divisors(heads)}, or use --cp-comm-type auto"
         )
     heads = context_heads(config)

@@ -94,6 +94,10 @@ def language_model(config: Config) -> Iterator[str]:
     if is_set(language, "num_query_groups") and heads % groups:
         whole = f"model.language.num_attention_heads {heads}"
         yield no_divisor("model.language.num_query_groups", groups, whole, heads)
+    values, keys = language.linear_num_value_heads, language.linear_num_key_heads
+    if language.linear_attention_layers and values % keys:
+        whole = f"model.language.linear_num_value_heads {values}"
+        yield no_divisor("model.language.linear_num_key_heads", keys, whole, values)
 
 
 def sequence_is_not_too_long(config: Config) -> Iterator[str]:

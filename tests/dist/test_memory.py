@@ -44,6 +44,11 @@ GLM4V = (
     "model.projector.hidden_size=384"
 )
 
+QWEN3_5 = (
+    "--set model.language.linear_attention_layers=[0,1,2] model.language.linear_num_key_heads=2 "
+    "model.language.linear_num_value_heads=4 model.language.linear_key_head_dim=64 "
+    "model.language.linear_value_head_dim=96 model.language.attention_output_gate=true model.language.qk_norm=true"
+)
 QFORMER = (
     "--set model.projector.pixel_shuffle=1 --projector-kind qformer --set "
     "model.projector.connectors.qformer.num_layers=6 model.projector.connectors.qformer.hidden_size=192 "
@@ -58,6 +63,8 @@ EXPERTS = (
 SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_gate=true --moe-aux-loss-coeff 1e-3"
 
 CASES = {
+    "qwen3.5": (1, QWEN3_5),
+    "tp2-qwen3.5-bf16": (2, f"--tp 2 {QWEN3_5} --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
     "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),

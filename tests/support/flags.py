@@ -69,6 +69,12 @@ MODELS = {
     "model.projector.norm_before_merge=true model.projector.bias=false model.language.mrope_section=[1,1,1] "
     "model.language.rotary_percent=0.5 model.language.rotary_interleaved=true model.language.post_norms=true "
     "model.language.add_qkv_bias=true",
+    # Two key heads for six value heads, which TP 4 shares; a gate on softmax attention, which half of a head rotates.
+    "qwen3.5": "--set model.language.linear_attention_layers=[0,2] model.language.linear_num_key_heads=2 "
+    "model.language.linear_num_value_heads=6 model.language.linear_key_head_dim=10 "
+    "model.language.linear_value_head_dim=12 model.language.linear_conv_kernel_dim=3 "
+    "model.language.attention_output_gate=true model.language.qk_norm=true model.language.apply_layernorm_1p=true "
+    "model.language.num_query_groups=2 model.language.rotary_percent=0.5",
     # Seven heads of four channels, which TP pads; cross-attention in the first and the third layer.
     "qformer": "--projector-kind qformer --set model.projector.pixel_shuffle=1 "
     "model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=3 "
