@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     },
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
-        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
+        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5")
     },
     "gemma3-two-tokens": (
         partial(tiny, "gemma3", text={"sliding_window": 2, "layer_types": ["sliding_attention"] * 3}),
@@ -81,7 +81,7 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     "llava-onevision": partial(asked, 21, 2, 3, 12, 12, image_sizes=torch.tensor([[12, 12]])),
     "internvl": partial(asked, 4, 1, 3, 32, 32),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
-    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), QWEN),
+    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"), QWEN),
 }
 
 
