@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-from megavlm.config.lora_config import is_adapter
+from megavlm.config.lora_config import LINEAR_ATTENTION, is_adapter
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
-from megavlm.families.shared.table import FusedQKV, Rule, Table
+from megavlm.families.shared.table import FusedQKV, Grouped, Rule, Table
 from megavlm.files import replace_file
 from megavlm.model.weights import real_shape
 
@@ -50,6 +50,9 @@ class Adapters:
 
     def by_hf_name(self, rule: Rule) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B for each Hugging Face weight, by name, that holds rows of this layer (`rule` says which)."""
+        if isinstance(rule, Grouped):
+            linears = dict(zip(LINEAR_ATTENTION, rule.hf_names, strict=False))
+            return {linears[part]: (a, _in_file(b, rule, linears[part])) for part, (a, b) in self.pairs.items()}
         fused = QKV_LINEARS if isinstance(rule, FusedQKV) else MLP_LINEARS if len(rule.hf_names) == 1 else ()
         if present := [name for name in fused if name in self.pairs]:  # one weight for several linears
             rows = self.pairs[present[0]][1].shape[0]
@@ -58,6 +61,13 @@ class Adapters:
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
         order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
         return {name: self.pairs[part] for part, name in zip(order, rule.hf_names, strict=True) if part in self.pairs}
+
+
+def _in_file(b: Tensor, rule: Grouped, hf_name: str) -> Tensor:
+    """Return B [M, r] of a weight that is a part of a fused one with its rows in the order of the file."""
+    rows = [rows for rows in rule.hf_rows(()) if rows.name == hf_name]
+    order = torch.cat([torch.arange(each.start, each.start + each.count) for each in rows])
+    return b[order.argsort()]
 
 
 def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
