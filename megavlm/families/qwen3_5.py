@@ -65,6 +65,8 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
     whole = with_defaults(settings, _MARKS)
     whole = Settings({**whole.values, "vision_config": tower}, settings.where)
     model = qwen3_vl.whole_model(whole, text, kind="qwen3", section=(11, 11, 10))
+    if not text.get("attn_output_gate", True):
+        refuse(text, "attn_output_gate", "attention is known with a gate on its output")
     layers, rope = model.language.num_layers, text.section("rope_parameters")
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]
