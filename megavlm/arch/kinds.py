@@ -39,10 +39,9 @@ from megavlm.arch.layers import (
     trained_layers,
     trains_weights,
 )
-from megavlm.arch.mixers import LINEAR, SOFTMAX
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.transformer import LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
+from megavlm.arch.transformer import LINEAR, SOFTMAX, LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
 from megavlm.arch.workload import Workload
 from megavlm.config.derived import has_experts, is_linear
 from megavlm.config.schema import Config, ModelConfig

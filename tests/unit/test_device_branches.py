@@ -29,6 +29,7 @@ ASKED = {
     "programs/inference/exports.py": "Transformers' device, or none: tests/parity/test_asking_programs.py",
     "inputs/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "model/attention.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
+    "model/delta_rule.py": "kernels in place of torch: tests/unit/model/test_delta_rule.py with stand-ins",
     "model/layer_modules.py": "Transformer Engine's: tests/parity/test_transformer_engine.py, test_gpu_defaults.py",
     "model/packing.py": "one call for all sequences: tests/unit/model/test_packing.py with a stand-in",
     "parallel/groups.py": "saves the GPU's random state beside the CPU's: tests/fake (saved)",

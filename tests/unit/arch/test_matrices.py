@@ -24,6 +24,7 @@ EXPERTS = (
 )
 # Tokens, pixels, a vector of one row, adapters, learned queries and positions, filters of single channels.
 NO_MATRICES = (
+    "conv1d.",
     "embedding.",
     "output.linear",
     "patch_embed.",

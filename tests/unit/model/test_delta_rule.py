@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megavlm.errors import UserError
+from megavlm.model import delta_rule
 from megavlm.model.delta_rule import (
+    Kernels,
     Sequences,
     causal_convolution,
     chunks_of,
@@ -120,3 +122,46 @@ def test_a_gpu_without_kernels_is_told_what_to_install() -> None:
     kernels.cache_clear()
     with pytest.raises(UserError, match=r"pip install 'megavlm\[linear\]'"):
         kernels()
+
+
+def rule_of_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Take flash-linear-attention's arguments: one row of packed sequences, and as many query as value heads."""
+    assert scale is None and initial_state is None and not output_final_state
+    assert use_qk_l2norm_in_kernel and cu_seqlens is not None and cu_seqlens.dtype == torch.int64
+    assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,) and len(q) == 1
+    inputs = (each[0] for each in (q, k, v, g, beta))
+    query, key, value, decay, share = inputs
+    return delta_rule_by_chunks(query, key, value, decay, share, chunks_of(cu_seqlens.tolist(), CPU))[0][None], None
+
+
+def causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Take causal-conv1d's arguments: [1, channels, T], channels side by side where sequences have numbers."""
+    assert bias is None and activation == "silu" and x.stride(1) == 1 and seq_idx is not None
+    assert seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
+    bounds = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[-1]]
+    out = convolved(x[0].mT, weight, Sequences(tuple(bounds), CPU).places)
+    return torch.nn.functional.silu(out).mT[None]
+
+
+def test_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = bounds_of([5, 70, 1])
+    sequences, whole = Sequences(bounds, CPU), inputs(bounds[-1])
+    x, weight = torch.randn(bounds[-1], 8), torch.randn(8, 4)
+    expected = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
+    monkeypatch.setattr(delta_rule, "kernels", lambda: Kernels(rule_of_fla, causal_conv1d_fn))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
+    torch.testing.assert_close(found, expected)
