@@ -162,9 +162,10 @@ def delta_rule_by_chunks(
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
     q, k, v, g, b = (_in_chunks(each.to(dtype), chunks) for each in (unit(query), unit(key), value, decay, beta))
-    total = g.cumsum(-1)  # [n, N, C]
-    growth = total.exp()[..., None]
-    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # e^{c_t − c_j}, 0 for j > t
+    # In fp64: differences of sums of some hundreds, near 0, would have lost digits.
+    total = g.double().cumsum(-1)  # [n, N, C]
+    growth = total.exp().to(dtype)[..., None]
+    between = (total[..., :, None] - total[..., None, :]).tril().to(dtype).exp().tril()  # e^{c_t − c_j}, 0 for j > t
     system = b[..., None] * (k @ k.mT) * between
     writes = torch.linalg.solve_triangular(
         system, torch.cat([b[..., None] * v, b[..., None] * growth * k], dim=-1), upper=False, unitriangular=True
@@ -173,8 +174,8 @@ def delta_rule_by_chunks(
     scaled = q * q.shape[-1] ** -0.5
     within = (scaled @ k.mT) * between
     scaled = scaled * growth
-    remaining = k * (total[..., -1:] - total).exp()[..., None]
-    kept = total[..., -1].exp()[..., None, None]
+    remaining = k * (total[..., -1:] - total).to(dtype).exp()[..., None]
+    kept = total[..., -1].to(dtype).exp()[..., None, None]
     if state is None:
         state = q.new_zeros(len(chunks.order), *q.shape[1:2], k.shape[-1], v.shape[-1])
     state = state.to(dtype)[chunks.order]

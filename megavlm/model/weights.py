@@ -88,10 +88,11 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
         return torch.zeros(shape)
     if leaf == "scale":  # InternViT starts its residual branches small
         return torch.full(shape, 0.1)
-    if leaf == "A_log":  # as Transformers draws it, away from log 0
+    if leaf == "A_log":  # away from log 0, as in Transformers
         return torch.empty(shape).uniform_(0.01, 16, generator=generator).log()
-    if leaf == "dt_bias":
-        return torch.ones(shape)
+    if leaf == "dt_bias":  # softplus(dt_bias) from 0.001 to 0.1, so that states last for many tokens (Mamba-2)
+        steps = torch.empty(shape).uniform_(math.log(0.001), math.log(0.1), generator=generator).exp()
+        return steps.expm1().log()
     if key.endswith(".conv1d.weight"):  # torch's Conv1d: Kaiming's uniform with a = √5
         return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
     if leaf == "weight" and len(shape) == 1:  # of a norm

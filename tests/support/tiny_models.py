@@ -59,7 +59,7 @@ QWEN3_VL = {
 QWEN3_5 = {
     **{**QWEN_VL, "num_hidden_layers": 4, "head_dim": 24, "full_attention_interval": 2},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 12},
-    **{"linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-2},
+    **{"linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-5},
     "rope_parameters": {
         **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 2, 1]},
         "mrope_interleaved": True,
@@ -227,6 +227,9 @@ def tiny(name: str, **options: Any) -> Any:
         for number, layer in enumerate(model.model.language_model.layers[1:]):
             bias = layer.mlp.gate.e_score_correction_bias
             bias.copy_(torch.linspace(-0.2, 0.2, 8).roll(3 * number))
+    for module in model.modules():  # by default a state is forgotten within a token
+        if hasattr(module, "A_log"):
+            module.A_log.data.copy_(torch.linspace(-5, 0, 6))
     return model
 
 

@@ -137,9 +137,14 @@ def rule_of_fla(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """Take flash-linear-attention's arguments: one row of packed sequences, and as many query as value heads."""
-    assert scale is None and initial_state is None and not output_final_state
-    assert use_qk_l2norm_in_kernel and cu_seqlens is not None and cu_seqlens.dtype == torch.int64
-    assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,) and len(q) == 1
+    assert scale is None
+    assert initial_state is None
+    assert not output_final_state
+    assert use_qk_l2norm_in_kernel
+    assert cu_seqlens is not None
+    assert cu_seqlens.dtype == torch.int64
+    assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
+    assert len(q) == 1
     inputs = (each[0] for each in (q, k, v, g, beta))
     query, key, value, decay, share = inputs
     return delta_rule_by_chunks(query, key, value, decay, share, chunks_of(cu_seqlens.tolist(), CPU))[0][None], None
@@ -149,8 +154,12 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """Take causal-conv1d's arguments: [1, channels, T], channels side by side where sequences have numbers."""
-    assert bias is None and activation == "silu" and x.stride(1) == 1 and seq_idx is not None
-    assert seq_idx.dtype == torch.int32 and seq_idx.shape == (1, x.shape[-1])
+    assert bias is None
+    assert activation == "silu"
+    assert x.stride(1) == 1
+    assert seq_idx is not None
+    assert seq_idx.dtype == torch.int32
+    assert seq_idx.shape == (1, x.shape[-1])
     bounds = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[-1]]
     out = convolved(x[0].mT, weight, Sequences(tuple(bounds), CPU).places)
     return torch.nn.functional.silu(out).mT[None]
@@ -165,3 +174,16 @@ def test_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
     torch.testing.assert_close(found, expected)
+
+
+def test_decays_of_a_state_that_is_forgotten_at_once_keep_their_gradients() -> None:
+    """Sums of the decays of a chunk reach −1,000: in fp32 their differences would be off by 1e-4."""
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        query, key, value, _, beta = (x.to(dtype) for x in inputs(64))
+        rate = torch.tensor([13.0, 2.7, 15.0], dtype=dtype, requires_grad=True)
+        out, _ = delta_rule_by_chunks(query, key, value, (-rate).expand(64, 3), beta, chunks_of((0, 64), CPU))
+        (found,) = torch.autograd.grad(out.sum(), rate)
+        return found.double()
+
+    torch.testing.assert_close(gradient(torch.float32), gradient(torch.float64), rtol=2e-5, atol=0)
