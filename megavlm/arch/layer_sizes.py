@@ -62,9 +62,9 @@ class LayerSizes:
         if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
             keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
             attention += T * (2 * keys + self.heads * trained) * self.width * e
-        if self.discards and not core_attention:  # a second output
+        if self.discards and not core_attention:  # the output before padding heads are discarded
             attention += T * self.heads * trained * self.width * e
-        if self.qk_norm:  # what the norms read, beside what attention reads
+        if self.qk_norm:  # inputs of the norms, beside those of attention
             attention += queries_and_keys * e
         if self.gated:  # of each query channel the gate, its sigmoid in fp32, and what it multiplies in fp32
             attention += T * self.heads * self.width * (e + 2 * FP32)
