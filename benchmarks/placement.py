@@ -200,15 +200,14 @@ def run(argvs: Sequence[Sequence[str]], *, steps: int, world: int = 2) -> list[T
 
 
 def _work(rank: int, world: int, port: int, argvs: Sequence[Sequence[str]], steps: int, answers: Any) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), **place}
     import torch
-    import torch.distributed as dist
 
     from megavlm import backend
 
     torch.set_num_threads(1)
     chosen = backend.activate()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     timings = [_time(argv, chosen, steps=steps) for argv in argvs]
     if rank == 0:
         answers.put(timings)
