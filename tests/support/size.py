@@ -22,7 +22,7 @@ CEILINGS = {
     "code lines of the package": 40_846,  # 40,000
     "modules": 371,  # 380
     "code lines of the largest module": 279,
-    "options": 289,
+    "options": 296,
     "flags": 148,  # 150
     "code lines of tests": 33_543,  # 33,000
     "words of documentation": 44_599,  # 45,000
