@@ -290,7 +290,7 @@ class SamplesHook(RankHook):
         return found
 
 
-def _answers(run: Run, questions: Sequence[HeldOutPrompt]) -> list[str]:
+def _answers_of(run: Run, questions: Sequence[HeldOutPrompt]) -> list[str]:
     """Return the model's answer to each question; equal on all ranks."""
     source = run.source
     tokens = generate(
@@ -311,7 +311,7 @@ def accuracies(run: Run) -> dict[str, Value]:
     if not questions:
         return {}
     hits: dict[str, list[bool]] = {}
-    for question, answer in zip(questions, _answers(run, questions), strict=True):
+    for question, answer in zip(questions, _answers_of(run, questions), strict=True):
         hits.setdefault(question.kind, []).append(answer == question.reference)
     return {f"validation/{kind.replace(' ', '_')}/accuracy": sum(right) / len(right) for kind, right in hits.items()}
 
@@ -324,8 +324,8 @@ def final_evaluation(run: Run) -> None:
     run.engine.schedule.phases.enter(VALIDATION, "answers")
     run.say("answering held-out questions …")
     with run.engine.evaluation():
-        answers = _answers(run, questions)
-        shuffled = _answers(run, run.source.with_shuffled_images(questions))
+        answers = _answers_of(run, questions)
+        shuffled = _answers_of(run, run.source.with_shuffled_images(questions))
     if run.progress is None:
         return
     from megavlm.demo.results import draw_examples, exact_match_table
