@@ -1,6 +1,6 @@
 """Convert a data set to WebDataset tars: `megavlm prepare SOURCE OUT_DIR [--image-root DIR]`.
 
-A tar is read sequentially; single image files need many small reads, which are slow on network file systems.
+A sample of a tar is one read; a folder of images needs a read, and a look-up, for each, slow on network file systems.
 """
 
 from __future__ import annotations
