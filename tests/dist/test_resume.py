@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import ExitStack
 from functools import cache
@@ -57,7 +58,15 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: in
     for length in (TWO, FOUR):
         pools(world).run(train, [*argv, *length], str(tmp_path / "halves"))
     assert_resumed(metrics(tmp_path / "halves"), metrics(tmp_path / "whole"))
+    assert_written_once(tmp_path / "halves/checkpoints/iter_0000004")
     assert CLIP not in flags or all(record["qk_clipped_heads"] for record in metrics(tmp_path / "whole"))
+
+
+def assert_written_once(checkpoint: Path) -> None:
+    """Files hold what the descriptions of tensors name, and no copies of it."""
+    tensors = json.loads((checkpoint / "items.json").read_text()).values()
+    described = sum(length for each in tensors for *_, length, _ in each["pieces"])
+    assert described == sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
 
 
 @pytest.fixture(scope="module")

@@ -72,19 +72,6 @@ def test_any_part_of_the_experts_is_read_and_no_other_expert(
         assert sum(read) <= 2 * OURS[key][0].nbytes
 
 
-@pytest.mark.parametrize("stored", SPELLINGS)
-def test_shapes_of_files_are_those_that_are_declared(stored: str, tmp_path: Path) -> None:
-    pretrained = opened(stored, tmp_path)
-    shapes = {name: info.shape for name, info in pretrained.folder.tensors.items()}
-    declared = {
-        name: shape
-        for key, rule in pretrained.table.items()
-        for name, shape in rule.hf_shapes(tuple(OURS[key].shape)).items()
-    }
-    assert declared == shapes
-    assert {name for rule in pretrained.table.values() for name in rule.hf_names} == shapes.keys()
-
-
 def test_the_orientation_is_told_by_the_shapes() -> None:
     tables: Any = {
         stored: experts_table(EXPERTS, "layer.", "hf.", hidden_size=WIDTH, stored=stored)  # type: ignore[arg-type]

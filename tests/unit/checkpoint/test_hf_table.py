@@ -58,18 +58,6 @@ def test_a_slice_is_a_slice_of_the_whole(case: tuple[Rule, tuple[int, ...]], dat
     assert (part[shape[0] - start :] == -1).all(), "rows past the tensor are padding"
 
 
-def test_query_key_value_are_grouped_as_megatron_core_wants_them() -> None:
-    rule = QKV("{}", groups=2, head_width=1)
-    assert [(rows.name, rows.start) for rows in rule.hf_rows((8, 1))] == [
-        ("q", 0),
-        ("k", 0),
-        ("v", 0),
-        ("q", 2),
-        ("k", 1),
-        ("v", 1),
-    ]
-
-
 def test_fused_equals_apart() -> None:
     shape = (3 * HEADS * WIDTH, COLUMNS)
     apart = assemble(QKV("{}", groups=HEADS, head_width=WIDTH), shape, 0, shape[0])
