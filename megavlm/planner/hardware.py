@@ -87,7 +87,9 @@ class Hardware:
 
 
 _GB, _TFLOP = 1e9, 1e12
-_USABLE = 0.92  # of a GPU's memory: the rest is fragmentation and workspaces of libraries
+_USABLE = 0.92  # of a GPU's memory: the rest is fragmentation, workspaces, and CONTEXT and WORLD: assumed in all
+# Measured on an H200 with NCCL (`benchmarks/gpu_memory.py`): bytes of a process, and of the world's communicator.
+CONTEXT, WORLD = 0.54 * 2**30, 0.49 * 2**30
 _LINK_SHARE = 0.8  # of a link's data-sheet rate that NCCL's collectives reach
 _MEMORY_SHARE = 0.85  # of the memory's data-sheet rate that elementwise kernels reach
 _SHAPE_SHARE = 0.82  # of the best square product's rate that products of layers' shapes reach: 650 of 794, estimate
@@ -107,7 +109,7 @@ def _gpu(name: str, sheet: DataSheet) -> Hardware:
         name=name,
         source=sheet.source,
         on_gpu=True,
-        memory=sheet.gigabytes * _GB * _USABLE,
+        memory=sheet.gigabytes * _GB * _USABLE + CONTEXT + WORLD,  # which `memory.communicator_bytes` counts
         forward=Rates(matmul, sheet.attention[0] * _TFLOP, bandwidth, 0.0),
         backward=Rates(matmul, sheet.attention[1] * _TFLOP, bandwidth, 0.0),
         memory_bandwidth=bandwidth,

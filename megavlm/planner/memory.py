@@ -32,7 +32,7 @@ from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape
 from megavlm.config.messages import aligned
 from megavlm.planner.collectives import all_to_all, group_of
-from megavlm.planner.hardware import Hardware
+from megavlm.planner.hardware import CONTEXT, WORLD, Hardware
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,7 @@ def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     return text + pixels * with_patches
 
 
-# Measured on an H200 with NCCL (`benchmarks/gpu_memory.py`): GiB of a process, of the world's communicator, of another.
-_CONTEXT, _WORLD, _GROUP = 0.54, 0.49, 0.04
+_GROUP = 0.04 * 2**30  # bytes of a further communicator, measured as `WORLD` was
 
 
 def communicator_bytes(scenario: Scenario) -> float:
@@ -262,8 +261,8 @@ def communicator_bytes(scenario: Scenario) -> float:
     axes = [("tp",), ("cp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "pp")]
     groups = {frozenset(axis for axis in each if size[axis] > 1) for each in axes} - {frozenset()}
     further = 2 * (dims.ep > 1) + 2 * (1 < scenario.shards < dims.dp_cp)
-    gib = _CONTEXT + (_WORLD + _GROUP * (len(groups) + further)) * (dims.world > 1)
-    return gib * 2**30 * scenario.on_gpu
+    total = CONTEXT + (WORLD + _GROUP * (len(groups) + further)) * (dims.world > 1)
+    return total * scenario.on_gpu
 
 
 def batches_at_once(scenario: Scenario) -> int:
