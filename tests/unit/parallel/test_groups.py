@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 COUNT = """
 import sys
@@ -62,3 +66,17 @@ def test_a_rank_makes_its_own_groups_alone(
     assert len(sizes) <= 16
     assert sizes.count(1) <= 2
     assert sum(world / size for size in sizes if size > 1) <= in_the_world * world
+
+
+def test_hosts_exchange_over_gloo_where_devices_do_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megavlm.parallel.groups import GroupMaker
+
+    group: Any = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 6])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **words: (ranks, words))
+    maker = GroupMaker(timedelta(minutes=3))
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    assert maker.on_host(group) is group
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    words = {"backend": "gloo", "timeout": timedelta(minutes=3), "use_local_synchronization": True}
+    assert maker.on_host(group) == ([4, 6], words)
