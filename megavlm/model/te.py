@@ -35,6 +35,7 @@ from megavlm.parallel.groups import Groups
 # Norms that are fused into the next linear layer. Checkpoints name them as if they were separate.
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 

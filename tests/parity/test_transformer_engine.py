@@ -49,6 +49,7 @@ KERNELS = {
     "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
     "masked": {"geglu": 2, "dgeglu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "windowed": MLPS | {"qkv rope": 4, "qkv rope backward": 4},
+    "hybrid": MLPS | {"split: joined": 2, "rope": 2, "rope backward": 2},
     "mixture": {"swiglu": 3, "dswiglu": 3, "split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
 }
 WINDOWED = replace(
@@ -72,8 +73,14 @@ EXPERTS = ExpertsConfig(
     num_experts=4, ffn_hidden_size=32, shared_ffn_hidden_size=48, shared_gate=True, dense_layers=(0,)
 )
 MIXTURE = replace(base(), model=replace(base().model, experts=EXPERTS))
+# Linear attention, then softmax attention with an output gate.
+HYBRID = base(
+    linear_attention_layers=(0,), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_conv_kernel_dim=4, attention_output_gate=True, qk_norm=True,
+)  # fmt: skip
 CONFIGS = {
-    "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "mixture": MIXTURE
+    "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "hybrid": HYBRID,
+    "mixture": MIXTURE,
 }  # fmt: skip
 
 
@@ -127,7 +134,7 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         te_kernels.calls.clear()
         found, found_gradients = trained(theirs, [batch])
         assert te_kernels.calls == KERNELS[name]
-        assert TEDotProductAttention.calls == vision + [format] * (1 if name == "masked" else 2)
+        assert TEDotProductAttention.calls == vision + [format] * (1 if name in ("masked", "hybrid") else 2)
         assert_same((found, found_gradients), (loss, gradients))
 
 
