@@ -22,6 +22,8 @@ from megavlm.storage.cache import local_path
 @reported("convert")
 def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 1 verify found a difference, 2 an argument is wrong (reported in one line)."""
+    if argv[:1] == ["import"]:
+        raise UserError("a run reads a Hugging Face folder itself, at any layout: start it with --init-from HF_DIR")
     options = _parser().parse_args(without_extensions(argv))
     if "out" in options:
         check_folder("OUT_DIR", options.out)

@@ -155,3 +155,8 @@ def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: 
     assert f"HF_DIR comes first: write {folder} {tmp_path}" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert f"RUN_OR_CHECKPOINT {tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
+
+
+def test_an_import_is_told_to_begin_with_the_folder() -> None:
+    with pytest.raises(UserError, match="--init-from HF_DIR"):
+        convert.main(["import", "hf", "out"])
