@@ -108,7 +108,9 @@ def sequence_is_not_too_long(config: Config) -> Iterator[str]:
     remedy = "add --set model.language.max_positions=null"
     # A folder decides the limit, and the programs that read an exported model take it from the same config.json.
     if folder := config.checkpoint.init_from or config.checkpoint.language_from:
-        remedy = f"raise max_position_embeddings (and sliding_window, if it is less) in {folder}/config.json"
+        # A window of full attention is a limit (families/shared/language.py); Gemma's belongs to the model.
+        window = " (and sliding_window, if it is less)" if language.window_size is None else ""
+        remedy = f"raise max_position_embeddings{window} in {folder}/config.json"
     yield (
         f"--seq-length {config.train.seq_length} is longer than the {longest} positions that the language model "
         f"supports: lower it, or {remedy} to extrapolate"
