@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
+from megavlm.config.derived import is_linear
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, OptimizerConfig
 from megavlm.model.attention import LogitAttention
@@ -52,16 +53,22 @@ def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
         f"{kind}{number}": split
         for kind, layers, split in (heads[part] for part in clipped_parts(config))
         for number in range(layers)
+        if kind == VISION_LAYER or not is_linear(language, number)
     }
 
 
 def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> Tensor:
-    """Return the factor of each row of a fused projection of queries, keys and values, given m_h [heads]."""
+    """Return the factor of each row of a fused projection of queries, keys and values, given m_h [heads]; 1 for the
+    rows that gate a head's output.
+    """
     threshold = options.qk_clip_threshold
     shrink = torch.where(largest > threshold, threshold / largest, 1.0)  # γ; 1 where m is NaN
     grouped = shrink.view(split.groups, -1)
     key = grouped.amax(1, keepdim=True) ** 0.5  # queries take the rest
-    return torch.cat([grouped / key, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
+    queries = grouped / key
+    if split.gated:  # each head's queries, then its gate
+        queries = torch.stack([queries, torch.ones_like(queries)], dim=-1).flatten(1)
+    return torch.cat([queries, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
 
 
 class QKClip:
@@ -135,8 +142,8 @@ def _seen_in(
     """Yield the attention of each layer, and its heads: their numbers in this attention, and in the model."""
     splits = clipped_layers(config, tp=chunk.groups.dims.tp)
     for name, layer in chunk.transformer_layers:
-        attention: Any = layer.self_attention.core_attention
         if name in first:
+            attention: Any = layer.self_attention.core_attention
             assert isinstance(attention, LogitAttention), name
             heads = _model_heads(attention, splits[name], chunk.groups.tp.rank())
             pairs = [(local, first[name] + head) for local, head in enumerate(heads) if head is not None]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megavlm.arch.tensor_split import head_split
 from megavlm.config.schema import OptimizerConfig
-from megavlm.optim.qk_clip import row_factors
+from megavlm.optim.qk_clip import clipped_layers, row_factors
+from tests.support.flags import resolved
 
 WIDTH = 3
 
@@ -48,3 +51,21 @@ def test_no_logit_and_one_that_is_no_number_change_nothing():
     query, key, _ = factors([0.0, float("nan")], 2)
     assert query.flatten().tolist() == [1.0, 1.0]
     assert key.tolist() == [1.0, 1.0]
+
+
+def test_what_gates_the_output_stays_as_it_is() -> None:
+    split = replace(head_split(4, 2, WIDTH, 1), gated=True)
+    options = OptimizerConfig(qk_clip_threshold=10.0)
+    largest = torch.tensor([40.0, 10.0, 5.0, 20.0], dtype=torch.float64)
+    rows = row_factors(largest, split, options).view(2, 6, WIDTH)[:, :, 0]  # query, gate, query, gate, key, value
+    plain = row_factors(largest, replace(split, gated=False), options).view(2, 4, WIDTH)[:, :, 0]
+    assert torch.equal(rows[:, [0, 2, 4, 5]], plain)
+    assert torch.equal(rows[:, [1, 3]], torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_layers_of_linear_attention_are_left_out() -> None:
+    config = resolved(["--qk-clip", "--set", "model.language.linear_attention_layers=[0,2]"])
+    assert [name for name in clipped_layers(config) if name.startswith("language")] == [
+        "language.layers.1",
+        "language.layers.3",
+    ]
