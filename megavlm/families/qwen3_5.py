@@ -67,6 +67,8 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
     model = qwen3_vl.whole_model(whole, text, kind="qwen3", section=(11, 11, 10))
     if not text.get("attn_output_gate", True):
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")
+    if text.need("linear_num_value_heads") % text.need("linear_num_key_heads"):
+        refuse(text, "linear_num_value_heads", "each key head serves as many value heads")
     layers, rope = model.language.num_layers, text.section("rope_parameters")
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]

@@ -84,6 +84,7 @@ FAST = [
     ("tp2", "perceiver", "vision-tp2-whole"),
     ("tp2", "adaptive-pool", ""),
     ("tp2-pp2-vpp2", "c-abstractor", ""),
+    ("tp4", "qwen3.5", "no-sp"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

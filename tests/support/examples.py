@@ -37,6 +37,7 @@ ELSEWHERE = {
     "megavlm embed ": "tests/dist/test_embed.py embeds records",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --extension ": "tests/dist/test_extensions.py trains with extensions",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3-VL-30B": "tests/dist/test_hf.py trains mixtures",
+    "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3.5-9B": "tests/dist/test_hf.py trains hybrids",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config recipes/": "tests/bench/test_recipes.py has the real models",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --config run.yaml --run-dir /nvme/": "it needs a store",
     "megavlm channels arrays.jsonl ": "tests/dist/test_channels.py measures, and trains on, arrays",
