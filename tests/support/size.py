@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 296,
     "flags": 148,  # 150
     "code lines of tests": 33_749,  # 33,000
-    "words of documentation": 44_920,  # 45,000
+    "words of documentation": 44_919,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
