@@ -103,6 +103,8 @@ TOLERANCES |= {
 }
 # Eight processes on two cores cost as much as the other layouts of a model together: they run these models.
 EIGHT_PROCESSES = ("rich", "one-image-rank", "qwen3-vl", "llava-onevision")
+# Micro-batches of two give a rank too few of them for these layouts, or no second rank to encode with.
+TOO_FEW_PASSES = ("dp2", "pp4-vpp2", "pp2-vpp2-dp2")
 GEMMA_STAGES = ("pp4-vpp2", "gemma3")  # a colocated gemma3 has seven layers in stages, and PP4·VPP2 has eight chunks
 
 
@@ -126,7 +128,7 @@ SLOW = [
             for model in MODELS
             for option in ("", "colocated", "vision-tp2-passes")
             if (layout != "tp2-pp2-dp2" or model in EIGHT_PROCESSES)
-            and (layout != "dp2" or option != "vision-tp2-passes")
+            and (layout not in TOO_FEW_PASSES or option != "vision-tp2-passes")
             and ((layout, model) != GEMMA_STAGES or not option)
         ),
         shows,
