@@ -12,8 +12,7 @@ from typing import Any
 from megavlm.config.schema import ModelConfig
 from megavlm.families import qwen3_vl
 from megavlm.families.shared.experts import shared_qwen_experts
-from megavlm.families.shared.family import NamePrefixes
-from megavlm.families.shared.qwen_vl import with_defaults
+from megavlm.families.shared.qwen_vl import with_defaults, with_experts
 from megavlm.families.shared.settings import Settings, refuse
 
 _LINEAR: dict[str, Any] = {
@@ -99,8 +98,5 @@ MOE = replace(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe",),
     config=moe_config,
-    name_prefixes=tuple(
-        NamePrefixes(vision="model.visual.", language="model.language_model.", experts=experts)
-        for experts in ("stacked", "apart")
-    ),
+    name_prefixes=with_experts("stacked", "apart"),
 )

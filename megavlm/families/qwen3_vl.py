@@ -32,6 +32,7 @@ from megavlm.families.shared.qwen_vl import (
     text_model,
     vision_sizes,
     with_defaults,
+    with_experts,
 )
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
@@ -176,8 +177,5 @@ MOE = replace(
     name="qwen3_vl_moe",
     model_types=("qwen3_vl_moe",),
     config=moe_config,
-    name_prefixes=tuple(
-        NamePrefixes(vision="model.visual.", language="model.language_model.", experts=experts)
-        for experts in ("stacked", "transposed")
-    ),
+    name_prefixes=with_experts("stacked", "transposed"),
 )

@@ -261,7 +261,7 @@ def block_rows(width: int, positions: int, *, chunk: int) -> int:
 
 
 def _logits(hidden: Tensor, weight: Tensor, *, real: int) -> Tensor:
-    """Return x = h W. Columns from `real` on are padding: their softmax and gradient are 0."""
+    """Return the logits h·W. Columns from `real` on are padding, with a softmax and a gradient of 0."""
     logits = hidden @ weight.t()
     if real < len(weight):
         logits[:, max(0, real) :] = torch.finfo(logits.dtype).min

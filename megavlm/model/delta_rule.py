@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megavlm.arch.transformer import CHUNK
-from megavlm.errors import UserError
 
 TINY = 1e-6  # added to the squared length of a query or key
 
@@ -47,14 +46,10 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels:
-    """Return the kernels of a GPU. Raises UserError if a library is missing."""
-    try:
-        from causal_conv1d import causal_conv1d_fn
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
-        raise UserError(
-            f"layers with linear attention need {error.name} on a GPU: pip install 'megavlm[linear]'"
-        ) from error
+    """Return the kernels of a GPU; a start without them is refused (`precision/device.py`)."""
+    from causal_conv1d import causal_conv1d_fn
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     return Kernels(chunk_gated_delta_rule, causal_conv1d_fn)
 
 

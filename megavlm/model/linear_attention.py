@@ -48,10 +48,11 @@ from megavlm.parallel.groups import Groups
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """What enters the convolution and the rule, of whole rows and of a rank's heads.
+    """Inputs of the convolution and of the rule, for some heads.
 
-    `mixed` [S, B, channels] has values, then queries, then keys, head by head; `gates` [S, B, N, 2] β and decay before
-    their functions; `weight` [channels, W] is the convolution's, `rates` [N, 2] are A_log and dt_bias.
+    `mixed` [S, B, channels] holds the values of all heads, then the queries, then the keys. `gates` [S, B, N, 2] holds
+    β and decay before their activations, `rates` [N, 2] the parameters A_log and dt_bias. `weight` [channels, W] is
+    that of the convolution.
     """
 
     mixed: Tensor
@@ -123,13 +124,13 @@ class GatedDeltaNet(MegatronModule):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Return the rows of a slot that each of Transformers' linear layers has in the fused projection, in order."""
+        """Return the number of rows that each linear layer of Transformers has in a slot of the fused projection."""
         split, heads = self.split, self.split.heads
         rows = heads.rows(*split.convolved), heads.queries * split.width, heads.queries, heads.queries
         return dict(zip(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), rows, strict=True))
 
     def _projected(self, hidden: Tensor) -> tuple[DeltaHeads, Tensor]:
-        """Return the heads of this rank's tokens, and what gates their output, [S/C, B, N, V]."""
+        """Return the projected heads of this rank's tokens, and the gate of their output, [S/C, B, N, V]."""
         split, heads = self.split, self.split.heads
         rows = self.in_proj(hidden)[0][..., : heads.slots * heads.rows(*split.projected)]
         slots = rows.unflatten(-1, (heads.slots, -1))
@@ -149,8 +150,8 @@ class GatedDeltaNet(MegatronModule):
         return torch.cat([each.flatten(2) for each in (values, query, key)], dim=-1)
 
     def _exchanged(self, heads: DeltaHeads) -> tuple[DeltaHeads, Callable[[Tensor], Tensor]]:
-        """Return whole rows of some heads, and what turns their output [S, B, N/E, V] into that of this rank's tokens
-        and all heads, [S/C, B, N, V].
+        """Return some heads of whole rows, and the function that exchanges back: it takes the output of these heads
+        [S, B, N/E, V] and returns that of all heads for this rank's tokens, [S/C, B, N, V].
         """
         context = self.groups.context
         ranks, rank = context.split.heads, context.heads.rank()
@@ -207,9 +208,9 @@ class GatedDeltaNet(MegatronModule):
         return query, key, values.unflatten(-1, (-1, width)), decay, beta.sigmoid()
 
     def _continued(self, heads: DeltaHeads, rows: Continuation) -> Tensor:
-        """Return the output of new tokens, [S, B, N, V], which go on from the states that the cache keeps.
+        """Return the output of new tokens, [S, B, N, V], which continue from the cached states of their rows.
 
-        Positions behind a row's last real one leave its state as it is.
+        Padding after the last token of a row does not change its state.
         """
         length, count, _ = heads.mixed.shape
         taps = heads.weight.shape[1]
@@ -250,7 +251,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class Taps(nn.Module):
-    """The weight of a causal convolution, [channels, W], of which `forward` returns all."""
+    """Holder of the weight [channels, W] of a causal convolution; `forward` returns it."""
 
     def __init__(self, channels: int, taps: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -261,7 +262,7 @@ class Taps(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """x / rms(x) · weight · silu(gate) of each head, [S, B, N, V]."""
+    """RMS norm of each head with a gate: x / rms(x) · weight · silu(gate), [S, B, N, V]."""
 
     def __init__(self, width: int, epsilon: float, groups: Groups, dtype: torch.dtype) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def _of_images(contexts: Sequence[Tensor], begins: Sequence[int], images: int, s
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return [I, Q, heads, D] from query [I, Q, heads, D], key and value [I, K, groups, D]."""
+    """Return the attention [I, Q, heads, D] of query [I, Q, heads, D] to key and value [I, K, groups, D]."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, choose_implementation
 
+KERNELS = ("fla", "causal_conv1d")  # of linear attention (`model/delta_rule.py`)
 EMULATED = ("tensorwise", "delayed")
 # What Transformer Engine is asked of each recipe; all need the first.
 _ASKED = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
@@ -53,6 +55,10 @@ def check_device(config: Config) -> None:
                 "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
                 "pretend, so leave it out"
             )
+    on_gpu = device_at_hand().capability is not None
+    missing = [library for library in KERNELS if find_spec(library) is None]
+    if config.model.language.linear_attention_layers and on_gpu and missing:
+        raise UserError(f"linear attention on a GPU needs {' and '.join(missing)}: pip install 'megavlm[linear]'")
     if config.execution.compile_small_ops and chosen == "te":
         raise UserError(
             "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "

@@ -99,6 +99,14 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())
 
 
+def test_layers_that_predict_further_tokens_are_exported_as_they_were(single: Single, tmp_path: Path) -> None:
+    folder = hf.save(tiny("qwen3.5"), tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["mtp.layers.0.input_layernorm.weight"] = torch.randn(32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    hf.assert_round_trip(folder, tmp_path, single)
+
+
 def as_before_transformers_5(name: str) -> str:
     return name.replace("vision_tower.", "vision_tower.vision_model.")
 

@@ -64,7 +64,7 @@ class Adapters:
 
 
 def _in_file(b: Tensor, rule: Grouped, hf_name: str) -> Tensor:
-    """Return B [M, r] of a weight that is a part of a fused one with its rows in the order of the file."""
+    """Return the B [M, r] of an adapter with its rows in the order of the Hugging Face weight `hf_name`."""
     rows = [rows for rows in rule.hf_rows(()) if rows.name == hf_name]
     order = torch.cat([torch.arange(each.start, each.start + each.count) for each in rows])
     return b[order.argsort()]

@@ -26,7 +26,7 @@ class RowReader(Protocol):
 
 
 def reads_of(folder: RowReader, rule: Rule, real: Shape, index: tuple[slice, ...]) -> Iterator[tuple[str, slice]]:
-    """Yield the names and rows that `slice_of` reads, in its order."""
+    """Yield the name of each Hugging Face tensor that `slice_of` reads and the rows of it, in the order of reading."""
     if isinstance(rule, Stack):
         for each in rule.rules[index[0]]:
             yield from reads_of(folder, each, real[1:], index[1:])

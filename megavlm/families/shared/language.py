@@ -171,7 +171,7 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
-    """Return the table of a layer's softmax attention below these two prefixes."""
+    """Return the table of a layer's softmax attention; names begin with `held` here and with `stored` in files."""
     groups, width = language.num_query_groups, language.kv_channels
     table: Table = {
         f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups=groups, head_width=width)
@@ -184,10 +184,10 @@ def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
 
 
 def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
-    """Return the table of a layer's linear attention below these two prefixes.
+    """Return the table of a layer's linear attention; names begin with `held` here and with `stored` in files.
 
-    Files have all queries, all keys, all values, here each key head has its values, query and key, then the gates, β
-    and decays of those values.
+    A file has the rows of all queries, then of all keys, then of all values. Here the rows of a key head are together:
+    its values, query and key, then the gates, β and decays of its values.
     """
     groups, width = language.linear_num_key_heads, language.linear_key_head_dim
     each = language.linear_num_value_heads // groups

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.experts import ExpertFiles
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.inputs import in_blocks
 from megavlm.families.shared.language import language
@@ -30,6 +31,13 @@ PREFIXES = (
     NamePrefixes(vision="model.visual.", language="model.language_model."),
     NamePrefixes(vision="visual.", language="model."),
 )
+
+
+def with_experts(*ways: ExpertFiles) -> tuple[NamePrefixes, ...]:
+    """Return the prefixes of a model with experts, whose files hold them in one of these ways."""
+    return tuple(replace(PREFIXES[0], experts=way) for way in ways)
+
+
 UNGATED = {hf_name: name for hf_name, name in ACTIVATIONS.items() if name != "swiglu"}
 
 

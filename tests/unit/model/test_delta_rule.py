@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megavlm.errors import UserError
 from megavlm.model import delta_rule
 from megavlm.model.delta_rule import (
     Kernels,
@@ -20,7 +19,6 @@ from megavlm.model.delta_rule import (
     convolved,
     delta_rule_by_chunks,
     gated_delta_rule,
-    kernels,
     unit,
 )
 
@@ -116,12 +114,6 @@ def test_positions_without_decay_and_beta_leave_the_state() -> None:
 def test_a_convolution_without_a_place_before_is_a_product() -> None:
     x, weight = torch.randn(5, 3), torch.randn(3, 4)
     assert torch.equal(convolved(x, weight, torch.zeros(5, dtype=torch.int64)), x * weight[:, -1])
-
-
-def test_a_gpu_without_kernels_is_told_what_to_install() -> None:
-    kernels.cache_clear()
-    with pytest.raises(UserError, match=r"pip install 'megavlm\[linear\]'"):
-        kernels()
 
 
 def rule_of_fla(

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
+from megavlm.precision import device
 from megavlm.precision.capability import Device, choose_implementation
 from megavlm.precision.device import check_device, check_te_fp8
 
@@ -97,6 +98,15 @@ def test_torch_layers_keep_no_weights_in_fp8() -> None:
     check_device(parse(FP8.split()))
     with pytest.raises(UserError, match=r"^--fp8-param-gather needs Transformer Engine: .* leave it out$"):
         check_device(parse([*FP8.split(), "--fp8-param-gather"]))
+
+
+def test_linear_attention_on_a_gpu_is_refused_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = parse("--transformer-impl torch --set model.language.linear_attention_layers=[0]".split())
+    check_device(hybrid)  # on a CPU
+    monkeypatch.setattr(device, "device_at_hand", lambda: Device("an H100", (9, 0), None))
+    with pytest.raises(UserError, match=r"needs fla and causal_conv1d: pip install 'megavlm\[linear\]'"):
+        check_device(hybrid)
+    check_device(parse("--transformer-impl torch".split()))
 
 
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
