@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 279,
     "options": 296,
     "flags": 148,  # 150
-    "code lines of tests": 33_750,  # 33,000
-    "words of documentation": 44_919,  # 45,000
+    "code lines of tests": 33_759,  # 33,000
+    "words of documentation": 44_940,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
