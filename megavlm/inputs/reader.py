@@ -51,6 +51,7 @@ OPTIONS: dict[str, Expected] = {
     "max_frames": _FRAMES,
     "max_duration": number(1e-3, 1e6),
     "spatial_merge_size": whole(1, 64),
+    "min_size": whole(1, 2**14),
     "min_pixels": _AREA,
     "max_pixels": _AREA,
     "min_patches": whole(1, 256),

@@ -24,7 +24,14 @@ from tests.support.tiny_models import FAMILIES, MIXTURES  # noqa: E402
 # The fast set: every family where all kinds of cuts meet, one at the layouts that tell which of them is at fault, and
 # those whose features take ways of their own with a colocated encoder.
 ALONE = ("qwen3-vl",)
-LATER = ("qwen3-vl-videos", "llava-onevision-videos", "llava-tied", "llava-onevision-tied", "internvl-6b")
+LATER = (
+    "qwen3-vl-videos",
+    "llava-onevision-videos",
+    "llava-tied",
+    "llava-onevision-tied",
+    "internvl-6b",
+    "deepseek-vl",
+)
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {
     *((family, layout) for family in ALONE for layout in ("tp2", "pp2")),

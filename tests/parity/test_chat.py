@@ -45,6 +45,10 @@ CURIOUS = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions. "
 )
+HELPFUL_EYES = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
 CASES = {
     "llava": Case(TEMPLATES["llava"], "llama", IMAGE, stop="", opening="<s>"),
     "onevision": Case(TEMPLATES["onevision"], "qwen", IMAGE),
@@ -66,6 +70,14 @@ CASES = {
         placeholder="<|begin_of_image|><|image|><|end_of_image|>",
         stop="",
         opening="[gMASK]<sop>",
+    ),
+    "deepseek-vl": Case(
+        TEMPLATES["deepseek_vl"],
+        "deepseek",
+        Prompt("<image_placeholder>", ("", ""), (5,)),
+        placeholder="<image_placeholder>",
+        stop="<｜end▁of▁sentence｜>",
+        opening=f"<｜begin▁of▁sentence｜>{HELPFUL_EYES}\n\n",
     ),
     "mistral3": Case(
         TEMPLATES["mistral3"],
@@ -254,6 +266,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "mistral_v7": "mistral",
         "llama3": "llama3",
         "gemma": "gemma",
+        "deepseek_vl": "deepseek",
     }
     folder = folders_of.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])

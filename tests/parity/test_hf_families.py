@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
             partial(tiny, name, tie_word_embeddings=name != "qwen3-vl"),
             images_of(name),
         )
-        for name in ("llava-next", "pixtral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v")
+        for name in ("llava-next", "pixtral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "deepseek-vl")
     },
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
@@ -80,6 +80,7 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     "llava": partial(asked, 16, 1, 3, 32, 32),
     "llava-onevision": partial(asked, 21, 2, 3, 12, 12, image_sizes=torch.tensor([[12, 12]])),
     "internvl": partial(asked, 4, 1, 3, 32, 32),
+    "deepseek-vl": partial(asked, 16, 1, 3, 32, 32),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"), QWEN),
 }
@@ -93,7 +94,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    if name.startswith(("qwen", "glm", "internvl")):
+    if name.startswith(("qwen", "glm", "internvl", "deepseek")):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())
@@ -182,7 +183,13 @@ def test_the_balance_loss_is_transformers_where_one_layer_has_experts(single: Si
 
 
 # What no feature comes from: pooling heads, the last layer of CLIP and the norm of its class token.
-IDLE = {"gemma3": 15_238_352, "llava": 12_598_272, "llava_next": 12_598_272, "llava_onevision": 15_240_656}
+IDLE = {
+    "deepseek_vl": 12_595_200,
+    "gemma3": 15_238_352,
+    "llava": 12_598_272,
+    "llava_next": 12_598_272,
+    "llava_onevision": 15_240_656,
+}
 # The number of parameters that is published, to the last one, or to as many digits as are known.
 KNOWN = {
     "qwen3_vl_30b_a3b": "31070754032",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -192,6 +193,13 @@ CASES: dict[str, Case] = {
         image_std=[0.5] * 3,
     ),
     "gemma3": gemma(56, 7, merge=4),
+    "deepseek-vl": case(
+        DeepseekVLImageProcessorPil(size={"height": 29, "width": 29}, min_size=5),
+        model_of(7),
+        transformers.DeepseekVLProcessor,
+        num_image_tokens=16,
+        image_token="<image_placeholder>",
+    ),
     "glm4v": glm(shortest_edge=2 * 3137 + 1, longest_edge=2 * 60 * 28**2 + 1),
     "pixtral": pixtral(1),
     "mistral3": pixtral(2),

@@ -12,6 +12,7 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 from PIL import Image
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -186,6 +187,16 @@ CASES = {
             **{"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         },
         model_of(7, merge=2),
+    ),
+    "deepseek-vl": Whole(
+        transformers.DeepseekVLProcessor,
+        DeepseekVLImageProcessorPil(size=TILE),
+        TEMPLATES["deepseek_vl"],
+        "deepseek",
+        {"num_image_tokens": 4, "image_token": "<image_placeholder>"},
+        model_of(14),
+        options={"num_image_tokens": 4},
+        marks={"image_token": "<image_placeholder>"},
     ),
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,

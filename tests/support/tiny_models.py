@@ -143,6 +143,7 @@ MODELS: dict[str, dict[str, Any]] = {
         {**QWEN2, **TIED},
         **{**ONEVISION, "vision_feature_layer": -2, "multimodal_projector_bias": False},
     ),
+    "deepseek-vl": _of("deepseek_vl", SIGLIP, LLAMA, image_token_id=60, tie_word_embeddings=False),
     "smolvlm": _of("smolvlm", SMALL_TILE, LLAMA, **SHUFFLE),
     "idefics3-tied": _of("idefics3", SMALL_TILE, {"model_type": "llama", **TEXT, "head_dim": 10}, **SHUFFLE, **TIED),
     "gemma3": _of(
@@ -240,7 +241,9 @@ IMAGES: dict[str, Any] = {
     # An image has at most about 2 tiles' worth: 36 × 36 is reduced, 20 × 33 and 40 × 14 lose padding, 12 × 12 is one
     # tile; images that are not alone are their base tiles.
     "llava-onevision": ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]]),
-    **dict.fromkeys(("llava", "internvl", "gemma3"), ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])),
+    **dict.fromkeys(
+        ("llava", "internvl", "gemma3", "deepseek"), ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
+    ),
     # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
     **dict.fromkeys(
         ("smolvlm", "idefics3"),

@@ -26,6 +26,7 @@ SPECIALS = {
     "mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [IMG] [IMG_BREAK] [IMG_END] <image>",
     "glm": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|begin_of_image|> <|image|> "
     "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",
+    "deepseek": "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <image_placeholder> <image>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -35,6 +36,7 @@ MARKS = {
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
+    "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
 GEMMA_IMAGES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"}
@@ -45,7 +47,7 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
     for name, marks in MARKS.items():
         more: dict[str, Any] = {"extra_special_tokens": GEMMA_IMAGES} if name == "gemma" else {}
         made = llama() if name == "llama" else byte_level(SPECIALS[name].split())
-        if name in ("llama3", "gemma", "mistral"):
+        if name in ("llama3", "gemma", "mistral", "deepseek"):
             made = with_begin(made, marks["bos_token"])
         PreTrainedTokenizerFast(tokenizer_object=made, **marks, **more).save_pretrained(root / name)
     return {name: root / name for name in MARKS}

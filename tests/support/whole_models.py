@@ -24,6 +24,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl": ("internvl", {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
     "gemma3": ("gemma3", {"image_size": 56, "patch_size": 7}, {}),
     "mistral3": ("mistral3", {"image_size": 28, "patch_size": 7}, {}),
+    "deepseek-vl": ("deepseek-vl", {"image_size": 28, "patch_size": 14}, {}),
     "smolvlm": ("smolvlm", {"image_size": 32, "patch_size": 8}, {}),
     "qwen2-vl": ("qwen2-vl", {"patch_size": 14}, {}),
     "qwen2.5-vl": ("qwen2.5-vl", {"patch_size": 14, "window_size": 56}, {}),
