@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -84,9 +83,3 @@ def test_every_vlm_can_be_trained_on_users_data() -> None:
     whole = [family for family in FAMILIES if family.parts == families.ALL_PARTS]
     assert len(whole) >= 6
     assert [f.name for f in whole if not (f.image_processors and f.chat_template and f.inputs)] == []
-
-
-def test_families_are_read_without_torch() -> None:
-    """`tools/plan.py --help` lists the published models, and must not wait for torch."""
-    program = "import sys, megavlm.families\nassert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -45,11 +45,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.metrics",),
     ("megavlm.train",),
     ("megavlm.command_line",),
-    (
-        "megavlm.programs.configuration",
-        "megavlm.programs.charts",
-        "megavlm.programs.history",
-    ),
+    ("megavlm.programs.configuration", "megavlm.programs.charts", "megavlm.programs.history"),
     ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),
     ("megavlm.programs.evaluation", "megavlm.programs.launch"),
     ("megavlm.programs.sweep",),
@@ -374,31 +370,6 @@ def test_the_documentation_draws_the_same_order() -> None:
     assert drawn == [tuple(name.removeprefix("megavlm.") for name in row) for row in RANKS]
 
 
-def test_the_pure_modules_load_without_torch() -> None:
-    """The same, seen from outside: nothing that they import brings torch along."""
-    pure = [module.name for module in SHIPPED if within(module.name, *TORCH_FREE)]
-    program = f"import sys, {', '.join(pure)}\nassert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-EARLY = (
-    "megavlm.checkpoint.hf.pretrained",
-    "megavlm.programs.convert",
-    "megavlm.programs.train",
-    "megavlm.command_line.parsing",
-    "megavlm.programs.preview.page",
-    "pretrain_vlm",
-)
-
-
-def test_programs_start_without_the_extras() -> None:
-    """No module of the programs, or that is imported with one, needs a package that only an extra installs."""
-    names = [name.name for name in modules_in("megavlm") if within(name.name, "megavlm.programs", "megavlm.train")]
-    without = f"import sys, importlib\nsys.modules.update(dict.fromkeys({OPTIONAL}))\n"
-    program = f"{without}from megavlm.backend import activate\nactivate()\nlist(map(importlib.import_module, {names}))"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
 def test_the_loop_reaches_a_bounded_part_of_the_package() -> None:
     """What one may have to read to follow a step: by imports, those inside functions included. It may only fall."""
     modules = {module.name: module for module in modules_in("megavlm")}
@@ -413,26 +384,58 @@ def test_the_loop_reaches_a_bounded_part_of_the_package() -> None:
     assert len(reached) <= REACHED, len(reached)
 
 
+# What is imported before the backend is active.
+EARLY = (
+    *("megavlm.checkpoint.hf.pretrained", "megavlm.programs.convert", "megavlm.programs.train"),
+    *("megavlm.command_line.parsing", "megavlm.programs.preview.page", "pretrain_vlm"),
+)
 # They take most of a second each, and no step of a run on CPUs needs them.
 HEAVY = (
     *("torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "sklearn", "scipy", "pandas"),
     *("wandb", "multistorageclient", "boto3", "pydantic", "datasets", "torchvision", "matplotlib"),
 )
+# In one process, because imports take seconds: each stage imports more than the one before.
+STAGES = """
+import importlib, sys
+from megavlm.command_line.parsing import parse
+from megavlm.rules.check import check
+
+def bring(*names):
+    found = [name for name in names if name in sys.modules]
+    assert not found, f"{stage} imports {found}"
+
+stage = "parsing"
+check(parse([]), world=1)
+bring("torch", "megatron", "sklearn", "yaml")
+stage = "a pure module, or a list of published models,"
+list(map(importlib.import_module, [*PURE, "megavlm.families"]))
+bring("torch")
+stage = "what runs before the backend is active"
+list(map(importlib.import_module, EARLY))
+bring("megatron.core")
+stage = "a run"
+importlib.import_module("megavlm.programs.train").train(RUN)
+bring(*HEAVY)
+for name in [name for name in sys.modules if name.startswith("megavlm.programs") or name.startswith("megavlm.train")]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(OPTIONAL))  # as without the extras: they cannot be imported
+list(map(importlib.import_module, PROGRAMS))
+"""
 
 
-def test_a_run_imports_nothing_heavy_that_it_does_not_use(tmp_path: Path) -> None:
-    argv = ["--recipe", "demo", "--train-iters", "1", "--run-dir", str(tmp_path / "run")]
-    program = (
-        f"import sys\nfrom megavlm.programs.train import train\ntrain({argv})\n"
-        f"assert (found := [name for name in {HEAVY} if name in sys.modules]) == [], f'{{found}} were imported'"
-    )
+def test_programs_import_only_what_they_need(tmp_path: Path) -> None:
+    names = [module.name for module in SHIPPED]
+    given = {
+        "PURE": [name for name in names if within(name, *TORCH_FREE)],
+        "EARLY": EARLY,
+        "RUN": ["--recipe", "demo", "--train-iters", "1", "--run-dir", str(tmp_path / "run")],
+        "HEAVY": HEAVY,
+        "OPTIONAL": OPTIONAL,
+        "PROGRAMS": [name for name in names if within(name, "megavlm.programs", "megavlm.train")],
+    }
+    program = "".join(f"{name} = {value!r}\n" for name, value in given.items()) + STAGES
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for a GPU, megatron-core compiles
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
-
-
-def test_what_runs_before_the_backend_is_active_leaves_megatron_core_alone() -> None:
-    program = f"import sys, {', '.join(EARLY)}\nassert 'megatron.core' not in sys.modules, 'megatron-core was imported'"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(
