@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from megavlm.backend import activate
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, THREE, metrics, train
+
+activate()  # before any test module imports megatron-core
 
 
 @pytest.fixture(scope="session")

@@ -10,16 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.backend import activate
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
 from tests.support import extensions
+from tests.support.covering import fast_and_slow
 from tests.support.data_files import write_tokenizer
 from tests.support.pool import Pools
 from tests.support.processors import picture
 from tests.support.training import SMALL, assert_same_curve, metrics, without_wall_time
-
-activate()  # before the module below imports megatron-core
-
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
 
 # Images of 4 × 4 patches: four regions of one to four tokens, nine together.
 FLAGS = (
@@ -67,9 +64,7 @@ def whole(pools: Pools, data: list[str], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", fast_and_slow(["tp2"], LAYOUTS))
 def test_every_layout_gives_the_numbers_of_one_process(
     pools: Pools, data: list[str], whole: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -9,18 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.backend import activate
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.checkpoint import folders  # noqa: E402
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedReader  # noqa: E402
-from megavlm.programs import convert  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.flags import HALF  # noqa: E402
-from tests.support.pool import Pools  # noqa: E402
-from tests.support.tiny_models import FAMILIES, square  # noqa: E402
-from tests.support.training import SMALL, started, train, train_composed  # noqa: E402
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedReader
+from megavlm.programs import convert
+from tests.support import hf
+from tests.support.covering import slow
+from tests.support.flags import HALF
+from tests.support.pool import Pools
+from tests.support.tiny_models import FAMILIES, square
+from tests.support.training import SMALL, started, train, train_composed
 
 RUN = [
     *SMALL,
@@ -29,17 +26,12 @@ RUN = [
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
     (2, "--tp 2 --optimizer muon"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (2, f"{FULL} --precision bf16 --offload optimizer"),
-            (4, "--pp 2 --vpp 2 --precision bf16"),
-            (2, "--placement colocated --optimizer lion --lr 1e-4 --offload optimizer"),
-            (2, "--data-parallel-sharding none --precision bf16 --tp 2"),
-            (4, "--data-parallel-sharding optimizer_gradients --hybrid-shard-size 2"),
-            (2, "--freeze vision --lora-rank 4"),
-        )
-    ),
+    slow(2, f"{FULL} --precision bf16 --offload optimizer"),
+    slow(4, "--pp 2 --vpp 2 --precision bf16"),
+    slow(2, "--placement colocated --optimizer lion --lr 1e-4 --offload optimizer"),
+    slow(2, "--data-parallel-sharding none --precision bf16 --tp 2"),
+    slow(4, "--data-parallel-sharding optimizer_gradients --hybrid-shard-size 2"),
+    slow(2, "--freeze vision --lora-rank 4"),
 ]
 
 
@@ -86,7 +78,7 @@ def test_averages_go_on_at_another_layout(pools: Pools, tmp_path: Path):
         torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["optimizer", slow("none")])
 def test_averages_may_begin_at_a_checkpoint_without(pools: Pools, tmp_path: Path, sharding: str):
     argv = [*SMALL, "--data-parallel-sharding", sharding, "--save-interval", "1", "--keep-checkpoints", "0"]
     pools(1).run(train, [*argv, *HALF], str(tmp_path))
@@ -124,11 +116,11 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        pytest.param(2, FULL.replace("full", "optimizer_gradients"), marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --overlap-grad-reduce --overlap-param-gather", marks=pytest.mark.slow),
+        slow(2, FULL.replace("full", "optimizer_gradients")),
+        slow(4, "--tp 2 --overlap-grad-reduce --overlap-param-gather"),
         (2, "--pp 2 --vpp 2"),
-        pytest.param(2, "--placement colocated", marks=pytest.mark.slow),
-        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
+        slow(2, "--placement colocated"),
+        slow(2, "--data-parallel-sharding none"),
     ],
 )
 def test_evaluations_may_use_averages_and_leave_no_trace(pools: Pools, tmp_path: Path, world: int, flags: str):

@@ -11,6 +11,7 @@ import pytest
 
 from megavlm.checkpoint import folders
 from megavlm.resilience.events import events
+from tests.support.covering import slow
 from tests.support.faults import Fault, train_with
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
@@ -21,10 +22,6 @@ FIVE = "--lr-warmup-iters 1 --train-iters 5".split()
 DELAYED = "--fp8 hybrid --fp8-recipe delayed --set precision.fp8_amax_history_len=3"
 
 CODED = "--compress-gradients int8 --compress-weights int8 --precision bf16"
-
-
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 CASES = [

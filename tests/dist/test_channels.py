@@ -14,20 +14,18 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.backend import activate
 from tests.support.pool import Pools
 
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
-activate()  # before the modules below import megatron-core
 
-import transformers  # noqa: E402
+import transformers
 
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
-from megavlm.families.shared.family import ALL_PARTS  # noqa: E402
-from megavlm.programs import channels, convert  # noqa: E402
-from tests.support.processors import picture  # noqa: E402
-from tests.support.training import assert_same_curve, metrics, train, without_wall_time  # noqa: E402
-from tests.support.whole_models import whole_folder  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.families.shared.family import ALL_PARTS
+from megavlm.programs import channels, convert
+from tests.support.processors import picture
+from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+from tests.support.whole_models import whole_folder
 
 RUN = (
     "--precision fp32 --train-iters 4 --lr-decay-iters 20 --lr-warmup-iters 1 --lr 1e-3 --global-batch-size 4 "
@@ -94,12 +92,7 @@ def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (4, "--tp 2 --pp 2 --vpp 2"),
-        (2, "--tp 2 --placement colocated"),
-        (2, "--num-workers 1"),
-    ],
+    ("world", "layout"), [(4, "--tp 2 --pp 2 --vpp 2"), (2, "--tp 2 --placement colocated"), (2, "--num-workers 1")]
 )
 def test_any_layout_gives_the_numbers_of_one_process(
     pools: Pools, folder: Path, whole: Path, tmp_path: Path, world: int, layout: str

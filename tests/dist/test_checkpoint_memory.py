@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.training import started
 
@@ -79,10 +80,10 @@ def _bytes_in(folder: Path, files: str) -> int:
     "flags",
     [
         "",
-        pytest.param("--tp 2 --precision bf16", marks=pytest.mark.slow),
-        pytest.param("--precision bf16 --offload optimizer", marks=pytest.mark.slow),
-        pytest.param("--data-parallel-sharding full", marks=pytest.mark.slow),
-        pytest.param("--data-parallel-sharding optimizer --hybrid-shard-size 2", marks=pytest.mark.slow),
+        slow("--tp 2 --precision bf16"),
+        slow("--precision bf16 --offload optimizer"),
+        slow("--data-parallel-sharding full"),
+        slow("--data-parallel-sharding optimizer --hybrid-shard-size 2"),
     ],
 )
 def test_a_save_takes_a_ranks_share_and_a_load_one_tensor(pools: Pools, tmp_path: Path, flags: str) -> None:

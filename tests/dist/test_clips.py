@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megavlm.backend import activate
 from tests.support.pool import Pools
 
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
-activate()  # before the modules below import megatron-core
 
-from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.programs import prepare as prepare_data  # noqa: E402
-from tests.support.clips import clip  # noqa: E402
-from tests.support.processors import picture  # noqa: E402
-from tests.support.training import assert_same_curve, metrics, train, without_wall_time  # noqa: E402
-from tests.support.whole_models import whole_folder  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from megavlm.programs import prepare as prepare_data
+from tests.support.clips import clip
+from tests.support.processors import picture
+from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+from tests.support.whole_models import whole_folder
 
 VIDEOS = {
     "video_processor_type": "Qwen2VLVideoProcessor",

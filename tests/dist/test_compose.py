@@ -12,22 +12,19 @@ from safetensors.torch import load_file
 from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
-from megavlm.backend import activate
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+from megavlm.checkpoint.hf.exporting import exportable
+from megavlm.config.schema import CheckpointConfig, Config
+from megavlm.errors import UserError
+from megavlm.programs import convert
+from tests.support import hf
+from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
+from tests.support.gates import hold
 from tests.support.pool import Pools
+from tests.support.tiny_models import TEXT, TOWER, tiny
 from tests.support.training import assert_same_curve, farthest_apart, metrics, train_composed
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.checkpoint import folders  # noqa: E402
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.checkpoint.hf.exporting import exportable  # noqa: E402
-from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
-from megavlm.errors import UserError  # noqa: E402
-from megavlm.programs import convert  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.gates import hold  # noqa: E402
-from tests.support.tiny_models import TEXT, TOWER, tiny  # noqa: E402
 
 PARTS = ("vision", "projector", "language")
 RUN = [
@@ -42,23 +39,13 @@ SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=TOWER,
     ("tower", "layer", "text"),
     [
         pytest.param(CLIP, "-2", transformers.Qwen2Config(**TEXT), id="clip-qwen2"),
-        pytest.param(
-            SIGLIP,
-            "-3",
-            transformers.MistralConfig(**TEXT, sliding_window=None),
-            id="siglip-mistral",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(SIGLIP, "-2", transformers.LlamaConfig(**TEXT), id="siglip-llama", marks=pytest.mark.slow),
-        pytest.param(CLIP, "-2", transformers.Qwen3Config(**TEXT), id="clip-qwen3", marks=pytest.mark.slow),
+        slow(SIGLIP, "-3", transformers.MistralConfig(**TEXT, sliding_window=None), id="siglip-mistral"),
+        slow(SIGLIP, "-2", transformers.LlamaConfig(**TEXT), id="siglip-llama"),
+        slow(CLIP, "-2", transformers.Qwen3Config(**TEXT), id="clip-qwen3"),
     ],
 )
 def test_compose_train_and_export(
-    pools: Pools,
-    tower: transformers.PreTrainedModel,
-    layer: str,
-    text: transformers.PreTrainedConfig,
-    tmp_path: Path,
+    pools: Pools, tower: transformers.PreTrainedModel, layer: str, text: transformers.PreTrainedConfig, tmp_path: Path
 ) -> None:
     hold_composed(pools, tower, text, tmp_path, layer=layer)
 
@@ -136,13 +123,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize(
-    "connector",
-    [
-        name if name in ("qformer", "c-abstractor", "linear") else pytest.param(name, marks=pytest.mark.slow)
-        for name in CONNECTORS
-    ],
-)
+@pytest.mark.parametrize("connector", fast_and_slow(("qformer", "c-abstractor", "linear"), CONNECTORS))
 def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
     pools: Pools, connector: str, tmp_path: Path
 ) -> None:

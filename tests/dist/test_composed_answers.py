@@ -11,27 +11,23 @@ import torch
 import transformers
 from PIL import Image
 
-from megavlm.backend import activate
-from tests.support import tokenizers
+from examples.first_run import ask
+from megavlm.arch.connector import Connector
+from megavlm.config.registry import registered
+from megavlm.config.schema import DataConfig
+from megavlm.data.types import Conversation, ImageRef, Turn
+from megavlm.families import FAMILIES
+from megavlm.programs import convert
+from megavlm.programs.evaluation import evaluate
+from megavlm.programs.inference import chat
+from megavlm.programs.inference.assistant import Assistant
+from tests.support import hf, tokenizers
+from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
+from tests.support.processors import picture
+from tests.support.tiny_models import TEXT, TOWER, tiny
 from tests.support.training import train_composed
-
-activate()  # before the modules below import megatron-core
-
-from examples.first_run import ask  # noqa: E402
-from megavlm.arch.connector import Connector  # noqa: E402
-from megavlm.config.registry import registered  # noqa: E402
-from megavlm.config.schema import DataConfig  # noqa: E402
-from megavlm.data.types import Conversation, ImageRef, Turn  # noqa: E402
-from megavlm.families import FAMILIES  # noqa: E402
-from megavlm.programs import convert  # noqa: E402
-from megavlm.programs.evaluation import evaluate  # noqa: E402
-from megavlm.programs.inference import chat  # noqa: E402
-from megavlm.programs.inference.assistant import Assistant  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.processors import picture  # noqa: E402
-from tests.support.tiny_models import TEXT, TOWER, tiny  # noqa: E402
 
 ASKED = "Which is the largest?"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
@@ -73,7 +69,7 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
 @pytest.mark.parametrize(
     ("tower", "language"),
     [
-        *(pytest.param("clip", each, marks=pytest.mark.slow) for each in LANGUAGES if each != "mistral"),
+        *(slow("clip", each) for each in LANGUAGES if each != "mistral"),
         *(("clip", "mistral"), ("siglip", "qwen3"), ("llava", "llama")),
     ],
 )
@@ -103,9 +99,7 @@ def test_transformers_alone_answers_on_the_export(
 KINDS = [name for name, each in registered("connectors").items() if isinstance(each, Connector) and name != "mlp"]
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each in ("qformer", "linear") else pytest.param(each, marks=pytest.mark.slow) for each in KINDS]
-)
+@pytest.mark.parametrize("kind", fast_and_slow(("qformer", "linear"), KINDS))
 def test_every_other_connector_answers_by_megavlms_own_model(
     pools: Pools, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

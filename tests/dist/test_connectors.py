@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.covering import fast_and_slow
 from tests.support.flags import FOUR, MODELS, TWO
 from tests.support.pool import Pools
 from tests.support.training import SMALL, THREE, assert_same_curve, metrics, train
@@ -28,25 +30,14 @@ CASES = {
     "alone": (4, "", "--pp 4 --pipeline-cuts 4 5 6"),
     "alone-tp2-frozen-tower": (4, "--freeze vision", "--tp 2 --pp 2 --vpp 2 --pipeline-cuts 4 5 6"),
 }
-FAST = (
-    ("recomputed-behind-a-frozen-tower", "perceiver"),
-    ("cached", "c-abstractor"),
-    ("frozen", "adaptive-pool"),
-)
+FAST = (("recomputed-behind-a-frozen-tower", "perceiver"), ("cached", "c-abstractor"), ("frozen", "adaptive-pool"))
 
 
 def argv_of(model: str) -> list[str]:
     return [*SMALL, *MODELS[model].split()]
 
 
-@pytest.mark.parametrize(
-    ("case", "model"),
-    [
-        (case, model) if (case, model) in FAST else pytest.param(case, model, marks=pytest.mark.slow)
-        for case in CASES
-        for model in CONNECTORS
-    ],
-)
+@pytest.mark.parametrize(("case", "model"), fast_and_slow(FAST, product(CASES, CONNECTORS)))
 def test_a_connector_gives_the_numbers_of_one_process(
     pools: Pools, alone: Any, tmp_path: Path, case: str, model: str
 ) -> None:
@@ -57,9 +48,7 @@ def test_a_connector_gives_the_numbers_of_one_process(
     assert_same_curve(metrics(tmp_path), alone(argv))
 
 
-@pytest.mark.parametrize(
-    "model", ["qformer", *(pytest.param(name, marks=pytest.mark.slow) for name in CONNECTORS if name != "qformer")]
-)
+@pytest.mark.parametrize("model", fast_and_slow(["qformer"], CONNECTORS))
 def test_a_connector_goes_on_at_another_layout(pools: Pools, tmp_path: Path, model: str) -> None:
     """Two ranks pad its heads, channels and MLPs; checkpoints hold the model's alone."""
     pools(1).run(train, [*argv_of(model), *FOUR, "--no-save"], str(tmp_path / "one"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.covering import covering, pairs, short_and_long
+from tests.support.covering import covering, pairs, short_and_long, slow
 from tests.support.data_files import sources_of, write_all
 from tests.support.flags import DROPOUT, FOUR, MODELS, TWO
 from tests.support.float64 import train_in_float64
@@ -92,7 +92,7 @@ def test_other_runs_split_rows(pools, tmp_path, flags):
     ("world", "flags"),
     [
         (4, "model.language.num_query_groups=3 --images-per-sample 3 0 2 1 --image-sizes 16 24 32 --seq-length 64"),
-        pytest.param(3, "model.language.num_query_groups=2 --seq-length 33", marks=pytest.mark.slow),
+        slow(3, "model.language.num_query_groups=2 --seq-length 33"),
     ],
 )
 def test_heads_that_context_ranks_do_not_divide(pools, alone, tmp_path, world, flags):

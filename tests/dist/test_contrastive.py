@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.covering import axes_of, covering, pairs, short_and_long
+from tests.support.covering import axes_of, covering, pairs, short_and_long, slow
 from tests.support.flags import DROPOUT, HALF, MODELS
 from tests.support.float64 import float64
 from tests.support.pool import Pools
@@ -103,7 +103,7 @@ def argv_of(loss: str, model: str) -> list[str]:
 
 
 # In FP8 for three steps: later a code or two round the other way.
-IN_FP8 = pytest.param("mean", "fp8", "pp2-vpp2", THREE, marks=pytest.mark.slow)
+IN_FP8 = slow("mean", "fp8", "pp2-vpp2", THREE)
 
 
 @pytest.mark.parametrize(("loss", "model", "layout", "steps"), [*short_and_long(FAST, SLOW, EIGHT), IN_FP8])

@@ -13,6 +13,7 @@ import pytest
 
 from megavlm.checkpoint import folders
 from megavlm.errors import UserError
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics, train, without_wall_time
 
@@ -72,10 +73,6 @@ def rewrite(text: str) -> Callable[[Path], None]:
 
 def of_another_iteration(path: Path) -> None:
     shutil.copy(path.parent.with_name("iter_0000002") / path.name, path)
-
-
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 CASES = [
@@ -256,7 +253,7 @@ def poison(argv: list[str], run_dir: str) -> tuple[int, str]:
     return raised.value.status, str(raised.value)
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--no-async-save", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", ["", slow("--no-async-save")])
 def test_weights_that_are_not_finite_are_never_saved(pools: Pools, tmp_path: Path, flags: str) -> None:
     argv = [*TINY, *"--train-iters 3 --tp 2 --keep-checkpoints 1".split(), *flags.split()]
     for status, error in pools(2).run(poison, argv, str(tmp_path)):

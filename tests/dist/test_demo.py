@@ -8,6 +8,7 @@ import pytest
 
 from megavlm.programs.history import VALIDATION, history_of
 from megavlm.resilience.events import events
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.training import assert_same_curve, metrics, train
 
@@ -24,14 +25,7 @@ def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (2, "--tp 2"),
-        pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
-        pytest.param(4, "--pp 2 --vpp 2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world", "layout"), [(2, "--tp 2"), slow(4, "--tp 2 --pp 2"), slow(4, "--pp 2 --vpp 2")])
 def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: Path, world: int, layout: str):
     pools(world).run(train, [*SHORT, *layout.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(one))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.flags import FOUR, TWO
 from tests.support.forked import context, run_program
 from tests.support.pool import Pools
@@ -23,10 +24,10 @@ def on_disk(argv: list[str], folder: Path) -> list[str]:
     ("world", "flags"),
     [
         (1, BF16),
-        pytest.param(2, f"--tp 2 {BF16}", marks=pytest.mark.slow),
-        pytest.param(2, f"{BF16} --data-parallel-sharding full", marks=pytest.mark.slow),
-        pytest.param(2, f"{BF16} --placement colocated --pp 2", marks=pytest.mark.slow),
-        pytest.param(2, "--precision fp16", marks=pytest.mark.slow),
+        slow(2, f"--tp 2 {BF16}"),
+        slow(2, f"{BF16} --data-parallel-sharding full"),
+        slow(2, f"{BF16} --placement colocated --pp 2"),
+        slow(2, "--precision fp16"),
     ],
 )
 def test_a_resumed_run_is_bit_for_bit_that_of_host_memory(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.covering import slow
 from tests.support.data_files import write_pairs
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
@@ -74,12 +75,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 
 
 @pytest.mark.parametrize(
-    ("pooling", "whole"),
-    [
-        ("last", False),
-        pytest.param("mean", True, marks=pytest.mark.slow),
-        pytest.param("last --lora-rank 4 --freeze vision", True, marks=pytest.mark.slow),
-    ],
+    ("pooling", "whole"), [("last", False), slow("mean", True), slow("last --lora-rank 4 --freeze vision", True)]
 )
 def test_an_export_embeds_as_training_does(
     pools: Pools, folder: Path, tmp_path: Path, pooling: str, whole: bool, capsys: pytest.CaptureFixture[str]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.covering import axes_of, covering, pairs, short_and_long
+from tests.support.covering import axes_of, covering, pairs, short_and_long, slow
 from tests.support.data_files import sources_of, write_all
 from tests.support.training import SMALL, THREE, assert_same_curve, farthest_apart, metrics, train
 
@@ -108,8 +108,8 @@ MANY = ((2, "--ep 2"), (4, "--ep 4"), (2, "--tp 2 --etp 2"), (2, "--cp 2 --ep 2"
     ("model", "option", "layouts"),
     [
         ("sigmoid", "", ((4, "--tp 2 --ep 2 --etp 2"), (2, "--tp 2"), (1, ""))),
-        pytest.param("softmax", "", MANY, marks=pytest.mark.slow),
-        pytest.param("softmax", "--data-parallel-sharding none", MANY, marks=pytest.mark.slow),
+        slow("softmax", "", MANY),
+        slow("softmax", "--data-parallel-sharding none", MANY),
     ],
 )
 def test_experts_move_between_layouts(pools, one, tmp_path, model, option, layouts):
@@ -134,9 +134,9 @@ def test_steps_move_the_bias(pools, one, tmp_path):
     ("world", "layout"),
     [
         (2, "--ep 2"),
-        pytest.param(4, "--tp 2 --ep 2 --etp 2", marks=pytest.mark.slow),
-        pytest.param(4, "--ep 4 --moe-token-dispatcher-type allgather", marks=pytest.mark.slow),
-        pytest.param(4, "--pp 2 --ep 2 --recompute-granularity full", marks=pytest.mark.slow),
+        slow(4, "--tp 2 --ep 2 --etp 2"),
+        slow(4, "--ep 4 --moe-token-dispatcher-type allgather"),
+        slow(4, "--pp 2 --ep 2 --recompute-granularity full"),
     ],
 )
 def test_ranks_whose_experts_have_no_tokens(pools, tmp_path, world, layout):

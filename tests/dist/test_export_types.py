@@ -13,17 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megavlm.backend import activate
+from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+from megavlm.programs import convert
+from tests.support import hf
 from tests.support.pool import Pools
+from tests.support.tiny_models import FAMILIES, square
 from tests.support.training import train_composed
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.checkpoint import folders  # noqa: E402
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.programs import convert  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.tiny_models import FAMILIES, square  # noqa: E402
 
 RUN = "--precision bf16 --seq-length 48 --gbs 2 --lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --no-tensorboard".split()
 TRAINED = "--freeze vision".split()

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.backend import activate
+from megavlm.programs import convert
+from tests.support.covering import fast_and_slow
 from tests.support.extensions import EXAMPLES, PACKAGES, POOLED, forget, install, train_with_examples
 from tests.support.pool import Pools
 from tests.support.training import SMALL, THREE, assert_same_curve, metrics
-
-activate()  # before the module below imports megatron-core
-
-from megavlm.programs import convert  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--lr 1e-3 --lr-warmup-iters 2 --set model.projector.pixel_shuffle=1".split()
@@ -35,9 +32,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", fast_and_slow(["tp2"], LAYOUTS))
 def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     frozen = "--freeze vision".split() if "frozen" in layout else []
@@ -60,12 +55,7 @@ def test_an_extension_gives_the_numbers_of_one_process(pools: Pools, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "flags"),
-    [
-        (4, "--tp 2 --pp 2 --vpp 2"),
-        (2, ""),
-        (2, "--tp 2 --placement colocated"),
-    ],
+    ("world", "flags"), [(4, "--tp 2 --pp 2 --vpp 2"), (2, ""), (2, "--tp 2 --placement colocated")]
 )
 def test_an_objective_gives_the_numbers_of_one_process(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:
     argv = [*SMALL, *"--extension margin_loss --objective margin --margin-width 0.5".split()]

@@ -10,6 +10,7 @@ import pytest
 
 from megavlm.data.types import StepData
 from megavlm.programs import prepare as prepare_data
+from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_all
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
@@ -41,11 +42,11 @@ def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     ("world", "layout"),
     [
         (2, "--tp 2 --num-workers 1"),
-        pytest.param(4, "--tp 2 --pp 2 --num-workers 1", marks=pytest.mark.slow),
-        pytest.param(2, "--mbs 2", marks=pytest.mark.slow),
+        slow(4, "--tp 2 --pp 2 --num-workers 1"),
+        slow(2, "--mbs 2"),
         (2, "--pp 2 --vpp 2 --mbs 2"),
-        pytest.param(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2", marks=pytest.mark.slow),
-        pytest.param(2, "--tp 2 --placement colocated", marks=pytest.mark.slow),
+        slow(4, "--tp 2 --pp 2 --placement colocated --vision-tp 2"),
+        slow(2, "--tp 2 --placement colocated"),
     ],
 )
 def test_any_layout_trains_on_the_same_samples(

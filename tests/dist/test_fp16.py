@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.training import LONG, SMALL, metrics, train, without_wall_time
 
@@ -22,8 +23,8 @@ FP16 = (
     [
         (1, "--data-parallel-sharding none"),
         # The first stage trains nothing: its rank has no optimizer state, and still must know of every overflow.
-        pytest.param(2, "--pp 2 --freeze vision projector", marks=pytest.mark.slow),
-        pytest.param(2, "--cp 2", marks=pytest.mark.slow),
+        slow(2, "--pp 2 --freeze vision projector"),
+        slow(2, "--cp 2"),
     ],
 )
 def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path: Path, world: int, layout: str):
@@ -86,12 +87,7 @@ def embeddings(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        pytest.param(2, "", marks=pytest.mark.slow),
-        pytest.param(2, "--pp 2 --vpp 2", marks=pytest.mark.slow),
-        pytest.param(2, "--pp 2 --schedule zb-h1", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
-    ],
+    [slow(2, ""), slow(2, "--pp 2 --vpp 2"), slow(2, "--pp 2 --schedule zb-h1"), slow(4, "--tp 2 --pp 2")],
 )
 def test_embeddings_skip_the_steps_of_one_process_in_every_layout(
     pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path, world: int, layout: str

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from tests.support.covering import slow
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, started, train, without_wall_time
 
@@ -47,10 +48,7 @@ def test_pipelines_scale_as_one_process(pools: Pools, delayed: Path, tmp_path: P
     assert_same_curve(metrics(tmp_path), metrics(delayed))
 
 
-LAYOUTS = [
-    (2, "--cp 2"),
-    pytest.param(4, "--cp 2 --pp 2 --recompute-granularity full", marks=pytest.mark.slow),
-]
+LAYOUTS = [(2, "--cp 2"), slow(4, "--cp 2 --pp 2 --recompute-granularity full")]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.flags import HALF
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
@@ -38,10 +39,7 @@ def train_without_encoder(argv: list[str], run_dir: str) -> None:
         EncoderRunner._run = run  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, ""), (2, "--vision-tp 2"), pytest.param(4, "--cp 2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("world", "layout"), [(2, ""), (2, "--vision-tp 2"), slow(4, "--cp 2")])
 def test_features_come_from_disk_once_they_are_there(
     pools: Pools, plain: Path, tmp_path: Path, world: int, layout: str
 ):

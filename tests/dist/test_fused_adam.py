@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
@@ -39,12 +40,7 @@ OFFLOAD = "--offload optimizer"
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--precision bf16",
-        pytest.param(f"{OFFLOAD} --precision bf16", marks=pytest.mark.slow),
-        pytest.param("--data-parallel-sharding none", marks=pytest.mark.slow),
-    ],
+    "flags", ["--precision bf16", slow(f"{OFFLOAD} --precision bf16"), slow("--data-parallel-sharding none")]
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
     argv = [*SMALL, *DROPOUT, *SHORT, *flags.split()]

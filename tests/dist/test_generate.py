@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import NEW_TOKENS, answers
+from tests.support.covering import slow
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL
@@ -17,13 +18,13 @@ CASES = [
     (2, "qwen3.5", "--tp 2"),
     (2, "shared-kv", "--data-parallel-sharding full"),
     (4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
-    pytest.param(1, "qwen2.5-vl", "", marks=pytest.mark.slow),
-    pytest.param(2, "llava-onevision", "--pp 2 --vpp 2", marks=pytest.mark.slow),
-    pytest.param(4, "gemma3", "--cp 2 --tp 2", marks=pytest.mark.slow),
-    pytest.param(4, "qwen3-vl", "--cp 2 --pp 2 --placement colocated", marks=pytest.mark.slow),
-    pytest.param(4, "qwen3.5", "--tp 4", marks=pytest.mark.slow),
-    pytest.param(2, "qwen3.5", "--cp 2", marks=pytest.mark.slow),
-    pytest.param(4, "rich", "--cp 4 --cp-comm-type all_gather", marks=pytest.mark.slow),
+    slow(1, "qwen2.5-vl", ""),
+    slow(2, "llava-onevision", "--pp 2 --vpp 2"),
+    slow(4, "gemma3", "--cp 2 --tp 2"),
+    slow(4, "qwen3-vl", "--cp 2 --pp 2 --placement colocated"),
+    slow(4, "qwen3.5", "--tp 4"),
+    slow(2, "qwen3.5", "--cp 2"),
+    slow(4, "rich", "--cp 4 --cp-comm-type all_gather"),
 ]
 
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from megavlm.rules.defaults import with_device_defaults
+from tests.support.covering import slow
 from tests.support.flags import DROPOUT, MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
@@ -119,11 +120,7 @@ def at_once(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return curve
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
-    ids=lambda case: " ".join(map(str, case[:3])),
-)
+@pytest.mark.parametrize("case", [*FAST, *(slow(case) for case in SLOW)], ids=lambda case: " ".join(map(str, case[:3])))
 def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: Any, tmp_path: Path, case: Case) -> None:
     argv = [*SMALL, *HOT, "--no-save", *MODELS_HERE[case.model].split(), *case.flags.split(), *buckets(case)]
     pools(case.world).run(train_as_on_gpu, argv, str(tmp_path), case.te)
@@ -134,8 +131,8 @@ def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: A
     ("world", "flags"),
     [
         (2, f"--set model.language.tie_embeddings=true {BF16}"),
-        pytest.param(2, MODELS_HERE["lora"], marks=pytest.mark.slow),
-        pytest.param(8, f"--tp 2 --pp 2 {BF16} {MODELS['qwen2.5-vl']}", marks=pytest.mark.slow),
+        slow(2, MODELS_HERE["lora"]),
+        slow(8, f"--tp 2 --pp 2 {BF16} {MODELS['qwen2.5-vl']}"),
     ],
 )
 def test_checkpoints_hold_the_masters_and_resume_bit_for_bit(

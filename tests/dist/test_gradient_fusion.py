@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_same_curve, metrics, train
@@ -41,9 +42,7 @@ def train_with_te(argv: list[str], run_dir: str) -> dict[str, int]:
     return dict(added)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))
 def test_no_gradient_is_lost_or_counted_twice(pools: Pools, tmp_path: Path, name: str) -> None:
     model, layout, fused = CASES[name]
     argv = [*SMALL, "--no-save", "--train-iters", "4", "--global-batch-size", "8", *model.split()]
@@ -105,8 +104,8 @@ def train_with_apex(argv: list[str], run_dir: str) -> int:
     ("flags", "blocks"),  # of the vocabulary, in each backward pass
     [
         ("--overlap-grad-reduce --set execution.loss_chunk_tokens=1", range(4, 8)),
-        pytest.param("--set model.language.tie_embeddings=true", range(1), marks=pytest.mark.slow),
-        pytest.param("--data-parallel-sharding full", range(1), marks=pytest.mark.slow),
+        slow("--set model.language.tie_embeddings=true", range(1)),
+        slow("--data-parallel-sharding full", range(1)),
     ],
 )
 def test_apex_adds_up_the_gradient_of_the_output_layer(pools: Pools, tmp_path: Path, flags: str, blocks: range) -> None:

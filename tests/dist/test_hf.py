@@ -11,15 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megavlm.backend import activate
 from megavlm.errors import UserError
+from tests.support.covering import slow
 from tests.support.gates import EXPERT_LAYOUTS, LAYOUTS
+from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, run_at
 from tests.support.pool import Pools
-
-activate()  # before the modules below import megatron-core
-
-from tests.support.hf_layout import References, assert_layout, assert_losses, assert_packed, compare, run_at  # noqa: E402
-from tests.support.tiny_models import FAMILIES, MIXTURES  # noqa: E402
+from tests.support.tiny_models import FAMILIES, MIXTURES
 
 # The fast set: every family where all kinds of cuts meet, one at the layouts that tell which of them is at fault, and
 # those whose features take ways of their own with a colocated encoder.
@@ -46,10 +43,7 @@ def cases(layouts: Any, fast: set[tuple[str, str]]) -> list[Any]:
     """Return each family at each layout; those that are not `fast` are for `make test-all` and `make cards`."""
     return [
         pytest.param(
-            family,
-            layout,
-            id=f"{family}-{layout}",
-            marks=() if (family, layout) in fast else pytest.mark.slow,
+            family, layout, id=f"{family}-{layout}", marks=() if (family, layout) in fast else pytest.mark.slow
         )
         for family in FAMILIES
         for layout in [*layouts, *(EXPERT_LAYOUTS if family in MIXTURES else ())]
@@ -72,7 +66,7 @@ def test_five_steps_equal_transformers(pools: Pools, references: References, fam
     assert_losses(pools, references(family), layout)
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize("family", [slow(name) for name in FAMILIES])
 def test_packed_samples_equal_transformers(pools: Pools, references: References, family: str) -> None:
     assert_packed(pools, references(family))
 

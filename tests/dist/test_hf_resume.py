@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.backend import activate
+from tests.support import hf
+from tests.support.gates import hold
 from tests.support.pool import Pools
+from tests.support.tiny_models import FAMILIES, SINGLE, square
 from tests.support.training import assert_same_curve, farthest_apart, metrics, train_composed, without_wall_time
-
-activate()  # before the modules below import megatron-core
-
-from tests.support import hf  # noqa: E402
-from tests.support.gates import hold  # noqa: E402
-from tests.support.tiny_models import FAMILIES, SINGLE, square  # noqa: E402
 
 RUN = (
     "--precision fp32 --global-batch-size 4 --micro-batch-size 1 --seq-length 48 --lr 1e-3 --lr-decay-iters 20 "

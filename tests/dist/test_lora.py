@@ -11,29 +11,26 @@ import pytest
 import torch
 import transformers
 
-from megavlm.backend import activate
+from megavlm.checkpoint.hf.hf_files import HfFolder
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.families import family_of
+from megavlm.inputs.batch import MicroBatch
+from megavlm.programs import convert
+from megavlm.programs.inference import chat
+from megavlm.rules.defaults import resolve
+from tests.support import hf
+from tests.support.covering import fast_and_slow, slow
+from tests.support.gates import hold
+from tests.support.harness import difference
+from tests.support.peft_blocks import trained_entries
 from tests.support.pool import Pools
+from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, square, tiny
 from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.checkpoint.hf.hf_files import HfFolder  # noqa: E402
-from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from megavlm.command_line.parsing import parse  # noqa: E402
-from megavlm.config.schema import Config  # noqa: E402
-from megavlm.data.collate import CollateSpec, collate  # noqa: E402
-from megavlm.data.synthetic import SyntheticSource  # noqa: E402
-from megavlm.families import family_of  # noqa: E402
-from megavlm.inputs.batch import MicroBatch  # noqa: E402
-from megavlm.programs import convert  # noqa: E402
-from megavlm.programs.inference import chat  # noqa: E402
-from megavlm.rules.defaults import resolve  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.gates import hold  # noqa: E402
-from tests.support.harness import difference  # noqa: E402
-from tests.support.peft_blocks import trained_entries  # noqa: E402
-from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, square, tiny  # noqa: E402
-from tests.support.whole_models import whole_folder  # noqa: E402
+from tests.support.whole_models import whole_folder
 
 # Odd head counts that TP pads, shared embeddings, both parts.
 LORA = (
@@ -79,9 +76,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(
-    ("world", "lora", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("world", "lora", "layout"), fast_and_slow(FAST, SLOW))
 def test_layouts_train_alike(
     pools: Pools, alone: Any, tmp_path: Path, world: int, lora: list[str], layout: str
 ) -> None:
@@ -102,11 +97,7 @@ def test_stages_below_the_first_adapter(pools: Pools, tmp_path: Path) -> None:
     ("lora", "layouts"),
     [
         (LORA, ((2, "--tp 2 --train-iters 3"), (2, "--pp 2 --no-save"))),
-        pytest.param(
-            OF_EXPERTS,
-            ((4, "--tp 2 --ep 2 --etp 2 --train-iters 2"), (2, "--ep 2 --train-iters 3"), (2, "--tp 2")),
-            marks=pytest.mark.slow,
-        ),
+        slow(OF_EXPERTS, ((4, "--tp 2 --ep 2 --etp 2 --train-iters 2"), (2, "--ep 2 --train-iters 3"), (2, "--tp 2"))),
     ],
 )
 def test_adapters_move_between_layouts(pools: Pools, alone: Any, tmp_path: Path, lora: list[str], layouts: Any) -> None:
@@ -119,21 +110,12 @@ def test_adapters_move_between_layouts(pools: Pools, alone: Any, tmp_path: Path,
 @pytest.mark.parametrize(
     ("family", "targets", "layout"),
     [
-        pytest.param("llava", "language vision", "--tp 2 --pp 2", marks=pytest.mark.slow),
+        slow("llava", "language vision", "--tp 2 --pp 2"),
         ("llava", "q_proj language.layers.1.down_proj vision.layers.*.fc1", "--tp 2 --pp 2"),
-        pytest.param(
-            "internvl-moe",
-            EXPERTS["router"],
-            "--tp 2 --ep 2 --pp 2",
-            marks=pytest.mark.slow,
-            id="internvl-moe-router-tp2-ep2-pp2",
-        ),
+        slow("internvl-moe", EXPERTS["router"], "--tp 2 --ep 2 --pp 2", id="internvl-moe-router-tp2-ep2-pp2"),
+        *(slow(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2") for name in OTHERS),
         *(
-            pytest.param(name, TARGETS.get(name, "language vision"), "--tp 2 --pp 2", marks=pytest.mark.slow)
-            for name in OTHERS
-        ),
-        *(
-            pytest.param(name, targets, layout, marks=pytest.mark.slow, id=f"{name}-{what}-{where}")
+            slow(name, targets, layout, id=f"{name}-{what}-{where}")
             for name in MIXTURES
             for what, targets in EXPERTS.items()
             for where, layout in EXPERT_LAYOUTS.items()

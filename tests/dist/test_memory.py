@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.covering import fast_and_slow
 from tests.support.pool import Pools
 from tests.support.training import started
 
@@ -156,9 +157,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
 FAST = ("experts-bf16", "dp2-zero3", "bf16", "rich", "pp2-zb-h1", "pp2-colocated", "tp2-muon")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))
 def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     world, flags = CASES[name]
     argv = [*MODEL.split(), *flags.split()]

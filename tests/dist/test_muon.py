@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.covering import axes_of, covering, pairs, short_and_long
+from tests.support.covering import axes_of, covering, pairs, short_and_long, slow
 from tests.support.flags import HALF, MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.muon_reference import farthest_from_reference
@@ -48,7 +48,7 @@ KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4 
     [
         ("rich", f"{MUON} --ema-decay 0.9"),
         ("experts", MUON),
-        *(pytest.param(model, MUON, marks=pytest.mark.slow) for model in ("glm4v", "gemma3", "qwen3-vl", "lora")),
+        *(slow(model, MUON) for model in ("glm4v", "gemma3", "qwen3-vl", "lora")),
         ("plain", LION),
     ],
 )
@@ -107,20 +107,15 @@ SHARDED = [
     (4, "rich", SLOWER, "--tp 2"),
     (2, "rich", SLOWER, f"{ZERO_3} --placement colocated"),
     (4, "rich", LION, f"--pp 2 --vpp 2 {ZERO_2}"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (2, "rich", SLOWER, "--offload optimizer"),
-            (4, "rich", SLOWER, f"--tp 2 {ZERO_3}"),
-            (2, "rich", SLOWER, f"{ZERO_3} --offload optimizer parameters"),
-            (4, "rich", SLOWER, "--hybrid-shard-size 2"),
-            (4, "rich", SLOWER, f"{ZERO_3} --hybrid-shard-size 2"),
-            (4, "experts", SLOWER, "--ep 2"),
-            (4, "padded-heads", SLOWER, f"--tp 2 {ZERO_2}"),
-            (4, "frozen-vision-projector", SLOWER, f"--pp 2 {ZERO_3}"),
-            *((4, ("rich", "gemma3")[place % 2], LION, flags) for place, (_, flags) in enumerate(LAYOUTS)),
-        )
-    ),
+    slow(2, "rich", SLOWER, "--offload optimizer"),
+    slow(4, "rich", SLOWER, f"--tp 2 {ZERO_3}"),
+    slow(2, "rich", SLOWER, f"{ZERO_3} --offload optimizer parameters"),
+    slow(4, "rich", SLOWER, "--hybrid-shard-size 2"),
+    slow(4, "rich", SLOWER, f"{ZERO_3} --hybrid-shard-size 2"),
+    slow(4, "experts", SLOWER, "--ep 2"),
+    slow(4, "padded-heads", SLOWER, f"--tp 2 {ZERO_2}"),
+    slow(4, "frozen-vision-projector", SLOWER, f"--pp 2 {ZERO_3}"),
+    *(slow(4, ("rich", "gemma3")[place % 2], LION, flags) for place, (_, flags) in enumerate(LAYOUTS)),
 ]
 
 

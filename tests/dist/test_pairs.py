@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.data_files import write_pairs, write_tokenizer
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
@@ -41,12 +42,12 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
     ("world", "layout"),
     [
         (2, "--num-workers 1"),
-        pytest.param(2, "--tp 2 --num-workers 1", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --num-workers 1", marks=pytest.mark.slow),
-        pytest.param(2, "--pp 2 --vpp 2 --placement colocated", marks=pytest.mark.slow),
-        pytest.param(2, "--cp 2 --no-packing", marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --pp 2", marks=pytest.mark.slow),
-        pytest.param(2, "--data-parallel-sharding full", marks=pytest.mark.slow),
+        slow(2, "--tp 2 --num-workers 1"),
+        slow(4, "--tp 2 --num-workers 1"),
+        slow(2, "--pp 2 --vpp 2 --placement colocated"),
+        slow(2, "--cp 2 --no-packing"),
+        slow(4, "--tp 2 --pp 2"),
+        slow(2, "--data-parallel-sharding full"),
     ],
 )
 def test_layouts_train_and_score_alike(pools: Pools, argv, alone, tmp_path: Path, world: int, layout: str):

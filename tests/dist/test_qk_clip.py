@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import HALF, MODELS
 from tests.support.float64 import train_in_float64
 from tests.support.muon_reference import farthest_from_reference
@@ -47,9 +48,9 @@ def assert_same_clipping(ours: Records, theirs: Records, *, tolerance: float) ->
     ("run", "flags"),
     [
         (PADDED, f"--optimizer muon {GROUPED} --micro-batch-size 2 --set optimizer.qk_clip_threshold=0.03"),
-        pytest.param(RUN, "--optimizer adamw --recompute-granularity full --ema-decay 0.9", marks=pytest.mark.slow),
-        pytest.param(RUN, f"--optimizer muon {GROUPED} --recompute-granularity selective", marks=pytest.mark.slow),
-        pytest.param(RUN, "--optimizer lion --lr 1e-4 --set model.language.num_query_groups=1", marks=pytest.mark.slow),
+        slow(RUN, "--optimizer adamw --recompute-granularity full --ema-decay 0.9"),
+        slow(RUN, f"--optimizer muon {GROUPED} --recompute-granularity selective"),
+        slow(RUN, "--optimizer lion --lr 1e-4 --set model.language.num_query_groups=1"),
     ],
 )
 def test_two_steps_are_those_of_the_paper(pools: Pools, tmp_path: Path, run: list[str], flags: str):
@@ -60,10 +61,7 @@ def test_two_steps_are_those_of_the_paper(pools: Pools, tmp_path: Path, run: lis
 
 
 # In float64, without sharding.
-FAST = [
-    (4, "uneven", "--tp 2 --micro-batch-size 2"),
-    (2, "shared-kv", "--cp 2 --cp-comm-type all_gather"),
-]
+FAST = [(4, "uneven", "--tp 2 --micro-batch-size 2"), (2, "shared-kv", "--cp 2 --cp-comm-type all_gather")]
 SLOW = [
     (4, "qwen2.5-vl", "--tp 2 --cp 2"),
     (4, "grouped", "--tp 2 --pp 2 --recompute-granularity full"),
@@ -77,9 +75,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "model", "flags"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("world", "model", "flags"), fast_and_slow(FAST, SLOW))
 def test_layouts_clip_the_heads_of_one_process(pools, alone, tmp_path, world, model, flags):
     argv = [*RUN, *WHOLE.split(), *KNOWN[model].split(), *MUON.split()]
     pools(world).run(train_in_float64, [*argv, *flags.split()], str(tmp_path))
@@ -90,16 +86,11 @@ def test_layouts_clip_the_heads_of_one_process(pools, alone, tmp_path, world, mo
     ("world", "model", "optimizer", "flags"),
     [
         (4, "padded-heads", CLIP, "--tp 2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
-                (4, "grouped", CLIP, "--hybrid-shard-size 2"),
-                (2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),
-                (4, "shared-kv", SLOWER, "--pp 2 --data-parallel-sharding optimizer_gradients"),
-                (2, "plain", f"--optimizer lion --lr 1e-4 {CLIP}", ""),
-            )
-        ),
+        slow(2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
+        slow(4, "grouped", CLIP, "--hybrid-shard-size 2"),
+        slow(2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),
+        slow(4, "shared-kv", SLOWER, "--pp 2 --data-parallel-sharding optimizer_gradients"),
+        slow(2, "plain", f"--optimizer lion --lr 1e-4 {CLIP}", ""),
     ],
 )
 def test_sharding_clips_the_heads_of_one_process(pools, alone, tmp_path, world, model, optimizer, flags):

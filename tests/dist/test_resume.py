@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.pool import Pools
 from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, started, train
@@ -19,10 +20,6 @@ NONE, ZERO_2 = "--data-parallel-sharding none", "--data-parallel-sharding optimi
 FULL, COLOCATED = "--data-parallel-sharding full", "--pp 2 --placement colocated"
 MUON, LION = "--optimizer muon", "--optimizer lion --lr 1e-4"
 CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half of the heads
-
-
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import slow
 from tests.support.data_files import write_held_out
 from tests.support.html import told
 from tests.support.pool import Pools
@@ -63,10 +64,10 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
     ("world", "layout", "model"),
     [
         (2, "--pp 2 --vpp 2 --micro-batch-size 2", ""),
-        pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
-        pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
-        pytest.param(2, "--tp 2", "--no-packing --packing-window 2048", marks=pytest.mark.slow),
+        slow(2, "--data-parallel-sharding full --num-workers 1", ""),
+        slow(4, "--pp 2 --placement colocated --encode-ahead", FROZEN),
+        slow(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA),
+        slow(2, "--tp 2", "--no-packing --packing-window 2048"),
     ],
 )
 def test_any_layout_gives_the_same_answers(

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from megavlm.checkpoint import folders, manifest
+from tests.support.covering import fast_and_slow, slow
 from tests.support.forked import PATIENCE, context, run_program, start_program, status_of
 from tests.support.pool import Pools
 from tests.support.training import SMALL, metrics, train, without_wall_time
@@ -205,7 +206,7 @@ def with_a_commit_that_is_killed(argv: list[str], run_dir: str, where: str) -> N
         setattr(module, name, original)
 
 
-@pytest.mark.parametrize(("where", "counts"), [("in it", False), pytest.param("after", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("where", "counts"), [("in it", False), slow("after", True)])
 def test_a_writer_that_dies_in_a_commit_is_replaced(pools: Pools, tmp_path: Path, where: str, counts: bool) -> None:
     """The save counts if the manifest is in place; the next one is whole, although its writer knows nothing yet."""
     pools(2).run(with_a_commit_that_is_killed, [*TINY, "--train-iters", "4", "--tp", "2"], str(tmp_path), where)
@@ -300,9 +301,7 @@ def slowly(argv: list[str], output: str) -> None:
 PHASES = ["staged", "writing", "written", "reported", "described", "listed", "pruning", "committed"]
 
 
-@pytest.mark.parametrize(
-    "phase", [each if each == "listed" else pytest.param(each, marks=pytest.mark.slow) for each in PHASES]
-)
+@pytest.mark.parametrize("phase", fast_and_slow(["listed"], PHASES))
 def test_killed_in_any_phase_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
     undisturbed: Path, tmp_path: Path, phase: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.covering import short_and_long
+from tests.support.covering import fast_and_slow, short_and_long, slow
 from tests.support.flags import MODELS
 from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
 
@@ -65,9 +65,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "option", [name if name == "experts-tp" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
-)
+@pytest.mark.parametrize("option", fast_and_slow(["experts-tp"], OPTIONS))
 def test_zero_bubble_changes_no_number(pools, tmp_path, option):
     world, options = OPTIONS[option]
     argv = [*SMALL, "--no-save", "--pp", "2", *options.split(), "--schedule"]
@@ -105,10 +103,7 @@ def train_on_transformer_engine(argv: Sequence[str], run_dir: str) -> int:
     return len(left)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [name if name == "overlap" else pytest.param(name, marks=pytest.mark.slow) for name in TE_OPTIONS],
-)
+@pytest.mark.parametrize("option", fast_and_slow(["overlap"], TE_OPTIONS))
 def test_zero_bubble_changes_no_number_of_transformer_engine(pools, tmp_path, option):
     """Products that add to sums themselves round them otherwise; where gradients wait, none do."""
     world, model, options = TE_OPTIONS[option]
@@ -210,14 +205,7 @@ def train_recording_reductions(argv: Sequence[str], run_dir: str) -> None:
     Path(run_dir, f"reductions-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "vpp"),
-    [
-        ("zb-h1", 1),
-        pytest.param("gpipe", 1, marks=pytest.mark.slow),
-        pytest.param("interleaved", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "vpp"), [("zb-h1", 1), slow("gpipe", 1), slow("interleaved", 2)])
 def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedule, vpp):
     """DDP learns in a run's first step how often each parameter meets a gradient before its bucket may be reduced. Were
     all micro-batches counted, steps with another number of them would reduce too early, and lose gradients, or never.

@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
-from tests.support.training import (
-    SMALL,
-    THREE,
-    assert_same_curve,
-    metrics,
-    started,
-    train,
-    without_wall_time,
-)
+from tests.support.training import SMALL, THREE, assert_same_curve, metrics, started, train, without_wall_time
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
@@ -61,9 +54,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "model", "flags"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("world", "model", "flags"), fast_and_slow(FAST, SLOW))
 def test_sharding_gives_the_numbers_of_one_process(
     pools: Pools, one_process, tmp_path: Path, world: int, model: str, flags: str
 ):
@@ -112,8 +103,8 @@ def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
     [
         (2, "--data-parallel-sharding optimizer"),
         (2, FULL),
-        pytest.param(2, "--data-parallel-sharding none", marks=pytest.mark.slow),
-        pytest.param(4, "--hybrid-shard-size 2 --placement colocated --overlap-grad-reduce", marks=pytest.mark.slow),
+        slow(2, "--data-parallel-sharding none"),
+        slow(4, "--hybrid-shard-size 2 --placement colocated --overlap-grad-reduce"),
     ],
 )
 def test_gradients_reduced_in_bf16_take_half_the_bytes(
@@ -136,10 +127,10 @@ SECONDARY = f"{FULL} --secondary-shard-size 2"
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        pytest.param(4, "--cp 2 --recompute-granularity full", marks=pytest.mark.slow),
-        pytest.param(4, "--precision bf16 --freeze vision --lora-rank 4", marks=pytest.mark.slow),
-        pytest.param(8, "--pp 2 --vpp 2 --global-batch-size 16", marks=pytest.mark.slow),
-        pytest.param(8, "--hybrid-shard-size 4 --global-batch-size 8", marks=pytest.mark.slow),
+        slow(4, "--cp 2 --recompute-granularity full"),
+        slow(4, "--precision bf16 --freeze vision --lora-rank 4"),
+        slow(8, "--pp 2 --vpp 2 --global-batch-size 16"),
+        slow(8, "--hybrid-shard-size 4 --global-batch-size 8"),
     ],
 )
 def test_a_secondary_shard_changes_no_number(pools: Pools, tmp_path: Path, world: int, flags: str):
@@ -241,9 +232,7 @@ def test_a_model_is_never_whole_while_it_is_built(pools: Pools, tmp_path: Path):
         assert peak <= rows + largest
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("bf16", 2e-3), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), slow("fp32", 1e-5)])
 def test_adapters_train_in_frozen_layers_that_ranks_share(
     pools: Pools, tmp_path: Path, precision: str, tolerance: float
 ):

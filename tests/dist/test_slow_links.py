@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import fast_and_slow, slow
 from tests.support.pool import Pools
-from tests.support.training import (
-    SMALL,
-    TEXT_TO_LEARN,
-    assert_within_a_hundredth,
-    metrics,
-    started,
-    train,
-)
+from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, started, train
 
 BF16 = "--precision bf16"
 FULL = "--data-parallel-sharding full"
@@ -79,7 +73,7 @@ def _sums(code: str, steps: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("world", "code"), [(2, "int8"), (4, "fp8"), pytest.param(4, "bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "code"), [(2, "int8"), (4, "fp8"), slow(4, "bf16")])
 def test_what_is_lost_is_sent_later(pools: Pools, world: int, code: str) -> None:
     """After many steps the sums of what arrived are those of what was sent, but for what the ranks still keep."""
     found = pools(world).run(sums, code, 20)
@@ -145,9 +139,7 @@ def int8(rows: Any) -> Any:
     return (np.round(blocks / scale).clip(-127, 127) * scale).reshape(count, -1)[:, :size]
 
 
-@pytest.mark.parametrize(
-    ("world", "group"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world", "group"), [(4, 2), slow(2, 1), slow(4, 1)])
 def test_units_send_what_codes_and_residuals_say(pools: Pools, tmp_path: Path, world: int, group: int) -> None:
     """Codes are those of a numpy reference bit for bit; the second of two micro-batches sends what rounding took from
     the first.
@@ -210,7 +202,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(("world", "flags"), [*CLOSE, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(("world", "flags"), fast_and_slow(CLOSE, SLOW))
 def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:
     """Four steps: a wrong sum, or weights that differ between ranks, would change the norm by far more."""
     words = flags.split()
@@ -227,10 +219,7 @@ def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [GRADIENTS, "--compress-gradients fp8", WEIGHTS],
-)
+@pytest.mark.parametrize("flags", [GRADIENTS, "--compress-gradients fp8", WEIGHTS])
 def test_200_steps_end_within_a_hundredth_of_exact(pools: Pools, tmp_path: Path, flags: str) -> None:
     exact = f"{flags} --compress-gradients none --compress-weights none"
     for name, words in (("exact", exact), ("coded", flags)):

@@ -12,18 +12,14 @@ from unittest.mock import patch
 import pytest
 
 from megavlm.arch import tensor_split
-from megavlm.backend import activate
+from megavlm.programs import convert
+from tests.support import hf
 from tests.support.answers import answers
-from tests.support.covering import short_and_long
+from tests.support.covering import short_and_long, slow
 from tests.support.flags import HALF
 from tests.support.pool import Pools
+from tests.support.tiny_models import tiny
 from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.programs import convert  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.tiny_models import tiny  # noqa: E402
 
 # Key/value heads that two to four ranks share; widths of MLPs and of the vocabulary that are prime.
 WIDTHS = (
@@ -55,11 +51,7 @@ MODELS = {
     "wide": f"{WIDE} --set model.vision.activation=quick_gelu --weight-decay 0.2",
     "wide-gated": f"{WIDE} --set model.vision.activation=swiglu",
 }
-FAST = [
-    (1, "wide", "--micro-batch-size 4"),
-    (2, "3-in-1", "--tp 2 --pp 1"),
-    (2, "14-in-2", "--cp 2"),
-]
+FAST = [(1, "wide", "--micro-batch-size 4"), (2, "3-in-1", "--tp 2 --pp 1"), (2, "14-in-2", "--cp 2")]
 SLOW = [
     (4, "14-in-2", "--tp 2 --cp 2"),
     (2, "wide-gated", "--tp 2 --micro-batch-size 4"),
@@ -146,15 +138,12 @@ def test_every_layout_of_them_trains_as_one_process(pools, curve, tmp_path, worl
     ("model", "before", "after"),
     [
         ("3-in-1", (2, "--tp 2 --micro-batch-size 4"), (1, "")),
-        pytest.param("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2"), marks=pytest.mark.slow),
-        pytest.param(
-            "14-in-2",
-            (3, "--tp 3 --no-sp --data-parallel-sharding none"),
-            (4, "--tp 4 --data-parallel-sharding none"),
-            marks=pytest.mark.slow,
+        slow("6-in-2", (1, ""), (4, "--tp 4 --micro-batch-size 2")),
+        slow(
+            "14-in-2", (3, "--tp 3 --no-sp --data-parallel-sharding none"), (4, "--tp 4 --data-parallel-sharding none")
         ),
-        pytest.param("lora", (4, "--tp 4"), (2, "--tp 2 --data-parallel-sharding full"), marks=pytest.mark.slow),
-        pytest.param("5-in-5", (2, "--tp 2"), (3, "--tp 3 --no-sp"), marks=pytest.mark.slow),
+        slow("lora", (4, "--tp 4"), (2, "--tp 2 --data-parallel-sharding full")),
+        slow("5-in-5", (2, "--tp 2"), (3, "--tp 3 --no-sp")),
     ],
 )
 def test_checkpoints_resume_with_another_tensor_parallelism(pools, curve, tmp_path, model, before, after):
@@ -163,7 +152,7 @@ def test_checkpoints_resume_with_another_tensor_parallelism(pools, curve, tmp_pa
     assert_same_curve(metrics(tmp_path), curve(*MODELS[model].split()))
 
 
-@pytest.mark.parametrize(("world", "flags"), [(1, ""), pytest.param(2, "--tp 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "flags"), [(1, ""), slow(2, "--tp 2")])
 def test_checkpoints_without_aligned_widths_resume_with_them(pools, curve, tmp_path, world, flags):
     argv = [*SMALL, *MODELS["wide-gated"].split()]
     pools(1).run(train_without_alignment, [*argv, *HALF], str(tmp_path))
@@ -183,10 +172,7 @@ def test_answers_are_those_of_one_process(pools, tmp_path, model, flags):
     assert pools(4).run(answers, [*argv, *flags.split()], str(tmp_path / "four")) == [expected] * 4
 
 
-@pytest.mark.parametrize(
-    ("adapters", "worlds"),
-    [(False, (1, 4)), *[pytest.param(*case, marks=pytest.mark.slow) for case in ((False, (8,)), (True, ()))]],
-)
+@pytest.mark.parametrize(("adapters", "worlds"), [(False, (1, 4)), slow(False, (8,)), slow(True, ())])
 def test_exports_are_byte_equal(pools: Pools, tmp_path: Path, adapters: bool, worlds: tuple[int, ...]) -> None:
     """A run that changes nothing gives back the folder that it began with; adapters, those of one process."""
     odd = {"hidden_size": 48, "intermediate_size": 61, "num_attention_heads": 6}

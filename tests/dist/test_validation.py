@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megavlm.checkpoint import folders
+from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
@@ -78,12 +79,12 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
 @pytest.mark.parametrize(
     ("world", "layout", "model"),
     [
-        pytest.param(4, "--tp 2 --pp 2", "", marks=pytest.mark.slow),
+        slow(4, "--tp 2 --pp 2", ""),
         (2, "--pp 2 --vpp 2 --mbs 2", ""),
-        pytest.param(2, "--data-parallel-sharding full --num-workers 1", "", marks=pytest.mark.slow),
-        pytest.param(4, "--pp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
-        pytest.param(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA, marks=pytest.mark.slow),
-        pytest.param(4, "--cp 2 --placement colocated --encode-ahead", FROZEN, marks=pytest.mark.slow),
+        slow(2, "--data-parallel-sharding full --num-workers 1", ""),
+        slow(4, "--pp 2 --placement colocated --encode-ahead", FROZEN),
+        slow(4, "--tp 2 --data-parallel-sharding optimizer_gradients", LORA),
+        slow(4, "--cp 2 --placement colocated --encode-ahead", FROZEN),
     ],
 )
 def test_any_layout_measures_the_same(
@@ -116,12 +117,8 @@ def test_a_split_is_the_same_on_another_layout_and_after_a_resume(
     ("world", "flags"),
     [
         (2, DROPOUT),
-        pytest.param(
-            2,
-            [*DROPOUT, *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --pp 2".split()],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split(), marks=pytest.mark.slow),
+        slow(2, [*DROPOUT, *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --pp 2".split()]),
+        slow(2, f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split()),
     ],
 )
 def test_training_is_bit_identical_with_and_without(

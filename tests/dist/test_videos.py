@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.backend import activate
 from tests.support.pool import Pools
 
 pytest.importorskip("av", reason="pip install av (the extra `video`)")
-activate()  # before the modules below import megatron-core
 
-from megavlm.checkpoint.hf.pretrained import with_pretrained_model  # noqa: E402
-from tests.support.clips import clip  # noqa: E402
-from tests.support.training import assert_same_curve, metrics, train  # noqa: E402
-from tests.support.whole_models import whole_folder  # noqa: E402
+from megavlm.checkpoint.hf.pretrained import with_pretrained_model
+from tests.support.clips import clip
+from tests.support.training import assert_same_curve, metrics, train
+from tests.support.whole_models import whole_folder
 
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "onevision", "internvl", "smolvlm")
 LAYOUTS = {

@@ -55,10 +55,7 @@ def _theirs(model: Any, processor: Any, assistant: Assistant, talk: list[Said], 
         return (
             {"type": "image", "image": Image.open(files[part])}
             if isinstance(part, int)
-            else {
-                "type": "text",
-                "text": part,
-            }
+            else {"type": "text", "text": part}
         )
 
     messages = [{"role": role, "content": list(map(content, parts))} for role, parts in talk]

@@ -301,10 +301,7 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     one = talk(("user", "3 + 4?"), ("assistant", "<think>\nIt is blue.\n</think>\n\n7"))
     assert trained_texts(chat, encode(chat, case, one)) == ["<think>\nIt is blue.\n</think>\n\n7<|im_end|>"]
     plain = talk(("user", "3 + 4?"), ("assistant", "7"), ("user", "So?"), ("assistant", "Yes."))
-    assert trained_texts(chat, encode(chat, case, plain)) == [
-        "7<|im_end|>",
-        "<think>\n\n</think>\n\nYes.<|im_end|>",
-    ]
+    assert trained_texts(chat, encode(chat, case, plain)) == ["7<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
     two = Conversation(one.turns * 2)
     with pytest.raises(BadSample, match="chat template"):
         encode(chat, case, two)

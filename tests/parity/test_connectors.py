@@ -230,8 +230,7 @@ def test_a_folder_decides_and_contradictions_are_one_line(tmp_path: Path) -> Non
     ).model.projector
     assert (found.kind, found.connectors.qformer.num_queries, found.connectors.qformer.num_layers) == ("qformer", 7, 3)
     with pytest.raises(
-        UserError,
-        match=r"model.projector.connectors.qformer.num_layers 4 contradicts .*, which has 3: leave it out",
+        UserError, match=r"model.projector.connectors.qformer.num_layers 4 contradicts .*, which has 3: leave it out"
     ):
         with_pretrained_model(parse([*argv, "--set", "model.projector.connectors.qformer.num_layers=4"]))
     with pytest.raises(UserError, match=r"--projector-kind gated contradicts .*, which has qformer"):

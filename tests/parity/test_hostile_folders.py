@@ -24,6 +24,7 @@ from megavlm.inputs.video import Clip
 from megavlm.json_files import read_json
 from megavlm.programs.inference.assistant import check_generation
 from tests.support import tokenizers
+from tests.support.covering import slow
 from tests.support.hostile import assert_answered
 from tests.support.tiny_models import config_of
 
@@ -56,7 +57,7 @@ def describe(config: dict[str, Any]) -> None:
     family.table(family.config(settings), family.name_prefixes[0])
 
 
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [11, slow(1)])
 def test_a_setting_of_another_type_or_size_is_one_line(step: int) -> None:
     """Give each setting of each family each wrong value; of all these pairs, take every `step`-th."""
     configs = [CONFIG, *({"model_type": family.model_types[0], **values} for family, values in PUBLISHED.values())]

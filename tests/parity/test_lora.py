@@ -12,6 +12,7 @@ import torch
 from peft.utils import transformers_weight_conversion
 
 from megavlm.backend import activate
+from tests.support.covering import slow
 
 activate()  # before the modules below import megatron-core
 
@@ -58,12 +59,7 @@ def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 
 @pytest.mark.parametrize(
-    ("family", "dropout"),
-    [
-        ("llava", 0.0),
-        ("llava", 0.5),
-        *(pytest.param(name, 0.0, marks=pytest.mark.slow) for name in SINGLE if name != "llava"),
-    ],
+    ("family", "dropout"), [("llava", 0.0), ("llava", 0.5), *(slow(name, 0.0) for name in SINGLE if name != "llava")]
 )
 def test_gradients_are_pefts(
     family: str, dropout: float, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

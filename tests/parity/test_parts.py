@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from megavlm.backend import activate
+from tests.support.covering import fast_and_slow
 
 activate()  # before the modules below import megatron-core
 
@@ -22,9 +23,7 @@ from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER  # noqa: E40
 FAST = ("internvl", "qwen2.5-vl")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SINGLE]
-)
+@pytest.mark.parametrize("name", fast_and_slow(FAST, SINGLE))
 def test_a_part_has_the_names_of_its_folder(name: str, tmp_path: Path) -> None:
     """An export in parts asks a folder's family for the names of a model of which the folder has one part."""
     whole = hf.save(FAMILIES[name][0](), tmp_path / "whole")

@@ -50,9 +50,18 @@ def axes_of(flags: str) -> list[str]:
     return [word for word in flags.split() if word.startswith("--")] or ["replicas"]
 
 
+def slow(*case: Any, **options: Any) -> Any:
+    """Return a case of `parametrize` that `make test-all` runs, and `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.slow, **options)
+
+
+def fast_and_slow(fast: Collection[Any], every: Iterable[Any]) -> list[Any]:
+    """Return cases of `parametrize`, tuples or single values: those of `make test`, and the rest of `every` as slow."""
+    return [*fast, *(slow(*case) if isinstance(case, tuple) else slow(case) for case in every if case not in fast)]
+
+
 def short_and_long(
     short: Iterable[tuple[Any, ...]], long: Iterable[tuple[Any, ...]], steps: Sequence[str] = LONG
 ) -> list[Any]:
     """Return cases with their steps: the short ones for three, and in `make test-all` each of `long` for `steps`."""
-    slow = (pytest.param(*case, steps, marks=pytest.mark.slow) for case in dict.fromkeys(long))
-    return [*((*case, THREE) for case in short), *slow]
+    return [*((*case, THREE) for case in short), *(slow(*case, steps) for case in dict.fromkeys(long))]

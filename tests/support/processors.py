@@ -90,7 +90,7 @@ CLASS_TOKEN: dict[str, Any] = {
     "image_token": "<image>",
 }
 ANYRES: dict[str, Any] = {
-    **{"num_image_tokens": 4, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
+    **{"num_image_tokens": 4, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
 }
 AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
 CASES = {

@@ -202,10 +202,7 @@ def test_what_does_not_exist_is_found() -> None:
     assert set(unknown_flags(text)) == {"--projektor-", "--nope", "--lora-rank of tools/chat.py"}
     assert set(
         unknown_keys("`model.language.nope`, `--set data.nope=1 `, `model.vision.qk_norm`, `model.projector.…`")
-    ) == {
-        "model.language.nope",
-        "data.nope",
-    }
+    ) == {"model.language.nope", "data.nope"}
     assert set(missing_files(text, ROOT)) == {
         "megavlm/data/nothing.py",
         "nothing.py",

@@ -62,11 +62,7 @@ def test_queries_keys_and_values_are_matrices_apart() -> None:
     assert weight is not None
     # Two groups: the queries of two heads of 12 channels, then a key and a value.
     rows = [[row for row in range(96) if band.before(row + 1) > band.before(row)] for band in weight.bands]
-    assert rows == [
-        [*range(24), *range(48, 72)],
-        [*range(24, 36), *range(72, 84)],
-        [*range(36, 48), *range(84, 96)],
-    ]
+    assert rows == [[*range(24), *range(48, 72)], [*range(24, 36), *range(72, 84)], [*range(36, 48), *range(84, 96)]]
     assert list(weight.shapes()) == [(48, 48), (24, 48), (24, 48)]
 
 

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.checkpoint import manifest
-from megavlm.checkpoint.manifest import (
-    BLOCK,
-    MANIFEST,
-    SUMMARY,
-    FileSum,
-    FoldedSum,
-    SummingFile,
-)
+from megavlm.checkpoint.manifest import BLOCK, MANIFEST, SUMMARY, FileSum, FoldedSum, SummingFile
 
 
 @pytest.fixture

@@ -20,11 +20,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.vision_inputs import VisionInput, vision_input_of
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve
-from megavlm.rules.extensions import (
-    extensions_of,
-    load_extensions,
-    missing_extensions,
-)
+from megavlm.rules.extensions import extensions_of, load_extensions, missing_extensions
 from megavlm.rules.fields import options
 from megavlm.rules.load import as_data, from_dict, to_yaml
 from tests.support.extensions import EXAMPLES, PACKAGES, forget, install
@@ -136,10 +132,7 @@ class Named:
         (Extension(sources=(Entry("a", "a:b"), Entry("a", "a:b"))), "megavlm has a among its sources already"),
         (Extension(sources=(Entry("A b", "a:b"),)), "--extension mine: A b cannot be among its sources"),
         (Extension(sources=(Entry("items", "a:b", Numbered),)), "items cannot be among its sources"),
-        (
-            Extension(sources=(Entry("micro_batch", "a:b", Numbered),)),
-            "another option is --micro-batch-size already",
-        ),
+        (Extension(sources=(Entry("micro_batch", "a:b", Numbered),)), "another option is --micro-batch-size already"),
         (Extension(sources=(Entry("mine", "a:b", Undeclared),)), "--extension mine: its options cannot be read"),
     ],
 )

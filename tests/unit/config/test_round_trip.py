@@ -41,11 +41,7 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
         kind=st.sampled_from(["auto", "llava", "webdataset"]),
         weight=st.floats(allow_nan=False, allow_infinity=False),
         name=st.none() | WORD,
-        columns=st.none()
-        | st.dictionaries(
-            *2 * [WORD],
-            min_size=1,
-        ),
+        columns=st.none() | st.dictionaries(*2 * [WORD], min_size=1),
     ),
 }
 

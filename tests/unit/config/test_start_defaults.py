@@ -62,8 +62,7 @@ def test_learning_rates_of_given_weights(
 
 
 @pytest.mark.parametrize(
-    ("flags", "rate"),
-    [("", 1e-3), ("--load F", 0.0), ("--load F --moe-router-bias-update-rate 1e-3", 1e-3)],
+    ("flags", "rate"), [("", 1e-3), ("--load F", 0.0), ("--load F --moe-router-bias-update-rate 1e-3", 1e-3)]
 )
 def test_a_bias_of_given_weights_stays(flags: str, rate: float) -> None:
     mixture = (
@@ -133,10 +132,7 @@ def test_adapters_train_alone_unless_asked(flags: str, frozen: tuple[str, ...]) 
     ("flags", "told"),
     [
         ("--freeze vision", "the adapters, projector trains whole, .*: use --freeze vision projector, or"),
-        (
-            "--lora-targets vision --freeze none",
-            "projector and language train .*: use --freeze projector language,",
-        ),
+        ("--lora-targets vision --freeze none", "projector and language train .*: use --freeze projector language,"),
         ("--vision-from V --language-from L", "projector trains whole, .*: use --freeze vision projector, or"),
         ("--freeze vision projector", None),
         ("", None),

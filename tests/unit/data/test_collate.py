@@ -24,10 +24,7 @@ IMAGE, PAD, PATCH = 99, 0, 4
 def flat(shade: int, *, height: int = PATCH, width: int = PATCH) -> Image:
     """An image of one shade of grey."""
     return Image(
-        height=height,
-        width=width,
-        patch_size=PATCH,
-        render=lambda: np.full((height, width, 1), shade, dtype=np.uint8),
+        height=height, width=width, patch_size=PATCH, render=lambda: np.full((height, width, 1), shade, dtype=np.uint8)
     )
 
 

@@ -65,11 +65,7 @@ def test_a_wrong_option_is_told_with_its_file(tmp_path: Path, nested: bool) -> N
 def test_a_tokenizer_of_another_family_is_refused(tmp_path: Path) -> None:
     """Its tokens are numbers of other words: such a run trains, and forgets what the model knew."""
     specials = SPECIALS["qwen"].split()
-    saved = {
-        "own": byte_level(specials),
-        "more": byte_level((*specials, "<audio>")),
-        "other": llama(),
-    }
+    saved = {"own": byte_level(specials), "more": byte_level((*specials, "<audio>")), "other": llama()}
     for name, backend in saved.items():
         fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>" if name != "other" else "</s>")
         fast.save_pretrained(tmp_path / name)

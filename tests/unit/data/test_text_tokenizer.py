@@ -125,11 +125,7 @@ def test_the_tokenizer_of_a_run(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 20}, "--tokenizer"),
-        ({"image_token": 5000}, "--image-token 5000"),
-    ],
+    ("options", "message"), [({"vocab_size": 20}, "--tokenizer"), ({"image_token": 5000}, "--image-token 5000")]
 )
 def test_a_tokenizer_that_does_not_fit_the_model(model: Path, options: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:

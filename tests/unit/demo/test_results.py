@@ -23,11 +23,7 @@ def asked(kind: str, answer: str) -> HeldOutPrompt:
 
 def test_the_table_counts_per_kind() -> None:
     questions = [asked("how many", answer) for answer in ("one", "two", "two", "three")] + [asked("largest", "nine")]
-    table = exact_match_table(
-        questions,
-        ["one", "two", "two", "four", "nine"],
-        ["two", "two", "one", "one", "eight"],
-    )
+    table = exact_match_table(questions, ["one", "two", "two", "four", "nine"], ["two", "two", "one", "one", "eight"])
     how_many, largest = table.splitlines()[2:]
     assert how_many.split() == ["how", "many", "4", "75.0%", "25.0%", "50.0%"]
     assert largest.split() == ["largest", "1", "100.0%", "0.0%", "100.0%"]

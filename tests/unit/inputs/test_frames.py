@@ -12,9 +12,7 @@ from megavlm.families.smolvlm import in_words
 from megavlm.inputs.video import Clip, VideoProcessor
 
 MODEL = ModelConfig(
-    vision=VisionConfig(patch_size=14, temporal_patch_size=2),
-    projector=ProjectorConfig(pixel_shuffle=2),
-    video_token=9,
+    vision=VisionConfig(patch_size=14, temporal_patch_size=2), projector=ProjectorConfig(pixel_shuffle=2), video_token=9
 )
 SMOL = {"image_processor_type": "SmolVLMImageProcessor"}
 LONG = Clip(48, 80, tuple(number / 10 for number in range(37_050)), 10.0)

@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.inputs.video import (
-    Budget,
-    Clip,
-    Places,
-    from_first_to_last,
-    from_the_first,
-    in_the_middle,
-    rate_of,
-    taken,
-)
+from megavlm.inputs.video import Budget, Clip, Places, from_first_to_last, from_the_first, in_the_middle, rate_of, taken
 
 
 def regular(frames: int, rate: float) -> Clip:
@@ -49,8 +40,7 @@ def test_frames_at_irregular_intervals_are_even_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "expected"),
-    [(from_the_first, (0, 3, 6)), (in_the_middle, (1, 5, 8)), (from_first_to_last, (0, 4, 9))],
+    ("places", "expected"), [(from_the_first, (0, 3, 6)), (in_the_middle, (1, 5, 8)), (from_first_to_last, (0, 4, 9))]
 )
 def test_where_frames_are_taken(places: Places, expected: tuple[int, ...]) -> None:
     assert taken(regular(10, 10.0), Budget(fps=3, min_frames=1), places) == expected

@@ -30,8 +30,7 @@ from tests.support.small_run import SMALL
 H100 = PROFILES["h100"]
 LAYER = "language.layers.1"
 MIXTURE = replace(
-    SMALL,
-    model=replace(SMALL.model, experts=ExpertsConfig(num_experts=8, router_topk=2, ffn_hidden_size=512)),
+    SMALL, model=replace(SMALL.model, experts=ExpertsConfig(num_experts=8, router_topk=2, ffn_hidden_size=512))
 )
 QWEN3_30B, QWEN3_235B = (published_model(f"qwen3_vl_{size}") for size in ("30b_a3b", "235b_a22b"))
 

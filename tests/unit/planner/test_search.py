@@ -119,12 +119,7 @@ def test_plan_auto_settles_on_a_layout() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [
-        ("qwen2_5_vl_7b", 8.292),
-        ("llava_1_5_7b", 7.063),
-        ("mistral_small_3_24b", 24.01),
-        ("gpt_7_1b", 6.975),
-    ],
+    [("qwen2_5_vl_7b", 8.292), ("llava_1_5_7b", 7.063), ("mistral_small_3_24b", 24.01), ("gpt_7_1b", 6.975)],
 )
 def test_published_sizes(name: str, billions: float) -> None:
     sizes = published_model(name)

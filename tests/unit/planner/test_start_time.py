@@ -23,11 +23,7 @@ def estimate(*argv: str, world: int, resumes: bool = False) -> dict[str, float]:
 
 
 def test_each_part_follows_its_law() -> None:
-    one, two, many = (
-        estimate(world=1),
-        estimate("--pp", "2", "--vpp", "1", world=2),
-        estimate(world=64),
-    )
+    one, two, many = (estimate(world=1), estimate("--pp", "2", "--vpp", "1", world=2), estimate(world=64))
     assert set(one) <= set(PARTS)
     assert two["model"] == one["model"] / 2, "each stage draws its own layers"
     assert estimate("--tp", "2", world=2)["model"] == one["model"], "whole tensors are drawn"

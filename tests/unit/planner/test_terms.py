@@ -122,10 +122,7 @@ def test_heads_and_widths_that_tp_does_not_divide_take_what_their_padding_takes(
     """Qwen2.5-VL-7B at TP 8: 32 heads where 28 are, and 3,456 channels of the tower's MLP where 3,420 are."""
     given = case("qwen2_5_vl_7b", tp=8)
     language, vision = given.model.language, given.model.vision
-    sizes = {
-        "language": replace(language, num_attention_heads=32),
-        "vision": replace(vision, ffn_hidden_size=8 * 432),
-    }
+    sizes = {"language": replace(language, num_attention_heads=32), "vision": replace(vision, ffn_hidden_size=8 * 432)}
     padded = replace(given, model=replace(given.model, **sizes))
     for layer in (LANGUAGE, VISION):
         assert rank_flops(layer, given) == pytest.approx(rank_flops(layer, padded), rel=1e-12)

@@ -78,11 +78,7 @@ def test_what_every_schedule_keeps(shape: PipelineShape, data: st.DataObject) ->
     forward, backward, weight = (data.draw(times) for _ in range(3))
     transfer = data.draw(st.floats(0, 1))
     durations = uniform(
-        forward,
-        backward,
-        weight=weight,
-        transfer=[transfer] * (shape.chunks - 1),
-        micro_batches=shape.micro_batches,
+        forward, backward, weight=weight, transfer=[transfer] * (shape.chunks - 1), micro_batches=shape.micro_batches
     )
     timeline = simulate(shape, durations, keep_events=True)
     apart = shape.schedule == "zb-h1"

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.precision.emulated import (
-    BACKWARD,
-    FORWARD,
-    AmaxHistory,
-    CurrentScaling,
-    DelayedScaling,
-    delayed_operands,
-)
+from megavlm.precision.emulated import BACKWARD, FORWARD, AmaxHistory, CurrentScaling, DelayedScaling, delayed_operands
 from megavlm.precision.emulated import rounded as rounded_by
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -151,12 +151,7 @@ def replace(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "status", "said"),
-    [
-        (of_another_machine, 1, None),
-        (rename, 0, "lock is gone"),
-        (replace, 1, None),
-        (Path.iterdir, 0, ""),
-    ],
+    [(of_another_machine, 1, None), (rename, 0, "lock is gone"), (replace, 1, None), (Path.iterdir, 0, "")],
 )
 def test_an_owner_notices_that_it_no_longer_owns_its_folder(
     tmp_path: Path, damage: Callable[[Path], object], status: int, said: str | None

@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megavlm.resilience.hang_reports import (
-    DOOMED,
-    FIRST_STEP,
-    Limits,
-    Report,
-    SlowEvents,
-    culprit,
-    sentence,
-    spread,
-)
+from megavlm.resilience.hang_reports import DOOMED, FIRST_STEP, Limits, Report, SlowEvents, culprit, sentence, spread
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, DATA, END, SAVE, START, VALIDATION
 
 

@@ -84,8 +84,7 @@ def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(
 
 
 @pytest.mark.parametrize(
-    ("name", "profile", "whole"),
-    [("a.jpg", 0, False), ("long.jpg", 70_000, True), ("a.png", 0, True)],
+    ("name", "profile", "whole"), [("a.jpg", 0, False), ("long.jpg", 70_000, True), ("a.png", 0, True)]
 )
 def test_the_size_of_a_large_photo_costs_its_beginning(
     name: str, profile: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
