@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 279,
     "options": 296,
     "flags": 148,  # 150
-    "code lines of tests": 33_811,  # 33,000
+    "code lines of tests": 33_517,  # 33,000
     "words of documentation": 44_954,  # 45,000
 }
 _NO_CODE = {
