@@ -56,6 +56,7 @@ class Scenario:
     own: frozenset[str] = frozenset()  # layers whose own weights are trained
     trained: frozenset[str] = frozenset()  # layers with anything to train, LoRA adapters included
     fp8: frozenset[str] = frozenset()  # layers whose products are in FP8
+    fp8_recipe: str = "tensorwise"  # how their operands are scaled
     offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
     moments_on_disk: bool = False  # where the optimizer is offloaded
     kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
@@ -188,6 +189,7 @@ def scenario_of(
         own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
         trained=trained_layers(config),
         fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
+        fp8_recipe=config.precision.fp8_recipe,
         offload=offloaded(config),
         optimizer=config.optimizer.resolved(config.precision.dtype),
         moments_on_disk=moments_folder(config) is not None,

@@ -92,7 +92,6 @@ class MemoryPasses:
     )
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
     cross_entropy_again: float = 32  # the same backward, where logits are computed again
-    fp8_cast: Pair = (4, 4)  # bytes of a product's input, and of its output's gradient: bf16 read, two copies written
     update: Update = Update()
     launches_language: Pair = (21, 39)
     launches_vision: Pair = (16, 38)
@@ -211,10 +210,7 @@ def _of_layer(
     if fp8:
         inputs = 2 * hidden + queries + ffn
         outputs = queries + 2 * keys + 2 * hidden + gates * ffn
-        terms["casts to FP8"] = (
-            passes.fp8_cast[0] * inputs / scenario.bytes_each,
-            passes.fp8_cast[1] * outputs / scenario.bytes_each,
-        )
+        terms["casts to FP8"] = _times((inputs, outputs), FP8[scenario.fp8_recipe].cast / scenario.bytes_each)
     return terms
 
 
@@ -248,8 +244,26 @@ def _times(pair: Pair, factor: float) -> Pair:
     return pair[0] * factor, pair[1] * factor
 
 
-# FP8 products reach this share of twice bf16's rate: 1,040 TFLOP/s on an H100. Estimate, from one published run.
-FP8_SHARE = 0.8
+@dataclass(frozen=True)
+class FP8Terms:
+    """The rate of products in FP8, and the bytes of casting each number of a product's input or output gradient."""
+
+    share: float  # of bf16's rate times the ratio of the peaks
+    cast: float
+
+
+# By `--fp8-recipe`. A cast reads bf16 and writes two copies, one of them transposed; where the scale follows from the
+# tensor itself, it reads twice. Shares: from the language part of LLaVA-1.5-7B on an H100 (816 TFLOP/s) and an H200
+# (878 to 921), `blockwise` from a step on the latter; `mxfp8`, for Blackwell, is assumed.
+FP8 = {
+    "tensorwise": FP8Terms(0.85, 6),
+    "delayed": FP8Terms(0.85, 4),
+    "blockwise": FP8Terms(0.7, 6),
+    "mxfp8": FP8Terms(0.85, 6),
+}
+# The backward pass of attention computes the scores again and four products from them, where the forward pass has two.
+ATTENTION_BACKWARD = 2.5
+_HEAD_WIDTHS = (64, 128, 256)  # for which attention has kernels on a GPU; others are as slow as the next one
 
 
 @dataclass(frozen=True)
@@ -283,14 +297,15 @@ def layer_terms(name: str, scenario: Scenario, hardware: Hardware, passes: Memor
 
 def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, Pair]:
     """Return the seconds of a layer's products and of its attention on one tensor-parallel rank."""
-    faster = max(1.0, fp8_speed(hardware) * FP8_SHARE) if name in scenario.fp8 else 1.0
+    faster = max(1.0, fp8_speed(hardware) * FP8[scenario.fp8_recipe].share) if name in scenario.fp8 else 1.0
     products, attention = rank_flops(name, scenario)
     products /= faster
     reached = scenario.gradient_reaches[scenario.names.index(name)]
     ahead, back = layer_kind(name).products(scenario, trained=scenario.trains(name), reached=reached)
     terms = {"products": (ahead * products / hardware.forward.matmul, back * products / hardware.backward.matmul)}
     if attention:
-        terms["attention"] = (attention / hardware.forward.attention, 2 * attention / hardware.backward.attention)
+        again = ATTENTION_BACKWARD * attention
+        terms["attention"] = (attention / hardware.forward.attention, again / hardware.backward.attention)
     if layer_cost(name, scenario.model, scenario.work).expert_flops:
         terms["experts"] = product_seconds(name, scenario, hardware, reached=reached, faster=faster)
     return terms
@@ -298,12 +313,15 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
 
 def rank_flops(name: str, scenario: Scenario) -> tuple[float, float]:
     """Return the forward FLOPs of a layer's products but for routed experts', and of its attention, on one
-    tensor-parallel rank.
+    tensor-parallel rank: with all that kernels compute, heads that no model has and channels that no head has, too.
     """
     cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
     padding = kind_in(scenario.model, name).padding(scenario.model, tp)
     products = cost.forward_flops / tp - attention - cost.expert_flops / tp
+    if scenario.on_gpu and is_transformer(name):
+        width = layer_sizes(name, scenario).width
+        attention *= next((each for each in _HEAD_WIDTHS if each >= width), width) / width
     return products * padding[0], attention * padding[1]
 
 

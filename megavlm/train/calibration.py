@@ -24,6 +24,7 @@ from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
 from megavlm.planner.fit import TimedLayer
 from megavlm.planner.hardware import Link
+from megavlm.planner.terms import ATTENTION_BACKWARD
 from megavlm.train.build import build
 from megavlm.train.loop import close
 from megavlm.train.run import Run
@@ -44,22 +45,27 @@ def timed_layers(config: Config, backend: Backend, *, repeats: int) -> tuple[lis
             took = [statistics.median(each[name][side] for each in times) for side in (0, 1)]
             trained, reached = case.trains(name), case.gradient_reaches[case.names.index(name)]
             ahead, back = layer_kind(name).products(case, trained=trained, reached=reached)
-            forward.append(_timed_layer(name, case, took[0], products=ahead, passes=1))
+            forward.append(_timed_layer(name, case, took[0], products=ahead, attention=1, passes=1))
             if trained and name != EMBEDDING:
-                backward.append(_timed_layer(name, case, took[1], products=back, passes=1 + reached))
+                passes = 1 + reached
+                backward.append(
+                    _timed_layer(name, case, took[1], products=back, attention=ATTENTION_BACKWARD, passes=passes)
+                )
         return forward, backward, _optimizer_rate(run, case, repeats)
     finally:
         close(run)
 
 
-def _timed_layer(name: str, case: Scenario, seconds: float, *, products: int, passes: int) -> TimedLayer:
+def _timed_layer(
+    name: str, case: Scenario, seconds: float, *, products: int, attention: float, passes: int
+) -> TimedLayer:
     """Return a layer's work and time as a sample for the fit.
 
-    The pass has a forward pass's products `products` times, and its attention and memory traffic `passes` times: one
-    for each gradient in a backward pass (`cost.layer_seconds`).
+    The pass has a forward pass's products `products` times, its attention `attention` times, and its memory traffic
+    `passes` times: one for each gradient in a backward pass (`cost.layer_seconds`).
     """
-    flops, attention, traffic, calls = features_of(name, case)
-    return TimedLayer(flops * products, attention * passes, traffic * passes, calls, max(seconds, 1e-7))
+    flops, attended, traffic, calls = features_of(name, case)
+    return TimedLayer(flops * products, attended * attention, traffic * passes, calls, max(seconds, 1e-7))
 
 
 def _layer_times(run: Run, batch: Any, backend: Backend) -> dict[str, tuple[float, float]]:
