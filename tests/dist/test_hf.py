@@ -28,6 +28,7 @@ LATER = (
     "llava-onevision-tied",
     "internvl-6b",
     "deepseek-vl",
+    "cosmos3",
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {

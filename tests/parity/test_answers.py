@@ -13,9 +13,11 @@ from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Role, Turn
 from megavlm.programs.inference.assistant import Assistant, Sampling
 from tests.support import hf
+from tests.support.covering import slow
 from tests.support.gates import hold
 from tests.support.processors import CASES, picture
-from tests.support.whole_models import answer_of_transformers, whole_folder
+from tests.support.tiny_models import MIXTURES
+from tests.support.whole_models import PROCESSORS, answer_of_transformers, whole_folder
 
 LENGTH = 12
 Said = tuple[Role, tuple[str | int, ...]]  # a number is an image
@@ -26,7 +28,7 @@ TALKS: list[list[Said]] = [
 ]
 
 
-@pytest.mark.parametrize("name", [*CASES, "qwen3-vl-moe", "glm4v-moe"])
+@pytest.mark.parametrize("name", [*CASES, *(name if name in MIXTURES else slow(name) for name in PROCESSORS)])
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder, theirs, processor = whole_folder(name, tmp_path)
     files = [tmp_path / "0.png", tmp_path / "1.png"]

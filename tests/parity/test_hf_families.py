@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     },
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
-        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5")
+        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "cosmos3")
     },
     "gemma3-two-tokens": (
         partial(tiny, "gemma3", text={"sliding_window": 2, "layer_types": ["sliding_attention"] * 3}),
@@ -82,7 +83,7 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     "internvl": partial(asked, 4, 1, 3, 32, 32),
     "deepseek-vl": partial(asked, 16, 1, 3, 32, 32),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
-    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5"), QWEN),
+    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "cosmos3"), QWEN),
 }
 
 
@@ -94,17 +95,28 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    if name.startswith(("qwen", "glm", "internvl", "deepseek")):
+    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos")):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())
 
 
-def test_layers_that_predict_further_tokens_are_exported_as_they_were(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(tiny("qwen3.5"), tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("qwen3.5", ["mtp.layers.0.input_layernorm.weight"]),
+        ("cosmos3", ["layers.0.self_attn.add_q_proj.weight", "layers.0.mlp_moe_gen.up_proj.weight", "proj_in.bias"]),
+    ],
+)
+def test_what_is_not_trained_is_exported_as_it_was(
+    name: str, beside: list[str], single: Single, tmp_path: Path
+) -> None:
+    """Layers that predict further tokens; generators of images and sound."""
+    folder = hf.save(tiny(name), tmp_path / "hf")
     weights = load_file(folder / "model.safetensors")
-    weights["mtp.layers.0.input_layernorm.weight"] = torch.randn(32)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        weights | {other: torch.randn(32) for other in beside}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     hf.assert_round_trip(folder, tmp_path, single)
 
 
@@ -118,9 +130,17 @@ def as_in_memory(name: str) -> str:
     return "model." + name.replace("language_model.model.", "language_model.")
 
 
-@pytest.mark.parametrize("old", [as_before_transformers_5, as_in_memory])
-def test_other_spellings_come_back_as_they_were(old: Any, single: Single, tmp_path: Path) -> None:
-    folder = hf.save(tiny("llava"), tmp_path / "hf")
+def as_cosmos_before_diffusers(name: str) -> str:
+    name = re.sub(r"self_attn\.norm_([qk])\.", r"self_attn.\1_norm.", name)
+    return re.sub(r"self_attn\.to_([qkv])\.", r"self_attn.\1_proj.", name).replace("attn.to_out.", "attn.o_proj.")
+
+
+@pytest.mark.parametrize(
+    ("family", "old"),
+    [("llava", as_before_transformers_5), ("llava", as_in_memory), ("cosmos3", as_cosmos_before_diffusers)],
+)
+def test_other_spellings_come_back_as_they_were(family: str, old: Any, single: Single, tmp_path: Path) -> None:
+    folder = hf.save(tiny(family), tmp_path / "hf")
     weights = {old(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     hf.assert_round_trip(folder, tmp_path, single)

@@ -28,12 +28,12 @@ from tests.support.gates import hold
 from tests.support.harness import Single, difference
 from tests.support.processors import CASES, picture
 from tests.support.video_reference import Task, references
-from tests.support.whole_models import whole_folder
+from tests.support.whole_models import PROCESSORS, whole_folder
 
 LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
 LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
-PAIRED = ("qwen", "glm")  # two frames to a patch
+PAIRED = ("qwen", "cosmos", "glm")  # two frames to a patch
 UNBOUND = ("onevision", "internvl", "glm4v", "glm4v-moe")  # Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
@@ -80,7 +80,7 @@ WAYS = {
     ),
 }
 WAYS["glm4v-moe"] = WAYS["glm4v"]  # mixtures of experts see as the models without do
-WAYS["qwen3-vl-moe"] = WAYS["qwen3-vl"]
+WAYS["qwen3-vl-moe"] = WAYS["cosmos3"] = WAYS["qwen3-vl"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         made[name] = (folder, theirs)
     film, rate = str(root / "it.mp4"), {"fps": 4.0}
     inputs = references(
-        [Task(name.removesuffix("-moe"), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root
+        [Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root
     )
     return {name: look(*made[name], given, single) for name, given in zip(WAYS, inputs, strict=True)}
 

@@ -175,6 +175,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False, **QWEN_MARKS},
     ),
     "qwen3-vl": _of("qwen3_vl", QWEN3_TOWER, QWEN3_VL, **TIED, **QWEN_MARKS),
+    "cosmos3": _of("cosmos3_omni", QWEN3_TOWER, QWEN3_VL, tie_word_embeddings=False, **QWEN_MARKS),
     "qwen3.5": _of("qwen3_5", QWEN3_5_TOWER, QWEN3_5, tie_word_embeddings=False, **QWEN_MARKS),
     "qwen3.5-moe": _of(
         "qwen3_5_moe", QWEN3_5_TOWER, {**QWEN3_5, **QWEN3_5_EXPERTS}, tie_word_embeddings=False, **QWEN_MARKS
@@ -253,12 +254,15 @@ IMAGES: dict[str, Any] = {
         ("pixtral", "mistral3", "ministral3"), ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
     ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
-    **dict.fromkeys(("qwen", "glm4v"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])),
+    **dict.fromkeys(("qwen", "cosmos3", "glm4v"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])),
 }
 # (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
 # last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
 VIDEOS: dict[str, Any] = {
-    "qwen": ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
+    **dict.fromkeys(
+        ("qwen", "cosmos3"),
+        ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
+    ),
     "llava-onevision": (
         *([[(2, 20, 33)], [(12, 12), (2, 9, 30)]], [[(3, 40, 14), (3, 12, 12)], []], [[(20, 33)], [(1, 12, 12)]]),
     ),
@@ -278,7 +282,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "glm4v")):
+    if name.startswith(("qwen", "cosmos3", "glm4v")):
         return (*images, [[], [(16, 8)]])
     if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
         return images

@@ -30,17 +30,17 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl": ("qwen2.5-vl", {"patch_size": 14, "window_size": 56}, {}),
     "qwen3-vl": ("qwen3-vl", {"patch_size": 16}, {}),
     "qwen3-vl-moe": ("qwen3-vl-moe", {"patch_size": 16}, {}),
+    "cosmos3": ("cosmos3", {"patch_size": 16}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
 }
+# Whose processor a model has that has none of its own.
+PROCESSORS = {"qwen3-vl-moe": "qwen3-vl", "cosmos3": "qwen3-vl", "glm4v-moe": "glm4v"}
 
 
 def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
-    """Write the folder `root`/hf of a tiny model of CASES; return it with Transformers' model and whole processor.
-
-    `name` may end with "-moe": a mixture of experts with the processor of the family without.
-    """
-    case = CASES[name.removesuffix("-moe")]
+    """Write the folder `root`/hf of a tiny model of LIKE; return it with Transformers' model and whole processor."""
+    case = CASES[PROCESSORS.get(name, name)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers_in(root)[case.tokenizer])
     model = model_of(name, tokenizer)
     folder = hf.save(model, root / "hf")
@@ -61,7 +61,7 @@ def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
 def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
     """Return a tiny model whose tokens are those of the tokenizer."""
     like, vision, top = LIKE[name]
-    marks = CASES[name.removesuffix("-moe")].attributes
+    marks = CASES[PROCESSORS.get(name, name)].attributes
     words = {
         "image_token_index": "<image_soft_token>" if name == "gemma3" else marks["image_token"],
         "image_token_id": marks["image_token"],
