@@ -46,10 +46,11 @@ class VisionConfig:
     position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
         "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
     )
-    position_interpolation: Literal["bicubic", "bilinear", "bucket"] = option(
+    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket"] = option(
         "bicubic",
-        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned "
-        "corners (Qwen3-VL), or bucket, which takes the table entry that contains the patch (SmolVLM).",
+        "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned corners "
+        "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
+        "(SmolVLM).",
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
     rotary_interleaved: bool = option(

@@ -22,8 +22,8 @@ from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     PREFIXES,
     NativeResolution,
-    build_processor,
     inputs,
+    native_bounds,
     patch_embed_table,
     text_model,
     vision_sizes,
@@ -221,10 +221,8 @@ class GlmResolution(NativeResolution):
 
 def processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
     """Return the processor with the file's sizes, which are of all frames of a patch together."""
-    qwen: Any = build_processor(options, model, shared)
-    own = {"placeholder": f"{START}{IMAGE}{END}", "image_token": IMAGE, "frames": model.vision.temporal_patch_size}
-    bounds = {"min_pixels": qwen.min_pixels, "max_pixels": qwen.max_pixels}
-    return GlmResolution(**{**shared, **own, **bounds})
+    own: dict[str, Any] = {"placeholder": f"{START}{IMAGE}{END}", "image_token": IMAGE}
+    return GlmResolution(**shared, **own, **native_bounds(options, model), frames=model.vision.temporal_patch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

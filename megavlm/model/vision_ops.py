@@ -96,7 +96,8 @@ def resized_table(table: Tensor, side: int, grid: Grid, mode: str) -> Tensor:
     if grid == (side, side):
         return table
     places = table.view(1, side, side, -1).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(places, size=grid, mode=mode, align_corners=mode == "bilinear").to(table.dtype)
+    method, aligned = mode.removesuffix("_unaligned"), mode == "bilinear"
+    resized = F.interpolate(places, size=grid, mode=method, align_corners=aligned).to(table.dtype)
     return resized.permute(0, 2, 3, 1).flatten(0, 2)
 
 

@@ -29,6 +29,7 @@ LATER = (
     "internvl-6b",
     "deepseek-vl",
     "cosmos3",
+    "paddleocr-vl",
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {

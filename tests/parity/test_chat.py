@@ -79,6 +79,14 @@ CASES = {
         stop="<｜end▁of▁sentence｜>",
         opening=f"<｜begin▁of▁sentence｜>{HELPFUL_EYES}\n\n",
     ),
+    "paddleocr-vl": Case(
+        TEMPLATES["paddleocr_vl"],
+        "ernie",
+        Prompt("<|IMAGE_PLACEHOLDER|>", ("<|IMAGE_START|>", "<|IMAGE_END|>"), (4,)),
+        placeholder="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        stop="</s>",
+        opening="<|begin_of_sentence|>",
+    ),
     "mistral3": Case(
         TEMPLATES["mistral3"],
         "mistral",
@@ -267,6 +275,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "llama3": "llama3",
         "gemma": "gemma",
         "deepseek_vl": "deepseek",
+        "paddleocr_vl": "ernie",
     }
     folder = folders_of.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])

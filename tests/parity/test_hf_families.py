@@ -34,7 +34,9 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
             partial(tiny, name, tie_word_embeddings=name != "qwen3-vl"),
             images_of(name),
         )
-        for name in ("llava-next", "pixtral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "deepseek-vl")
+        for name in (
+            *("llava-next", "pixtral", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "deepseek-vl", "paddleocr-vl"),
+        )
     },
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
@@ -73,7 +75,7 @@ def asked(features: int, *pixels: int, **more: Any) -> dict[str, Any]:
     """Return a prompt with the features of an image."""
     tokens = torch.tensor([[1, 5, *[60] * features, 7, 9]])
     given = {"input_ids": tokens, "pixel_values": torch.randn(*pixels), **more}
-    return given if len(pixels) > 2 else {**given, "mm_token_type_ids": (tokens == 60).int()}
+    return {**given, "mm_token_type_ids": (tokens == 60).int()} if "image_grid_thw" in more else given
 
 
 QWEN = partial(asked, 6, 24, 3 * 2 * 4 * 4, image_grid_thw=torch.tensor([[1, 4, 6]]))
@@ -82,6 +84,7 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     "llava-onevision": partial(asked, 21, 2, 3, 12, 12, image_sizes=torch.tensor([[12, 12]])),
     "internvl": partial(asked, 4, 1, 3, 32, 32),
     "deepseek-vl": partial(asked, 16, 1, 3, 32, 32),
+    "paddleocr-vl": partial(asked, 6, 24, 3, 4, 4, image_grid_thw=torch.tensor([[1, 4, 6]])),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "cosmos3"), QWEN),
 }
@@ -95,7 +98,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos")):
+    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos", "paddleocr")):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())

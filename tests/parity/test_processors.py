@@ -29,6 +29,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -200,6 +201,13 @@ CASES: dict[str, Case] = {
         num_image_tokens=16,
         image_token="<image_placeholder>",
     ),
+    "paddleocr-vl": case(
+        PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
+        model_of(14, merge=2),
+        transformers.PaddleOCRVLProcessor,
+        ("<|IMAGE_START|>", "<|IMAGE_END|>"),
+        image_token="<|IMAGE_PLACEHOLDER|>",
+    ),
     "glm4v": glm(shortest_edge=2 * 3137 + 1, longest_edge=2 * 60 * 28**2 + 1),
     "pixtral": pixtral(1),
     "mistral3": pixtral(2),
@@ -244,6 +252,8 @@ def their_patches(case: Case, pixels: Any, index: int, grids: list[tuple[int, in
         ((rows, columns),) = grids
         assert pixels["image_grid_thw"][index].tolist() == [1, rows, columns]
         of_image = torch.from_numpy(pixels["pixel_values"]).split(rows * columns)[index]
+        if of_image[0].numel() == 3 * patch * patch:  # row by row, one frame
+            return [of_image.flatten(1)]
         blocks = of_image.view(rows // 2, columns // 2, 2, 2, 3, 2, patch * patch)  # merge blocks, then two frames
         assert torch.equal(blocks[..., 0, :], blocks[..., 1, :])
         return [blocks[..., 0, :].permute(0, 2, 1, 3, 4, 5).reshape(rows * columns, 3 * patch * patch)]
@@ -326,7 +336,7 @@ def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(name=st.sampled_from(["qwen2.5", "qwen2.5-old", "qwen3"]), height=sides, width=sides)
+@given(name=st.sampled_from(["qwen2.5", "qwen2.5-old", "qwen3", "paddleocr-vl"]), height=sides, width=sides)
 def test_native_grids_of_any_size(name: str, height: int, width: int) -> None:
     case = CASES[name]
     try:

@@ -19,6 +19,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -176,6 +177,15 @@ CASES = {
         "glm",
         {"image_token": "<|image|>", "video_token": "<|video|>", "video_start_id": -1, "video_end_id": -1},
         model_of(14, merge=2, frames=2),
+    ),
+    "paddleocr-vl": Whole(
+        transformers.PaddleOCRVLProcessor,
+        PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
+        TEMPLATES["paddleocr_vl"],
+        "ernie",
+        {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        model_of(14, merge=2),
+        marks={"image_token": "<|IMAGE_PLACEHOLDER|>"},
     ),
     "mistral3": Whole(
         pixtral_processor(),

@@ -100,6 +100,8 @@ QWEN3_5_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36}
 QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
 # Positions of six by six patches, which most images have not.
 GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_eps": 1e-3}
+# Positions of six by six patches, and another epsilon than the projector's.
+PADDLE_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-3}
 MARKS: dict[str, Any] = {"image_token_id": 60, "video_token_id": 59}
 QWEN_MARKS = {**MARKS, "vision_start_token_id": 58, "vision_end_token_id": 57}
 TILES: dict[str, Any] = {
@@ -180,6 +182,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": _of(
         "qwen3_5_moe", QWEN3_5_TOWER, {**QWEN3_5, **QWEN3_5_EXPERTS}, tie_word_embeddings=False, **QWEN_MARKS
     ),
+    "paddleocr-vl": _of(
+        "paddleocr_vl",
+        PADDLE_TOWER,
+        {**QWEN3_VL, "tie_word_embeddings": False},
+        tie_word_embeddings=False,
+        **QWEN_MARKS,
+    ),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(
@@ -254,7 +263,9 @@ IMAGES: dict[str, Any] = {
         ("pixtral", "mistral3", "ministral3"), ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
     ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
-    **dict.fromkeys(("qwen", "cosmos3", "glm4v"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])),
+    **dict.fromkeys(
+        ("qwen", "cosmos3", "glm4v", "paddleocr"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])
+    ),
 }
 # (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
 # last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
@@ -282,7 +293,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm4v")):
+    if name.startswith(("qwen", "cosmos3", "glm4v", "paddleocr")):
         return (*images, [[], [(16, 8)]])
     if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
         return images

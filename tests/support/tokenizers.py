@@ -27,6 +27,7 @@ SPECIALS = {
     "glm": "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|begin_of_image|> <|image|> "
     "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",
     "deepseek": "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <image_placeholder> <image>",
+    "ernie": "<|begin_of_sentence|> </s> <|IMAGE_START|> <|IMAGE_PLACEHOLDER|> <|IMAGE_END|> <image>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -37,6 +38,7 @@ MARKS = {
     "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "ernie": {"eos_token": "</s>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
 GEMMA_IMAGES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"}

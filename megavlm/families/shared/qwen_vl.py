@@ -182,20 +182,22 @@ class NativeResolution(Processor):
         return smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 
-def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
-    """Return the processor with the file's sizes. Raises UserError if its patches are not the model's."""
+def native_bounds(options: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return the file's bounds of an image's pixels. Raises UserError if its patches are not the model's."""
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
     size = options["size"]
     if not has_only(size, "shortest_edge", "longest_edge"):
         raise UserError("size in preprocessor_config.json must give shortest_edge and longest_edge, as areas in pixels")
-    return NativeResolution(
-        min_pixels=options.get("min_pixels", size["shortest_edge"]),
-        max_pixels=options.get("max_pixels", size["longest_edge"]),
-        placeholder=f"<|vision_start|>{IMAGE}<|vision_end|>",
-        image_token=IMAGE,
-        **shared,
-    )
+    return {
+        "min_pixels": options.get("min_pixels", size["shortest_edge"]),
+        "max_pixels": options.get("max_pixels", size["longest_edge"]),
+    }
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    placeholder = f"<|vision_start|>{IMAGE}<|vision_end|>"
+    return NativeResolution(**native_bounds(options, model), placeholder=placeholder, image_token=IMAGE, **shared)
 
 
 PROCESSOR = ProcessorReader(

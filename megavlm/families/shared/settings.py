@@ -47,7 +47,7 @@ _SETTINGS: dict[str, Expected] = {
         FLAG,
         "use_sliding_window tie_word_embeddings multimodal_projector_bias use_absolute_position_embeddings "
         "use_mean_pooling use_qk_norm attention_bias mlp_bias use_bidirectional_attention norm_topk_prob "
-        "attn_output_gate",
+        "attn_output_gate use_bias",
     ),
     **_each(_EPSILON, "rms_norm_eps layer_norm_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
