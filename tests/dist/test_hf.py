@@ -30,6 +30,7 @@ LATER = (
     "deepseek-vl",
     "cosmos3",
     "paddleocr-vl",
+    "video-llama-3",
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {

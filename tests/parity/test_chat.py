@@ -87,6 +87,12 @@ CASES = {
         stop="</s>",
         opening="<|begin_of_sentence|>",
     ),
+    "video-llama-3": Case(
+        TEMPLATES["video_llama_3"],
+        "qwen",
+        Prompt("<|image_pad|>", ("", ""), (4,)),
+        placeholder="<|image_pad|>",
+    ),
     "mistral3": Case(
         TEMPLATES["mistral3"],
         "mistral",

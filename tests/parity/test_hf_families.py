@@ -75,7 +75,7 @@ def asked(features: int, *pixels: int, **more: Any) -> dict[str, Any]:
     """Return a prompt with the features of an image."""
     tokens = torch.tensor([[1, 5, *[60] * features, 7, 9]])
     given = {"input_ids": tokens, "pixel_values": torch.randn(*pixels), **more}
-    return {**given, "mm_token_type_ids": (tokens == 60).int()} if "image_grid_thw" in more else given
+    return {**given, "mm_token_type_ids": (tokens == 60).int()} if [*more] == ["image_grid_thw"] else given
 
 
 QWEN = partial(asked, 6, 24, 3 * 2 * 4 * 4, image_grid_thw=torch.tensor([[1, 4, 6]]))
@@ -85,6 +85,10 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     "internvl": partial(asked, 4, 1, 3, 32, 32),
     "deepseek-vl": partial(asked, 16, 1, 3, 32, 32),
     "paddleocr-vl": partial(asked, 6, 24, 3, 4, 4, image_grid_thw=torch.tensor([[1, 4, 6]])),
+    "video-llama-3": partial(
+        *(asked, 24, 24, 3 * 4 * 4),
+        **{"image_grid_thw": torch.tensor([[1, 4, 6]]), "image_merge_sizes": torch.tensor([1])},
+    ),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "cosmos3"), QWEN),
 }
@@ -98,7 +102,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos", "paddleocr")):
+    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos", "paddleocr", "video")):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())

@@ -35,6 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
@@ -207,6 +208,12 @@ CASES: dict[str, Case] = {
         transformers.PaddleOCRVLProcessor,
         ("<|IMAGE_START|>", "<|IMAGE_END|>"),
         image_token="<|IMAGE_PLACEHOLDER|>",
+    ),
+    "video-llama-3": case(
+        VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * 14**2, "longest_edge": 60 * 14**2}),
+        model_of(14),
+        transformers.VideoLlama3Processor,
+        image_token="<|image_pad|>",
     ),
     "glm4v": glm(shortest_edge=2 * 3137 + 1, longest_edge=2 * 60 * 28**2 + 1),
     "pixtral": pixtral(1),

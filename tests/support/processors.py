@@ -23,6 +23,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from tests.support.tokenizers import TEMPLATES
@@ -186,6 +187,14 @@ CASES = {
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
         model_of(14, merge=2),
         marks={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+    ),
+    "video-llama-3": Whole(
+        transformers.VideoLlama3Processor,
+        VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * 14**2, "longest_edge": 12 * 14**2}),
+        TEMPLATES["video_llama_3"],
+        "qwen",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        model_of(14),
     ),
     "mistral3": Whole(
         pixtral_processor(),

@@ -100,6 +100,7 @@ QWEN3_5_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36}
 QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
 # Positions of six by six patches, which most images have not.
 GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_eps": 1e-3}
+ROTARY_TOWER = {name: value for name, value in TOWER.items() if name != "image_size"} | {"patch_size": 4}
 # Positions of six by six patches, and another epsilon than the projector's.
 PADDLE_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-3}
 MARKS: dict[str, Any] = {"image_token_id": 60, "video_token_id": 59}
@@ -189,6 +190,9 @@ MODELS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         **QWEN_MARKS,
     ),
+    "video-llama-3": _of(
+        "video_llama_3", {**ROTARY_TOWER, "layer_norm_eps": 1e-3}, QWEN2, tie_word_embeddings=False, **MARKS
+    ),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(
@@ -260,7 +264,8 @@ IMAGES: dict[str, Any] = {
         ([[(24, 24), (24, 24)], []], [[(32, 32)], [(32, 32)]], [[(16, 16)] * 3, [(16, 16)]], [[], []]),
     ),
     **dict.fromkeys(
-        ("pixtral", "mistral3", "ministral3"), ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]])
+        ("pixtral", "mistral3", "ministral3", "video-llama"),
+        ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]]),
     ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(

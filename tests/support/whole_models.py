@@ -32,6 +32,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl-moe": ("qwen3-vl-moe", {"patch_size": 16}, {}),
     "cosmos3": ("cosmos3", {"patch_size": 16}, {}),
     "paddleocr-vl": ("paddleocr-vl", {"patch_size": 14, "image_size": 56}, {}),
+    "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
 }

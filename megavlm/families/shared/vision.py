@@ -119,7 +119,8 @@ def _embeddings(vision: VisionConfig, prefix: str) -> Table:
     table: Table = {f"{PATCH_EMBED}.proj.weight": Rename(f"{prefix}patch_embedding.weight", view=kernel(vision))}
     if vision.patch_bias:
         table[f"{PATCH_EMBED}.proj.bias"] = Rename(f"{prefix}patch_embedding.bias")
-    table[f"{PATCH_EMBED}.position"] = Rename(f"{prefix}position_embedding.weight")
+    if vision.position_embedding != "rope2d":
+        table[f"{PATCH_EMBED}.position"] = Rename(f"{prefix}position_embedding.weight")
     return table
 
 

@@ -1,0 +1,99 @@
+"""VideoLLaMA 3: SigLIP with rotary positions in place of learned ones, an MLP, and Qwen2, for images alone.
+
+Each patch of an image is a token. Videos are not known here: 2 × 2 patches of their frames become a token, and which
+of these tokens are kept depends on the pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.families.shared.chat import CHATML
+from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.qwen_vl import IMAGE, NativeResolution, native_bounds
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.vision import siglip, siglip_table
+from megavlm.inputs.processor import Processor
+from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.inputs.batch import MicroBatch
+
+
+def config(settings: Settings) -> ModelConfig:
+    """VideoLlama3Config."""
+    text = settings.section("text_config")
+    text.require("model_type", "qwen2", why="only Qwen2 is known here")
+    return ModelConfig(
+        vision=_vision(settings.section("vision_config")),
+        projector=ProjectorConfig(kind="mlp"),
+        language=language(
+            text,
+            kind="qwen2",
+            tied=settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False),
+        ),
+        image_token=settings.get("image_token_id", 151655),
+    )
+
+
+def _vision(tower: Settings) -> VisionConfig:
+    """VideoLlama3VisionConfig."""
+    base = tower.section("rope_parameters").get("rope_theta", 10000.0)
+    vision = siglip(tower, feature_layer=-1, post_norm=True)
+    return replace(vision, position_embedding="rope2d", rotary_base=float(base))
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    return {
+        **siglip_table(model.vision, prefixes.vision),
+        **linear("projector.linear_fc1", f"{prefixes.projector}readout.0", bias=True),
+        **linear("projector.linear_fc2", f"{prefixes.projector}readout.2", bias=True),
+        **language_table(model, prefixes),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Return tokens, and patches in the order of rows, each of which is a feature."""
+    import torch
+
+    tokens, grids = batch.text.tokens, batch.image_sizes.grids
+    if batch.images is None or not grids:
+        return {"input_ids": tokens}
+    return {
+        "input_ids": tokens,
+        "pixel_values": batch.images.patches,
+        "image_grid_thw": torch.tensor([(1, *grid) for grid in grids], device=tokens.device),
+        "image_merge_sizes": torch.ones(len(grids), dtype=torch.long, device=tokens.device),
+    }
+
+
+def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:
+    """Return the processor. Raises UserError for one that merges patches."""
+    bounds = native_bounds(options, model)
+    return NativeResolution(**bounds, start="", end="", placeholder=IMAGE, image_token=IMAGE, **shared)
+
+
+FAMILY = Family(
+    name="video_llama_3",
+    model_types=("video_llama_3",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=(NamePrefixes("model.vision_model.", "model.projector.", "model.language_model."),),
+    image_processors=(
+        ProcessorReader(
+            ("VideoLlama3",),
+            {**HALF_PIXELS, "size": {"shortest_edge": 56**2, "longest_edge": 28**2 * 1280}},
+            build_processor,
+        ),
+    ),
+    image_text=IMAGE,
+    chat_template=CHATML,
+    unused=(r".*\.rotary_emb\.inv_freq", r".*\.rotary_pos_emb\.inv_freq"),
+)
