@@ -7,8 +7,8 @@ from math import gcd
 
 from megavlm.arch.kind import FP32, norm_bytes
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of
-from megavlm.config.derived import masks_attention
+from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of, vision_split
+from megavlm.config.derived import masks_attention, norms_of_layer
 from megavlm.config.schema import LanguageConfig, VisionConfig
 
 
@@ -31,16 +31,16 @@ class LayerSizes:
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
-        width = vision.hidden_size // vision.num_attention_heads
-        self.heads = self.groups = share_of(vision.num_attention_heads, scenario.dims.tp)
-        self.width, self.ffn = width, mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
-        self.discards = False  # whether attention's output for padding query heads is discarded
+        split = vision_split(vision, scenario.dims.tp)
+        self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
+        self.ffn = mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
+        self.discards = split.discards  # whether attention's output for padding query heads is discarded
         self.norm: str = vision.normalization
         self.activation: str = vision.activation
         self.qkv_bias, self.linear_bias = vision.add_qkv_bias, vision.add_bias_linear
         self.rotated = vision.position_embedding != "learned"
         self.qk_norm = vision.qk_norm != "none"
-        self.scaled, self.post_norms = vision.layer_scale, False
+        self.scaled, self.norms = vision.layer_scale, 2
         self.keys_kept, self.copies = self.groups, 1  # key heads that attention saves
         self.inner = 1 + (vision.activation == "swiglu")  # inputs of the activation, in widths of the MLP
 
@@ -48,7 +48,7 @@ class LayerSizes:
         """Return the bytes that the layer saves for its backward pass."""
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
         t = T / scenario.sequence_shards
-        norms = (4 if self.post_norms else 2) * norm_bytes(scenario, t, self.hidden, self.norm)
+        norms = self.norms * norm_bytes(scenario, t, self.hidden, self.norm)
         linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
         attention = self.attention_saved(trained=trained, core_attention=core_attention)
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
@@ -98,7 +98,7 @@ class LanguageLayerSizes(LayerSizes):
         self.norm, self.activation = "RMSNorm", language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = not linear, language.qk_norm and not linear, False
-        self.post_norms = language.post_norms
+        self.norms = norms_of_layer(language)
         exchanging = scenario.dims.row_split.heads
         self.copies = exchanging // gcd(self.groups, exchanging)
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries

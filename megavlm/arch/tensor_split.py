@@ -335,7 +335,7 @@ def local_heads(config: Config) -> tuple[int, ...]:
 def vision_split(vision: VisionConfig, tp: int) -> HeadSplit:
     """Return how the heads of the vision tower are sharded over `tp` ranks."""
     heads = vision.num_attention_heads
-    return head_split(heads, heads, vision.hidden_size // heads, tp)
+    return head_split(heads, vision.num_query_groups or heads, vision.hidden_size // heads, tp)
 
 
 def _joined(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:

@@ -23,12 +23,17 @@ from megavlm.arch.kind import (
 )
 from megavlm.arch.layer_sizes import LanguageLayerSizes, LayerSizes, MixtureSizes
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, share_of
+from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, share_of, vision_split
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import attends_in_window
+from megavlm.config.derived import attends_in_window, norms_of_layer
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 
 CHUNK = 64  # tokens that linear attention computes together (`model/delta_rule.py`)
+
+
+def _attention_rows(split: HeadSplit) -> int:
+    """Return the rows, each as wide as the hidden states, of a rank's matrices of softmax attention."""
+    return split.local_rows + split.local_heads * split.width
 
 
 class Mixer(ABC):
@@ -68,8 +73,7 @@ class SoftmaxAttention(Mixer):
         return language_split(language, tp)
 
     def rows(self, language: LanguageConfig, tp: int) -> int:
-        split = language_split(language, tp)
-        return split.local_rows + split.local_heads * split.width
+        return _attention_rows(language_split(language, tp))
 
     def others(self, language: LanguageConfig, tp: int) -> int:
         split = language_split(language, tp)
@@ -175,10 +179,20 @@ class TransformerKind(LayerKind):
     def waiting_bytes(self, scenario: Scenario) -> float:
         return self.sizes(scenario).waiting()
 
+    @abstractmethod
+    def split(self, model: ModelConfig, tp: int) -> HeadSplit:
+        """Return how its heads are sharded over `tp` ranks."""
+
     def communication(self, scenario: Scenario) -> Communication:
-        """Return gathers and reductions, as many bytes as the all-reduces without sequence parallelism."""
-        size = stream_bytes(self.reads, scenario)
-        return Communication((size, size), (size, size))
+        """Return gathers and reductions, as many bytes as the all-reduces without sequence parallelism, and the
+        exchange of key and value parts among ranks that share a key/value head.
+        """
+        size, split = stream_bytes(self.reads, scenario), self.split(scenario.model, scenario.dims.tp)
+        usual = Communication((size, size), (size, size))
+        if split.copies == 1:
+            return usual
+        arriving = self.sizes(scenario).tokens * split.received * 2 * split.part_width * scenario.bytes_each
+        return replace(usual, exchanges=(arriving * split.tp / (split.tp - 1),))
 
 
 class VisionLayer(TransformerKind):
@@ -186,26 +200,29 @@ class VisionLayer(TransformerKind):
 
     reads = Stream.PATCHES
 
+    def split(self, model: ModelConfig, tp: int) -> HeadSplit:
+        return vision_split(model.vision, tp)
+
     def mlp_width(self, model: ModelConfig) -> int:
         return model.vision.ffn_hidden_size
 
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         vision = model.vision
-        hidden, heads = vision.hidden_size, vision.num_attention_heads
-        width = hidden // heads
-        local = share_of(heads, tp) * width
+        hidden, split = vision.hidden_size, self.split(model, tp)
+        heads, width = split.heads, split.width
         gates = 2 if vision.activation == "swiglu" else 1
-        weights = (4 * local + (gates + 1) * ffn) * hidden
-        biases = 3 * local * vision.add_qkv_bias + (gates * ffn + 2 * hidden) * vision.add_bias_linear
+        weights = (_attention_rows(split) + (gates + 1) * ffn) * hidden
+        biases = split.local_rows * vision.add_qkv_bias + (gates * ffn + 2 * hidden) * vision.add_bias_linear
         norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         vision = model.vision
-        hidden, heads = vision.hidden_size, vision.num_attention_heads
+        hidden, split = vision.hidden_size, self.split(model, 1)
         gates = 2 if vision.activation == "swiglu" else 1
+        projected = split.per_group * split.width, split.width, split.width
         return {
-            "self_attention.linear_qkv.weight": hidden_weight(hidden, *(hidden // heads,) * 3, periods=heads),
+            "self_attention.linear_qkv.weight": hidden_weight(hidden, *projected, periods=split.groups),
             "self_attention.linear_proj.weight": hidden_weight(hidden, hidden),
             **mlp_weights("mlp", hidden, vision.ffn_hidden_size, gates=gates),
         }
@@ -213,7 +230,8 @@ class VisionLayer(TransformerKind):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
-        params = 4 * vision.hidden_size**2 + gates * vision.hidden_size * vision.ffn_hidden_size
+        rows = _attention_rows(self.split(model, 1))
+        params = rows * vision.hidden_size + gates * vision.hidden_size * vision.ffn_hidden_size
         windowed = attends_in_windows(vision, number)
         attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
         return LayerCost(params, 2.0 * params * work.patches + attention, attention)
@@ -222,7 +240,7 @@ class VisionLayer(TransformerKind):
         """Return what the padding of the MLP adds; that of heads is not counted."""
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
-        attention, width = 4 * vision.hidden_size, gates * vision.ffn_hidden_size
+        attention, width = _attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
         return (attention + tp * gates * self.mlp_share(model, tp)) / (attention + width), 1.0
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
@@ -240,9 +258,12 @@ class LanguageLayer(TransformerKind):
     def __init__(self, mixer: Mixer = SOFTMAX) -> None:
         self.mixer = mixer
 
+    def split(self, model: ModelConfig, tp: int) -> HeadSplit:
+        return self.mixer.split(model.language, tp)
+
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         language = model.language
-        norms = (4 if language.post_norms else 2) * language.hidden_size
+        norms = norms_of_layer(language) * language.hidden_size
         attention = self.mixer.rows(language, tp) * language.hidden_size + self.mixer.others(language, tp)
         return attention + self.mlp_parameters(model, ffn) + norms
 
@@ -263,18 +284,10 @@ class LanguageLayer(TransformerKind):
         return 3 * ffn * model.language.hidden_size
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        language, split = model.language, self.mixer.split(model.language, tp)
+        language, split = model.language, self.split(model, tp)
         whole = self.mixer.model_rows(language) + 3 * self.mlp_width(model)
         share = self.mixer.rows(language, tp) + 3 * self.mlp_share(model, tp)
         return tp * share / whole, tp * split.local_heads / split.heads
-
-    def communication(self, scenario: Scenario) -> Communication:
-        """Return also the exchange of key and value parts among ranks that share a key/value head."""
-        split, usual = self.mixer.split(scenario.model.language, scenario.dims.tp), super().communication(scenario)
-        if split.copies == 1:
-            return usual
-        arriving = scenario.work.tokens * split.received * 2 * split.part_width * scenario.bytes_each
-        return replace(usual, exchanges=(arriving * split.tp / (split.tp - 1),))
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         params = self.mixer.model_rows(model.language) * model.language.hidden_size

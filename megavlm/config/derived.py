@@ -161,6 +161,11 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
     return language.window_size is not None and layer not in language.full_attention_layers
 
 
+def norms_of_layer(language: LanguageConfig) -> int:
+    """Return the number of norms of hidden states in a language layer, of inputs and of outputs."""
+    return 2 * (language.input_norms + language.post_norms)
+
+
 def is_linear(language: LanguageConfig, layer: int) -> bool:
     """Return whether language layer number `layer` has linear attention."""
     return layer in language.linear_attention_layers

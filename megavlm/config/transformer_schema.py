@@ -20,6 +20,11 @@ class VisionConfig:
     num_attention_heads: int = option(
         8, "Number of attention heads of the vision encoder; zero heads pad it to a multiple of TP.", valid=AT_LEAST_1
     )
+    num_query_groups: int | None = option(
+        None,
+        "Number of key/value heads of the vision encoder (grouped-query attention); default: the number of heads.",
+        valid=AT_LEAST_1,
+    )
     image_size: int = option(
         32, "Side in pixels of the images that the table of learned positions is for.", valid=AT_LEAST_1
     )
@@ -186,6 +191,15 @@ class LanguageConfig:
         False,
         "Apply RMSNorm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
     )
+    input_norms: bool = option(
+        True,
+        "Apply RMSNorm to the input of attention and of the MLP; off: to their outputs alone (EXAONE 4).",
+        needs=Needs(
+            lambda config: config.model.language.post_norms,
+            "without norms of outputs",
+            "add --set model.language.post_norms=true",
+        ),
+    )
     apply_layernorm_1p: bool = option(
         False, "Multiply by 1 + weight in the language model's RMSNorm layers, instead of by the weight (Gemma)."
     )
@@ -210,6 +224,11 @@ class LanguageConfig:
         (),
         "Indices (from 0) of language layers that attend to all tokens despite model.language.window_size; default: no "
         "layer.",
+        valid=AT_LEAST_0,
+    )
+    no_rope_layers: tuple[int, ...] = option(
+        (),
+        "Indices (from 0) of language layers without rotary positions (NoPE, EXAONE 4); default: no layer.",
         valid=AT_LEAST_0,
     )
     attention_output_gate: bool = option(

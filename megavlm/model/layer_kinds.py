@@ -33,6 +33,7 @@ from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, Representation
 from megavlm.model.layer_modules import cross_entropy_of, output_accumulation_fields
 from megavlm.model.norm import Norm
+from megavlm.model.rotary import Rotation
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import PatchEmbed
 from megavlm.precision.fp8_state import building
@@ -122,12 +123,15 @@ def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Micro
 
 
 def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    rotary, packing = context.language_rope, context.language_packing
-    if attends_in_window(context.config.model.language, number_of(name)):
-        rotary, packing = context.sliding_rope, context.sliding_packing
-    if is_linear(context.config.model.language, number_of(name)):
+    language, number = context.config.model.language, number_of(name)
+    slides = attends_in_window(language, number)
+    packing = context.sliding_packing if slides else context.language_packing
+    rotary: Rotation | None = None
+    if number not in language.no_rope_layers:
+        rotary = context.sliding_rope if slides else context.language_rope
+    if is_linear(language, number):
         packing = context.linear_packing
-    counts = torch.is_grad_enabled() and has_experts(context.config.model, number_of(name))
+    counts = torch.is_grad_enabled() and has_experts(context.config.model, number)
     routed = context.routed_rows if counts else None
     return chunk.run_transformer_layer(name, hidden, rotary=rotary, packing=packing, routed=routed)
 

@@ -16,7 +16,16 @@ from torch import Tensor
 from megavlm.arch.ends import Projector
 from megavlm.arch.kinds import KINDS
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
-from megavlm.arch.tensor_split import Block, Part, delta_split, language_split, mlp_share, share_runs
+from megavlm.arch.tensor_split import (
+    Block,
+    HeadSplit,
+    Part,
+    delta_split,
+    language_split,
+    mlp_share,
+    share_runs,
+    vision_split,
+)
 from megavlm.config.derived import is_linear
 from megavlm.config.schema import ModelConfig
 
@@ -37,17 +46,16 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     block, _, leaf = leaf.partition(".")
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
         return _part_of_linear_attention(leaf, model, tp, rank)
-    if block == "self_attention" and kind == LANGUAGE_LAYER:
-        return _part_of_attention(leaf, model, tp, rank)
+    if block == "self_attention":
+        split = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
+        padded_at_end = kind == VISION_LAYER and split.groups == split.heads
+        return None if padded_at_end or split.is_even else _part_of_attention(leaf, split, rank)
     if block == "mlp":
         return _part_of_mlp(leaf, model, kind == LANGUAGE_LAYER, tp, rank)
     return None
 
 
-def _part_of_attention(leaf: str, model: ModelConfig, tp: int, rank: int) -> Part | None:
-    split = language_split(model.language, tp)
-    if split.is_even:
-        return None
+def _part_of_attention(leaf: str, split: HeadSplit, rank: int) -> Part | None:
     parts: dict[str, Callable[[], Part]] = {
         "linear_qkv.weight": lambda: split.qkv_part(rank),
         "linear_qkv.bias": lambda: split.qkv_part(rank),

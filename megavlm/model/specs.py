@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from megavlm.arch.connector import connector_of
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
-from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, share_of, vision_split
+from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, vision_split
 from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
@@ -86,16 +87,17 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def vision_config(config: Config, *, tp: int) -> TransformerConfig:
     """Return megatron-core's configuration of the vision tower."""
     vision = config.model.vision
-    ffn = mlp_share(vision.ffn_hidden_size, tp) * tp
+    split, ffn = vision_split(vision, tp), mlp_share(vision.ffn_hidden_size, tp) * tp
     return common_config(
         config,
         tp=tp,
-        padded=ffn != vision.ffn_hidden_size,
+        padded=ffn != vision.ffn_hidden_size or (split.groups != split.heads and not split.is_even),
         num_layers=vision.num_layers,
         hidden_size=vision.hidden_size,
         ffn_hidden_size=ffn,
-        num_attention_heads=share_of(vision.num_attention_heads, tp) * tp,
-        kv_channels=vision.hidden_size // vision.num_attention_heads,
+        num_attention_heads=split.local_heads * tp,
+        num_query_groups=split.slots * tp,
+        kv_channels=split.width,
         normalization=vision.normalization,
         layernorm_epsilon=vision.norm_epsilon,
         gated_linear_unit=vision.activation == "swiglu",
@@ -200,12 +202,13 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         params = {"real_heads": vision.num_attention_heads, "tp_group": groups.tp}
         qk_norm = ModuleSpec(module=FullRMSNorm, params=params)
     modules = modules_of(f"{VISION_LAYER}{number}", config, groups)
-    if "vision" in clipped_parts(config):
-        modules = replace(modules, core_attention=LogitAttention)
+    split = vision_split(vision, groups.dims.tp)
+    core = LogitAttention if "vision" in clipped_parts(config) else modules.core_attention
+    modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
     submodules = _submodules(
         modules,
         AttnMaskType.no_mask,
-        split=vision_split(vision, groups.dims.tp),
+        split=split,
         qk_norm=qk_norm,
         branch=branch,
         qkv_bias=vision.add_qkv_bias,
@@ -218,20 +221,19 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     """Build language layer `number` (from 0): causal, or masked for a window or bidirectional images."""
     language = config.model.language
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
-    split, rank = language_split(language, groups.dims.tp), groups.tp.rank()
+    split = language_split(language, groups.dims.tp)
     core: Any = modules.core_attention
     if language.bidirectional_images or attends_in_window(language, number) or groups.context.split.groups > 1:
         core = CoreAttention
     if "language" in clipped_parts(config):
         core = LogitAttention
-    params: dict[str, Any] = {}
     if groups.dims.cp > 1:
-        core = across_context(core)
-        params |= {"context": groups.context}
-    if split.padded_heads(rank):
-        core = without_padding(core)
-        params |= {"split": split, "rank": rank}
-    modules = replace(modules, core_attention=ModuleSpec(module=core, params=params) if params else core)
+        core = ModuleSpec(module=across_context(core), params={"context": groups.context})
+    modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
+    if not language.input_norms:
+        modules = replace(
+            modules, norm=IdentityOp, norm_alone=IdentityOp, column_linear=modules.column_linear_alone, keys={}
+        )
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
@@ -261,6 +263,14 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         mlp = experts_spec(modules, config, submodules.mlp.submodules)
         submodules = replace(submodules, pre_mlp_layernorm=modules.norm_alone, mlp=mlp)
     return _layer(layer_config, submodules, groups, number)
+
+
+def _discarding_padding(core: Any, split: HeadSplit, rank: int) -> Any:
+    """Return core attention, or its spec, whose output is zero for a rank's query heads that are padding."""
+    if not split.padded_heads(rank):
+        return core
+    spec = core if isinstance(core, ModuleSpec) else ModuleSpec(module=core)
+    return ModuleSpec(module=without_padding(spec.module), params={**spec.params, "split": split, "rank": rank})
 
 
 def _layer(

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
+from megavlm.arch.tensor_split import vision_split
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
 from megavlm.model.vlm import HoldsWeights, is_padded_for_tp
@@ -70,11 +71,12 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
         return shape
     if kind_of(key) != VISION_LAYER:
         return (vocab_size, *shape[1:])
-    if is_adapter(key):  # of vision attention: A reads all heads in o_proj, B writes them in q, k and v
-        return (shape[0], model.vision.hidden_size) if key.endswith(".A") else (model.vision.hidden_size, shape[1])
-    if key.endswith("linear_proj.weight"):
+    split = vision_split(model.vision, 1)
+    if key.endswith((".linear_proj.weight", ".A")):  # these read all heads, or the hidden states, which are as wide
         return (shape[0], model.vision.hidden_size)
-    return (3 * model.vision.hidden_size, *shape[1:])
+    if is_adapter(key):  # B writes the heads of q, k or v
+        return ((split.heads if ".q_proj." in key else split.groups) * split.width, shape[1])
+    return (split.local_rows, *shape[1:])
 
 
 def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | None = None) -> Tensor:

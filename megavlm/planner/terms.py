@@ -191,7 +191,7 @@ def _of_layer(
     biased = (gates * ffn + 2 * hidden) * sizes.linear_bias
     biased += (queries + 2 * keys) * sizes.qkv_bias * (not passes.qkv_bias_inside)
     terms = {
-        "norms": _times(passes.norm, (4 if sizes.post_norms else 2) * hidden),
+        "norms": _times(passes.norm, sizes.norms * hidden),
         "norms of queries and keys": _times(passes.norm, (queries + keys) * sizes.qk_norm),
         "residuals": _times(passes.residual, 2 * hidden),
         "layer scale": _times(passes.layer_scale, 2 * hidden * sizes.scaled),

@@ -24,6 +24,15 @@ def vision_tower(config: Config) -> Iterator[str]:
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
     if hidden % heads:
         yield indivisible("model.vision.hidden_size", hidden, "model.vision.num_attention_heads", heads)
+    groups = vision.num_query_groups or heads
+    if heads % groups:
+        whole = f"model.vision.num_attention_heads {heads}"
+        yield no_divisor("model.vision.num_query_groups", groups, whole, heads)
+    if vision.qk_norm == "full" and groups != heads:
+        yield (
+            f"model.vision.qk_norm full and model.vision.num_query_groups {groups} cannot be combined, as its norm is "
+            "of as many keys as queries: set qk_norm to head, or leave num_query_groups out"
+        )
     if vision.position_embedding != "learned" and (head := hidden // heads) % 4:
         yield (
             f"model.vision.position_embedding {vision.position_embedding} needs a head width divisible by 4, but "

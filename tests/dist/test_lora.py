@@ -175,7 +175,7 @@ def train_with_peft(theirs: Any, argv: list[str], *, steps: int) -> list[float]:
     trained = {name: param for name, param in theirs.named_parameters() if param.requires_grad}
     for name, param in trained.items():
         if "lora_B" in name and ".experts." not in name:
-            param.register_hook(partial(torch.mul, trained_entries(param, config.lora.rank)))
+            param.register_hook(partial(torch.mul, trained_entries(name, param, config)))
     adamw = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:

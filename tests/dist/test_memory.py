@@ -50,6 +50,11 @@ QWEN3_5 = (
     "model.language.linear_num_value_heads=4 model.language.linear_key_head_dim=64 "
     "model.language.linear_value_head_dim=96 model.language.attention_output_gate=true model.language.qk_norm=true"
 )
+EXAONE = (
+    "--set model.language.input_norms=false model.language.post_norms=true model.language.qk_norm=true "
+    "model.language.window_size=32 model.language.full_attention_layers=[3] model.language.no_rope_layers=[3] "
+    "model.vision.num_query_groups=2 model.vision.position_embedding=rope2d"
+)
 QFORMER = (
     "--set model.projector.pixel_shuffle=1 --projector-kind qformer --set "
     "model.projector.connectors.qformer.num_layers=6 model.projector.connectors.qformer.hidden_size=192 "
@@ -66,6 +71,8 @@ SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_ga
 CASES = {
     "qwen3.5": (1, QWEN3_5),
     "tp2-qwen3.5-bf16": (2, f"--tp 2 {QWEN3_5} --precision bf16"),
+    "exaone4.5": (1, EXAONE),
+    "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
     "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),

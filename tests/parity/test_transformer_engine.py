@@ -50,6 +50,7 @@ KERNELS = {
     "masked": {"geglu": 2, "dgeglu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "windowed": MLPS | {"qkv rope": 4, "qkv rope backward": 4},
     "hybrid": MLPS | {"split: joined": 2, "rope": 2, "rope backward": 2},
+    "outputs": MLPS | {"split: joined": 4, "rope": 2, "rope backward": 2},
     "mixture": {"swiglu": 3, "dswiglu": 3, "split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
 }
 WINDOWED = replace(
@@ -78,9 +79,11 @@ HYBRID = base(
     linear_attention_layers=(0,), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
     linear_value_head_dim=12, linear_conv_kernel_dim=4, attention_output_gate=True, qk_norm=True,
 )  # fmt: skip
+# Norms of outputs alone, and of two layers one that does not rotate.
+OUTPUTS = base(input_norms=False, post_norms=True, qk_norm=True, no_rope_layers=(1,))
 CONFIGS = {
     "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "hybrid": HYBRID,
-    "mixture": MIXTURE,
+    "mixture": MIXTURE, "outputs": OUTPUTS,
 }  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         assert shard.data.equal(shards[1][key].data), key
 
     fused = isinstance(theirs.parts["language.layers.0"].mlp.linear_fc1, TELayerNormColumnParallelLinear)
-    assert fused == (name != "adapted")  # adapters read what the norm writes
+    assert fused == (name not in ("adapted", "outputs"))  # adapters read what the norm writes
     assert not any(getattr(module, "te_return_bias", False) for module in theirs.modules()), "biases to add apart"
     source, samples = samples_of(config, (140, 132, 125, 140))
     rows = [samples[:2], samples[2:]]

@@ -69,6 +69,13 @@ MODELS = {
     "model.projector.norm_before_merge=true model.projector.bias=false model.language.mrope_section=[1,1,1] "
     "model.language.rotary_percent=0.5 model.language.rotary_interleaved=true model.language.post_norms=true "
     "model.language.add_qkv_bias=true",
+    # Norms of outputs alone; layers of which two have a window and rotate. Two key/value heads of a tower of eight.
+    "exaone4.5": "--set model.language.input_norms=false model.language.post_norms=true model.language.qk_norm=true "
+    "model.language.window_size=7 model.language.full_attention_layers=[1,3] model.language.no_rope_layers=[1,3] "
+    "model.language.num_query_groups=2 model.vision.num_query_groups=2 model.vision.position_embedding=rope2d "
+    "model.vision.qk_norm=head model.vision.normalization=RMSNorm model.vision.activation=swiglu "
+    # Norms of small outputs would multiply rounding.
+    "--init-method-std 0.2",
     # Two key heads for six value heads, which TP 4 shares; a gate on softmax attention, which half of a head rotates.
     "qwen3.5": "--set model.language.linear_attention_layers=[0,2] model.language.linear_num_key_heads=2 "
     "model.language.linear_num_value_heads=6 model.language.linear_key_head_dim=10 "

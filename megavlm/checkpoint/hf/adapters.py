@@ -55,8 +55,10 @@ class Adapters:
             return {linears[part]: (a, _in_file(b, rule, linears[part])) for part, (a, b) in self.pairs.items()}
         fused = QKV_LINEARS if isinstance(rule, FusedQKV) else MLP_LINEARS if len(rule.hf_names) == 1 else ()
         if present := [name for name in fused if name in self.pairs]:  # one weight for several linears
-            rows = self.pairs[present[0]][1].shape[0]
-            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows, 0) for name in fused]
+            shares = dict(zip(fused, rule.counts if isinstance(rule, FusedQKV) else (1, 1), strict=True))
+            width = self.pairs[present[0]][1].shape[0] // shares[present[0]]
+            rows = {name: width * share for name, share in shares.items()}
+            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows[name], 0) for name in fused]
             (hf_name,) = rule.hf_names
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
         order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))

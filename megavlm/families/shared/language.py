@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
@@ -89,6 +89,14 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
         max_positions=_max_positions(settings, kind),
         **_rope(settings, width),
     )
+
+
+def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str) -> tuple[int, ...]:
+    """Return the numbers of the layers of type `first`; all others are of type `other`. `usual`: the default types."""
+    types = text.get("layer_types", usual)
+    if len(types) != len(usual) or not {*types} <= {first, other}:
+        refuse(text, "layer_types", f"layers are known with {first} and {other}, one type for each")
+    return tuple(number for number, kind in enumerate(types) if kind == first)
 
 
 def experts(settings: Settings) -> ExpertsConfig:
@@ -215,13 +223,14 @@ def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     for number in range(language.num_layers):
         layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
-        table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
+        if language.input_norms:
+            before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
+            table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
+            table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
         if is_linear(language, number):
             table |= linear_attention_table(language, f"{layer}self_attention.", f"{hf_layer}linear_attn.")
         else:
             table |= attention_table(language, f"{layer}self_attention.", f"{hf_layer}self_attn.")
-        before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
-        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
         if language.post_norms:
             table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
             table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)

@@ -121,7 +121,7 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bia
     """Return the rows for the norms and the attention of one vision layer; each family adds its MLP's rows."""
     table: Table = {
         f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
-            f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads
+            f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads, groups=vision.num_query_groups
         )
         for leaf in ("weight", "bias")
     }

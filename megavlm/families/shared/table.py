@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 Shape = tuple[int, ...]
@@ -191,14 +192,25 @@ class Grouped:
 
 @dataclass(frozen=True)
 class FusedQKV(_OneTensor):
-    """One Hugging Face tensor of [all queries; all keys; all values], with equally many heads of each."""
+    """One Hugging Face tensor of [all queries; all keys; all values]; `groups`: heads of keys, if not as of queries."""
 
     heads: int
+    groups: int | None = None
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of heads of queries, keys and values."""
+        groups = self.groups or self.heads
+        return self.heads, groups, groups
 
     def hf_rows(self, shape: Shape) -> list[HFRows]:
-        third, width = shape[0] // 3, shape[0] // (3 * self.heads)
+        _, groups, _ = self.counts
+        width, each = shape[0] // sum(self.counts), self.heads // groups
+        firsts = tuple(accumulate(self.counts, initial=0))
         return [
-            HFRows(self.hf_name, part * third + head * width, width) for head in range(self.heads) for part in range(3)
+            HFRows(self.hf_name, (first + group * count) * width, count * width)
+            for group in range(groups)
+            for first, count in zip(firsts, (each, 1, 1), strict=False)
         ]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
