@@ -107,7 +107,11 @@ def processor_from(
     one line, for what is not supported.
     """
     name, options = class_of(preprocessor_config)
-    readers = {name: reader for family in families() for reader in family.image_processors for name in reader.classes}
+    found = [reader for family in families() for reader in family.image_processors]
+    found = [reader for reader in found if not reader.model_types] + [
+        reader for reader in found if model_type in reader.model_types
+    ]
+    readers = {name: reader for reader in found for name in reader.classes}
     if name not in readers:
         raise UserError(
             f"image processor {name!r:.80} of preprocessor_config.json is unknown: supported are " + ", ".join(readers)
@@ -120,7 +124,7 @@ def _video_processor(options: Any, model: ModelConfig, model_type: str | None) -
     """Return the processor of a model's videos; None for a model that is trained on images alone."""
     if not isinstance(options, Mapping):
         raise UserError("video_processor in processor_config.json is no object: correct it, or copy the file again")
-    reader = VIDEO_READERS.get(video_class_of(options) or "") or VIDEO_READERS.get(model_type or "")
+    reader = VIDEO_READERS.get(model_type or "") or VIDEO_READERS.get(video_class_of(options) or "")
     return reader.read(options, model) if reader is not None else None
 
 

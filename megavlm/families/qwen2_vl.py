@@ -43,7 +43,7 @@ _TEXT: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 _VISION: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
-_WINDOWED_VISION: dict[str, Any] = {
+WINDOWED_VISION: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
     "intermediate_size": 3420,
@@ -62,9 +62,9 @@ def config(settings: Settings) -> ModelConfig:
 
 def windowed_config(settings: Settings) -> ModelConfig:
     """Qwen2_5_VLConfig."""
-    tower = with_defaults(settings.section("vision_config"), _WINDOWED_VISION)
+    tower = with_defaults(settings.section("vision_config"), WINDOWED_VISION)
     steps, text = tower.get("tokens_per_second", 4), _language(settings)
-    return model_config(settings, tower=tower, vision=_windowed(tower), text=text, steps_per_second=steps)
+    return model_config(settings, tower=tower, vision=windowed(tower), text=text, steps_per_second=steps)
 
 
 def _renamed(tower: Settings) -> Settings:
@@ -103,7 +103,8 @@ def _vision(tower: Settings) -> VisionConfig:
     return _tower(tower, activation=tower.choice("hidden_act", UNGATED, "quick_gelu"))
 
 
-def _windowed(tower: Settings) -> VisionConfig:
+def windowed(tower: Settings) -> VisionConfig:
+    """Return Qwen2.5-VL's tower."""
     tower.require("hidden_act", "silu", why="only SwiGLU is known here")
     return _tower(
         tower,

@@ -12,6 +12,7 @@ from typing import Any
 from megavlm.config.schema import ModelConfig
 from megavlm.families import qwen3_vl
 from megavlm.families.shared.experts import shared_qwen_experts
+from megavlm.families.shared.language import types_of_layers
 from megavlm.families.shared.qwen_vl import with_defaults, with_experts
 from megavlm.families.shared.settings import Settings, refuse
 
@@ -71,15 +72,12 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
     layers, rope = model.language.num_layers, text.section("rope_parameters")
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]
-    types = text.get("layer_types", usual)
-    if len(types) != layers or not {*types} <= {*usual, "full_attention", "linear_attention"}:
-        refuse(text, "layer_types", "layers are known with linear_attention and full_attention, one type for each")
     language = replace(
         model.language,
         rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)),
         attention_output_gate=True,
         apply_layernorm_1p=True,
-        linear_attention_layers=tuple(number for number, kind in enumerate(types) if kind == "linear_attention"),
+        linear_attention_layers=types_of_layers(text, usual, "linear_attention", "full_attention"),
         **{name: text.need(name) for name in _LINEAR},
     )
     return replace(model, language=language)

@@ -84,11 +84,13 @@ class ProcessorReader:
         classes: names that the class has in files, without "ImageProcessor", "Fast" and the like.
         defaults: the class's own options, which files leave out.
         build: (options, model, fields that all processors share) → the processor.
+        model_types: models alone whose folders it reads, where they name another family's class; default: of all.
     """
 
     classes: tuple[str, ...]
     defaults: Json
     build: Callable[[Json, ModelConfig, dict[str, Any]], Processor]
+    model_types: tuple[str, ...] = ()
 
     def read(self, given: Json, model: ModelConfig, *, fast: bool) -> Processor:
         """Return the processor that the options `given` describe. Raises UserError for what is not supported."""

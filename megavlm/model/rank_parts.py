@@ -47,9 +47,9 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
         return _part_of_linear_attention(leaf, model, tp, rank)
     if block == "self_attention":
-        split = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
-        padded_at_end = kind == VISION_LAYER and split.groups == split.heads
-        return None if padded_at_end or split.is_even else _part_of_attention(leaf, split, rank)
+        heads = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
+        padded_at_end = kind == VISION_LAYER and heads.groups == heads.heads
+        return None if padded_at_end or heads.is_even else _part_of_attention(leaf, heads, rank)
     if block == "mlp":
         return _part_of_mlp(leaf, model, kind == LANGUAGE_LAYER, tp, rank)
     return None

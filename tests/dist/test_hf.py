@@ -23,6 +23,7 @@ from tests.support.tiny_models import FAMILIES, MIXTURES
 ALONE = ("qwen3-vl",)
 LATER = (
     "qwen3-vl-videos",
+    "exaone4.5-videos",
     "llava-onevision-videos",
     "llava-tied",
     "llava-onevision-tied",

@@ -58,6 +58,13 @@ CASES = {
     "qwen2": Case(TEMPLATES["qwen2"], "qwen", IMAGE, opening=HELPFUL, in_parts=False),
     "qwen2.5-vl": Case(TEMPLATES["qwen2_5_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE, opening=HELPFUL),
     "qwen3-vl": Case(TEMPLATES["qwen3_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE),
+    "exaone4.5": Case(
+        TEMPLATES["exaone4_5"],
+        "exaone",
+        Prompt("<|image_pad|>", ("<vision>", "</vision>"), (4,)),
+        placeholder="<vision><|image_pad|></vision>",
+        stop="<|endofturn|>",
+    ),
     "smolvlm": Case(TEMPLATES["smolvlm"], "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
     "llama3": Case(
         TEMPLATES["llama3"], "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False
@@ -276,6 +283,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     folders_of = {
         "chatml": "qwen",
         "glm4v": "glm",
+        "exaone4_5": "exaone",
         "smolvlm": "smol",
         "mistral_v7": "mistral",
         "llama3": "llama3",

@@ -40,7 +40,16 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     },
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
-        for name in ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "cosmos3")
+        for name in (
+            "llava-onevision",
+            "qwen2-vl",
+            "qwen2.5-vl",
+            "qwen3-vl",
+            "qwen3-vl-moe",
+            "qwen3.5",
+            "cosmos3",
+            "exaone4.5",
+        )
     },
     "gemma3-two-tokens": (
         partial(tiny, "gemma3", text={"sliding_window": 2, "layer_types": ["sliding_attention"] * 3}),
@@ -91,6 +100,7 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "cosmos3"), QWEN),
+    "exaone4.5": lambda: {name: value for name, value in QWEN().items() if name != "mm_token_type_ids"},
 }
 
 
@@ -102,7 +112,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos", "paddleocr", "video")):
+    if name.startswith(("qwen", "glm", "internvl", "deepseek", "cosmos", "exaone", "paddleocr", "video")):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
         hf.assert_same_generation(folder, tmp_path, **GENERATION[name]())
@@ -112,6 +122,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     ("name", "beside"),
     [
         ("qwen3.5", ["mtp.layers.0.input_layernorm.weight"]),
+        pytest.param("exaone4.5", ["mtp.layers.0.input_layernorm.weight"], marks=pytest.mark.slow),
         ("cosmos3", ["layers.0.self_attn.add_q_proj.weight", "layers.0.mlp_moe_gen.up_proj.weight", "proj_in.bias"]),
     ],
 )

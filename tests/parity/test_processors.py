@@ -7,7 +7,7 @@ All bytes are equal before normalisation; what `fast` resizing changes is measur
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,10 @@ class Case:
     theirs: Any
     model: ModelConfig
     prompt: Prompt
+    model_type: str | None = None  # of a model whose folders name the class of another family
 
     def ours(self, *, fast: bool = False) -> Processor:
-        return processor_from(self.theirs.to_dict(), self.model, fast=fast)
+        return processor_from(self.theirs.to_dict(), self.model, fast=fast, model_type=self.model_type)
 
 
 def case(
@@ -117,6 +118,17 @@ def qwen(patch: int, *, kind: type, **options: Any) -> Case:
     image_processor = Qwen2VLImageProcessorPil(patch_size=patch, **options)
     around = ("<|vision_start|>", "<|vision_end|>")
     return case(image_processor, model_of(patch, merge=2), kind, around, image_token="<|image_pad|>")
+
+
+def exaone(**size: int) -> Case:
+    """Return a case with Qwen's image processor and other marks around an image."""
+    around = ("<vision>", "</vision>")
+    made = case(
+        Qwen2VLImageProcessorPil(patch_size=14, size=size),
+        *(model_of(14, merge=2), transformers.Exaone4_5_Processor, around),
+        image_token="<|image_pad|>",
+    )
+    return replace(made, model_type="exaone4_5")
 
 
 def glm(**size: int) -> Case:
@@ -194,6 +206,7 @@ CASES: dict[str, Case] = {
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     ),
+    "exaone4.5": exaone(shortest_edge=4 * 28**2, longest_edge=60 * 28**2),
     "gemma3": gemma(56, 7, merge=4),
     "deepseek-vl": case(
         DeepseekVLImageProcessorPil(size={"height": 29, "width": 29}, min_size=5),

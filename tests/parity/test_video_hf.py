@@ -33,7 +33,7 @@ from tests.support.whole_models import PROCESSORS, whole_folder
 LENGTH = 256
 # (frames, frames per second) of clips of which frames are taken; nothing is decoded.
 LENGTHS = ((33, 12.0), (7, 10.0), (90, 29.97), (1000, 30.0), (2400, 23.976), (9001, 59.94), (7200, 23.976))
-PAIRED = ("qwen", "cosmos", "glm")  # two frames to a patch
+PAIRED = ("qwen", "cosmos", "glm", "exaone")  # two frames to a patch
 UNBOUND = ("onevision", "internvl", "glm4v", "glm4v-moe")  # Transformers takes as many frames as the rate asks for
 MESSAGES: list[Any] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What happens?"}]},
@@ -56,7 +56,7 @@ QWEN3 = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 16}
 GLM = {"video_processor_type": "Glm4vVideoProcessor", "patch_size": 14}
 WAYS = {
     **dict.fromkeys(
-        ("qwen2-vl", "qwen2.5-vl"),
+        ("qwen2-vl", "qwen2.5-vl", "exaone4.5"),
         Way({**QWEN2, "size": {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}}, ((6, 8),) * 5),
     ),
     # 11 frames, of which the last fills the last pair; bounds are of all frames together
@@ -153,6 +153,9 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     (rows, columns), groups = WAYS[name].grids[0], len(WAYS[name].grids)
     blocks = ours.batch.images.patches.view(groups, rows // 2, 2, columns // 2, 2, -1).transpose(2, 3)
     torch.testing.assert_close(blocks.flatten(0, 4), inputs["pixel_values_videos"], rtol=1e-5, atol=2e-6)
+    if name.startswith("exaone"):
+        assert ours.batch.text.positions.tolist() == [[*range(LENGTH)]], "a position for each token"
+        return
     kinds = ("mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")
     asked = {kind: inputs[kind] for kind in kinds if kind in inputs}
     positions, _ = ours.theirs.model.get_rope_index(inputs["input_ids"], **asked)

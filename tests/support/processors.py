@@ -158,6 +158,14 @@ CASES = {
         {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
         model_of(16, merge=2),
     ),
+    "exaone4.5": Whole(
+        transformers.Exaone4_5_Processor,
+        Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
+        TEMPLATES["exaone4_5"],
+        "exaone",
+        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        model_of(14, merge=2),
+    ),
     "gemma3": Whole(
         transformers.Gemma3Processor,
         Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),

@@ -69,6 +69,12 @@ QWEN3_5_EXPERTS = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 20,
 }
+# Llama 3.1's frequencies in the two layers with a window; the others do not rotate.
+EXAONE = {
+    **{**TEXT, "model_type": "exaone4", "num_hidden_layers": 4, "head_dim": 10, "rms_norm_eps": 1e-4},
+    **{"rope_parameters": LLAMA3_ROPE, "sliding_window": 5},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
 # Six of a head's twelve channels rotate, a pair with each axis of a position.
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 GLM = {**QWEN_VL, "hidden_size": 48, "rope_parameters": GLM_ROPE, "rms_norm_eps": 1e-4}
@@ -98,6 +104,7 @@ QWEN_TOWER = {
 }
 QWEN3_5_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36}
 QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+EXAONE_TOWER = {**QWEN_TOWER, "hidden_size": 48, "num_heads": 4, "num_key_value_heads": 2}
 # Positions of six by six patches, which most images have not.
 GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_eps": 1e-3}
 ROTARY_TOWER = {name: value for name, value in TOWER.items() if name != "image_size"} | {"patch_size": 4}
@@ -193,6 +200,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "video-llama-3": _of(
         "video_llama_3", {**ROTARY_TOWER, "layer_norm_eps": 1e-3}, QWEN2, tie_word_embeddings=False, **MARKS
     ),
+    "exaone4.5": _of(
+        "exaone4_5",
+        {**EXAONE_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+        EXAONE,
+        **{"tie_word_embeddings": False, **MARKS},
+    ),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(
@@ -269,14 +282,15 @@ IMAGES: dict[str, Any] = {
     ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
-        ("qwen", "cosmos3", "glm4v", "paddleocr"), ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []])
+        ("qwen", "cosmos3", "glm4v", "exaone", "paddleocr"),
+        ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []]),
     ),
 }
 # (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
 # last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
 VIDEOS: dict[str, Any] = {
     **dict.fromkeys(
-        ("qwen", "cosmos3"),
+        ("qwen", "cosmos3", "exaone"),
         ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
     ),
     "llava-onevision": (
@@ -298,7 +312,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm4v", "paddleocr")):
+    if name.startswith(("qwen", "cosmos3", "glm4v", "exaone", "paddleocr")):
         return (*images, [[], [(16, 8)]])
     if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
         return images
@@ -308,7 +322,7 @@ def _at_layouts(name: str) -> Any:
 # What runs at all layouts: models and their micro-batches.
 FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     name: (partial(tiny, name.removesuffix("-videos")), _at_layouts(name))
-    for name in (*MODELS, "llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos")
+    for name in (*MODELS, "llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "exaone4.5-videos")
     if name not in ("llava-siglip", "ministral3-tied")
 }
 MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]

@@ -28,6 +28,8 @@ SPECIALS = {
     "<|end_of_image|> <|begin_of_video|> <|video|> <|end_of_video|> <image>",
     "deepseek": "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <image_placeholder> <image>",
     "ernie": "<|begin_of_sentence|> </s> <|IMAGE_START|> <|IMAGE_PLACEHOLDER|> <|IMAGE_END|> <image>",
+    "exaone": "[PAD] <|system|> <|user|> <|assistant|> <|endofturn|> <vision> </vision> <|image_pad|> <|video_pad|> "
+    "<image>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -36,6 +38,7 @@ MARKS = {
     "gemma": {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "exaone": {"eos_token": "<|endofturn|>", "pad_token": "[PAD]"},
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "ernie": {"eos_token": "</s>"},

@@ -59,7 +59,7 @@ def inputs_of(task: Task) -> dict[str, Any]:
     from tests.support.processors import CASES
 
     case = CASES[task.name]
-    fixed = {"cap_pixels_per_frame": False} if "qwen" in task.name else {}
+    fixed = {"cap_pixels_per_frame": False} if task.name.startswith(("qwen", "exaone")) else {}
     videos = transformers.AutoVideoProcessor.from_pretrained(task.folder, **fixed)
     processor = case.kind(
         image_processor=case.image_processor,

@@ -33,6 +33,7 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cosmos3": ("cosmos3", {"patch_size": 16}, {}),
     "paddleocr-vl": ("paddleocr-vl", {"patch_size": 14, "image_size": 56}, {}),
     "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
+    "exaone4.5": ("exaone4.5", {"patch_size": 14, "window_size": 56}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
 }

@@ -68,10 +68,9 @@ def test_a_new_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pyte
 def test_names_belong_to_one_family() -> None:
     assert max(Counter(kind for family in FAMILIES for kind in family.model_types).values()) == 1
     assert len(families.PUBLISHED) == sum(map(len, families._RELEASED.values()))
-    readers = {
-        (name, id(reader)) for family in FAMILIES for reader in family.image_processors for name in reader.classes
-    }
-    assert max(Counter(name for name, _ in readers).values()) == 1
+    readers = {id(reader): reader for family in FAMILIES for reader in family.image_processors}.values()
+    named = [(name, kind) for each in readers for name in each.classes for kind in each.model_types or ("any",)]
+    assert max(Counter(named).values()) == 1
 
 
 def test_every_published_model_can_be_planned_for() -> None:
