@@ -20,11 +20,10 @@ from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
-from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.report import report
 from megavlm.planner.search import search
 from megavlm.programs.configuration import with_model
-from megavlm.programs.plan_report import add_cost_options, costs, machine_of, report
 from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
@@ -61,16 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     device.add_argument(
         "--gpu",
         "--profile",
+        "--machine",
         dest="gpu",
-        help=f"Device: {', '.join(PROFILES)}, or a JSON file from megavlm calibrate; default: h100.",
+        help=f"Device: {', '.join(PROFILES)}; a cloud's machine type with its network, as a3-megagpu-8g; or a JSON "
+        "file from megavlm calibrate; default: h100.",
     )
     device.add_argument(
-        "--machine",
-        metavar="TYPE",
-        help="Plan for a cloud's machines instead of --gpu, with their network, and say what the run costs on them: "
-        f"{', '.join(MACHINES)}.",
-    )
-    parser.add_argument(
         "--stage-gpus",
         nargs="+",
         default=(),
@@ -90,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
-    add_cost_options(parser.add_argument_group("cost, with --machine"))
     return parser
 
 
@@ -103,13 +97,9 @@ def plan(options: argparse.Namespace) -> int:
             f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
             f"set --seq-length to at least {needed}, or give fewer or smaller --images"
         )
-    machine = machine_of(options)
-    name = options.gpu or "h100" if machine is None else machine.name
     stages = [profile(each) for each in options.stage_gpus]
-    if stages and (machine is not None or options.gpu is not None):
-        raise UserError("--stage-gpus names the GPUs of all pipeline stages: leave --gpu and --machine out")
     # What stages do together ends when the slowest has done it.
-    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
+    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(options.gpu or "h100")
     space = Space()
     if options.placement is not None:
         space = replace(space, placement=(options.placement,))
@@ -133,8 +123,6 @@ def plan(options: argparse.Namespace) -> int:
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
     print(report(outcome))
-    if outcome.best and machine is not None:
-        print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1
 
 

@@ -15,8 +15,8 @@ from megavlm.planner.cost import gradient_seconds, host_update_seconds, layer_se
 from megavlm.planner.hardware import PROFILES, Hardware
 from megavlm.planner.host_memory import host_line, host_memory, node_memory_error
 from megavlm.planner.memory import kept_bytes, model_state_bytes, rank_memory
+from megavlm.planner.report import report
 from megavlm.planner.search import search
-from megavlm.programs.plan_report import report
 from megavlm.rules.check import check
 from tests.support.small_run import SMALL
 

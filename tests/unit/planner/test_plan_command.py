@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megavlm.command_line.parsing import parse
+from megavlm.planner.report import reasons, ties
 from megavlm.programs import plan
-from megavlm.programs.plan_report import reasons, ties
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve
 

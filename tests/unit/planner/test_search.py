@@ -17,8 +17,8 @@ from megavlm.planner.auto import planned
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES
+from megavlm.planner.report import report
 from megavlm.planner.search import search
-from megavlm.programs.plan_report import report
 from megavlm.rules.check import check
 from megavlm.rules.load import from_dict, to_yaml
 from tests.support.small_run import SMALL
