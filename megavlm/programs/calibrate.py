@@ -18,13 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.command_line.parsing import parse
+from megavlm.command_line.configuration import configured
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device
-from megavlm.rules.check import check
 from megavlm.world import world_of
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
@@ -82,7 +81,8 @@ def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str
         f"language.num_layers=2 language.hidden_size={width} language.ffn_hidden_size={3 * width} "
         f"language.num_attention_heads={heads} language.vocab_size={vocabulary}"
     )
-    return parse([*run.split(), run_dir, "--set", *(f"model.{each}" for each in model.split())])
+    words = [*run.split(), run_dir, "--set", *(f"model.{each}" for each in model.split())]
+    return configured(words, world=processes)
 
 
 def calibrate(options: argparse.Namespace) -> None:
@@ -107,7 +107,6 @@ def calibrate(options: argparse.Namespace) -> None:
             backward: list[TimedLayer] = []
             for size in SIZES if backend.is_cpu else GPU_SIZES:
                 config = config_of(size, options.precision, folder, processes=world)
-                check(config, world=world)
                 ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
                 forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
             rounds.append((forward, backward))

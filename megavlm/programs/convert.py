@@ -7,14 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.command_line.commands import Parser, reported
-from megavlm.config.lora_config import frozen_parts, trained_whole
-from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
 from megavlm.files import check_folder
 from megavlm.program import started_as
-from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.storage.cache import local_path
 
@@ -78,30 +74,9 @@ def export_lora(options: argparse.Namespace) -> int:
 
     backend.activate()
 
-    from megavlm.checkpoint.hf.adapters import export_adapters, read_adapters, read_routers, table_in_memory
-    from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
-    from megavlm.checkpoint.hf.exporting import exportable, family_at
+    from megavlm.checkpoint.hf.adapters import export_adapters_of
 
-    checkpoint, sidecar, saved = exportable(options.source)
-    records = TrainedReader(checkpoint)
-    adapters = read_adapters(records, saved.model)
-    if not adapters:
-        raise UserError(f"{options.source} has no adapters: train with --lora-rank, or use export")
-    if left := trained_whole(saved):
-        raise UserError(
-            f"{options.source} has also trained {' and '.join(left)} whole, which adapters do not contain: use "
-            f"merge-lora, or train with --freeze {' '.join((*frozen_parts(saved), *left))}"
-        )
-    family = family_at(sidecar)
-    named = {name for held in adapters.values() if held.of_experts is None for name in held.pairs}
-    if lost := sorted(named & {*family.not_in_peft}):
-        raise UserError(
-            f"{options.source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use "
-            "merge-lora, or train with --lora-targets q_proj k_proj v_proj o_proj"
-        )
-    table = table_in_memory(family, saved.model)
-    routers = read_routers(records) if saved.lora.train_router else {}
-    export_adapters(adapters, table, saved.lora, options.out, base=options.base, routers=routers)
+    export_adapters_of(options.source, options.out, base=options.base)
     print(options.out)
     return 0
 
@@ -111,9 +86,6 @@ def verify(options: argparse.Namespace) -> int:
     if options.checkpoint and (options.checkpoint / "config.json").exists() > (options.folder / "config.json").exists():
         raise UserError(f"HF_DIR comes first: write {options.checkpoint} {options.folder}")
     options.folder = local_path(str(options.folder), "HF_DIR")
-    asked = Config(checkpoint=CheckpointConfig(init_from=str(options.folder)), precision=PrecisionConfig("fp32"))
-    config = resolve(with_pretrained_model(asked))
-    pretrained = Pretrained.of(options.folder, *ALL_PARTS)
 
     from megavlm import backend
 
@@ -121,9 +93,7 @@ def verify(options: argparse.Namespace) -> int:
 
     from megavlm.train.verify import compare
 
-    found = compare(
-        pretrained, options.checkpoint, config, chosen, samples=options.samples, seq_length=options.seq_length
-    )
+    found = compare(options.folder, options.checkpoint, chosen, samples=options.samples, seq_length=options.seq_length)
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {found.length} positions"

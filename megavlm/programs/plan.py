@@ -13,6 +13,7 @@ from pathlib import Path
 from megavlm.arch.scenario import EXPERT_IMBALANCE
 from megavlm.arch.workload import typical_workload
 from megavlm.command_line.commands import Parser, count, reported
+from megavlm.command_line.configuration import with_model
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain, several
 from megavlm.config.schema import Config, DataConfig
@@ -23,7 +24,6 @@ from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.report import report
 from megavlm.planner.search import search
-from megavlm.programs.configuration import with_model
 from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml

@@ -82,11 +82,12 @@ def _end(status: int, line: str) -> None:
     os._exit(status)
 
 
-def listen(stop: StopRequest, *, parent: int | None, patience: float = _ORPHANED) -> None:
-    """Pass signals on to `stop`, from now on and for good; the main thread calls it, once.
+def listen(*, parent: int | None, patience: float = _ORPHANED) -> StopRequest:
+    """Return what signals ask of this process, from now on and for good; the main thread calls it, once.
 
     `parent`: if this process is gone, that is a request too, and this one ends `patience` seconds later at the latest.
     """
+    stop = StopRequest()
     heard, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -95,6 +96,7 @@ def listen(stop: StopRequest, *, parent: int | None, patience: float = _ORPHANED
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)  # a handler of Python's, so that the interpreter writes to the pipe
     threading.Thread(target=_hear, args=(stop, heard, parent, patience), name="signals", daemon=True).start()
+    return stop
 
 
 def _hear(stop: StopRequest, heard: int, parent: int | None, patience: float) -> None:

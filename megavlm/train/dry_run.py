@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megavlm.arch.dims import dims_of
@@ -11,7 +12,7 @@ from megavlm.checkpoint.folders import newest
 from megavlm.config.derived import replica_size
 from megavlm.config.messages import several
 from megavlm.config.schema import Config
-from megavlm.planner.auto import device_of, predict, verdict
+from megavlm.planner.auto import complaint, device_of, predict, verdict
 from megavlm.planner.hardware import profile
 from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
@@ -58,3 +59,10 @@ def dry_run(config: Config, *, world: int) -> None:
         print(f"about {minutes // 60} h {minutes % 60:02} min: {took}")
     if line := verdict(config, dims, hardware, step.peak, name=name):
         print(line)
+
+
+def memory_complaint(config: Config, *, world: int, devices_per_node: int, gpu: str) -> str | None:
+    """Return a line if the planner estimates that a rank needs more memory than a GPU of this name has, else None."""
+    hardware = replace(profile(gpu), devices_per_node=devices_per_node)
+    config = resolve(config, vocab_size=vocab_size_of(config))
+    return complaint(config, dims_of(config, world=world), hardware, name=gpu)

@@ -11,18 +11,20 @@ import torch
 from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
-from megavlm.checkpoint.hf.exporting import Exported, exportable, settings_at
+from megavlm.checkpoint.hf.exporting import Exported
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
-from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.sidecar import exportable, settings_at
 from megavlm.checkpoint.summary import check_model, read_summary
-from megavlm.config.schema import Config, ModelConfig
+from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of
+from megavlm.rules.defaults import resolve
 from megavlm.train.single_process import full_model, single_process_groups
 
 
@@ -38,21 +40,17 @@ class Difference:
 
 @torch.no_grad()
 def compare(
-    pretrained: Pretrained,
-    checkpoint: Path | None,
-    config: Config,
-    backend: Backend,
-    *,
-    samples: int,
-    seq_length: int | None,
+    folder: Path, checkpoint: Path | None, backend: Backend, *, samples: int, seq_length: int | None
 ) -> Difference:
-    """Run both models in fp32 on CPU or GPU; without `checkpoint`, ours is read from the folder itself.
+    """Run Transformers' model of a folder and ours in fp32; without `checkpoint`, ours is read from the folder itself.
 
     Without `seq_length`, samples have one image and some text. Raises UserError if Transformers' model does not accept
     the images and text, or if the checkpoint holds adapters.
     """
     if checkpoint is not None and read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"):
         raise UserError(f"{checkpoint} has adapters: fold them in with merge-lora and verify the result")
+    asked = Config(checkpoint=CheckpointConfig(init_from=str(folder)), precision=PrecisionConfig("fp32"))
+    config, pretrained = resolve(with_pretrained_model(asked)), Pretrained.of(folder, *ALL_PARTS)
     length = seq_length or _length_of_a_sample(config.model, pretrained.tiling)
     config = replace(config, train=replace(config.train, seq_length=length))
     groups = single_process_groups(backend)

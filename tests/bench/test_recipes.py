@@ -12,11 +12,11 @@ import yaml
 from megavlm.arch.kinds import layer_cost, model_parameters, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import typical_workload
+from megavlm.command_line.configuration import configured
 from megavlm.config.derived import starts_from
 from megavlm.config.messages import several
 from megavlm.data.survey import DEAR
 from megavlm.errors import UserError
-from megavlm.programs.configuration import configured
 from megavlm.programs.train import train
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from transformers.models.internvl import InternVLVisionConfig, InternVLVisionMod
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-from megavlm.checkpoint.hf.exporting import exportable
+from megavlm.checkpoint.hf.sidecar import exportable
 from megavlm.config.schema import CheckpointConfig, Config
 from megavlm.errors import UserError
 from megavlm.programs import convert

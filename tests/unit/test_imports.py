@@ -45,7 +45,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.metrics",),
     ("megavlm.train",),
     ("megavlm.command_line",),
-    ("megavlm.programs.configuration", "megavlm.programs.charts", "megavlm.programs.history"),
+    ("megavlm.programs.charts", "megavlm.programs.history"),
     ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),
     ("megavlm.programs.evaluation", "megavlm.programs.launch"),
     ("megavlm.programs.sweep",),

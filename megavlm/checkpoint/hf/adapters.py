@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
-from megavlm.config.lora_config import LINEAR_ATTENTION, is_adapter
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedReader
+from megavlm.checkpoint.hf.sidecar import exportable, family_at
+from megavlm.config.lora_config import LINEAR_ATTENTION, frozen_parts, is_adapter, trained_whole
 from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
@@ -136,6 +137,33 @@ def table_in_memory(family: Family, model: ModelConfig) -> Table:
         if prefixes.head == "lm_head.weight" and all(part.startswith("model.") for part in parts if part):
             return family.table(model, replace(prefixes, experts="stacked"))
     raise AssertionError(f"{family.name} lacks the spelling of a loaded model")
+
+
+def export_adapters_of(source: Path, out: Path, *, base: str | None) -> None:
+    """Write the adapters of a run or checkpoint as a new PEFT folder `out`; `base` names the model they belong to.
+
+    Raises UserError if it has none, or has trained what they do not contain.
+    """
+    checkpoint, sidecar, saved = exportable(source)
+    records = TrainedReader(checkpoint)
+    adapters = read_adapters(records, saved.model)
+    if not adapters:
+        raise UserError(f"{source} has no adapters: train with --lora-rank, or use export")
+    if left := trained_whole(saved):
+        raise UserError(
+            f"{source} has also trained {' and '.join(left)} whole, which adapters do not contain: use merge-lora, or "
+            f"train with --freeze {' '.join((*frozen_parts(saved), *left))}"
+        )
+    family = family_at(sidecar)
+    named = {name for held in adapters.values() if held.of_experts is None for name in held.pairs}
+    if lost := sorted(named & {*family.not_in_peft}):
+        raise UserError(
+            f"{source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use merge-lora, "
+            "or train with --lora-targets q_proj k_proj v_proj o_proj"
+        )
+    table = table_in_memory(family, saved.model)
+    routers = read_routers(records) if saved.lora.train_router else {}
+    export_adapters(adapters, table, saved.lora, out, base=base, routers=routers)
 
 
 def export_adapters(

@@ -35,21 +35,20 @@ from megavlm.checkpoint.hf.sidecar import (
     TENSORS,
     Sidecar,
     copy_kept,
+    exportable,
+    family_at,
     sidecars,
 )
 from megavlm.checkpoint.hf.slices import pieces_of, slice_of
 from megavlm.checkpoint.summary import model_of, read_summary
-from megavlm.config.schema import Config, LoraConfig, ModelConfig
+from megavlm.config.schema import LoraConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families import family_of
 from megavlm.families.shared.family import ALL_PARTS, Family
-from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Shape, Table, Transpose
 from megavlm.files import replace_file
 from megavlm.json_files import read_json
 from megavlm.model.weights import real_shape
 from megavlm.objective.losses import scale_of
-from megavlm.program import program
 
 FILE_BYTES = 5 * 10**9
 
@@ -264,37 +263,6 @@ def _scores(records: TrainedReader, model: ModelConfig) -> dict[str, float]:
     if options.kind == "sigmoid":
         found["sigmoid_bias"] = learned.get("logit_bias", options.sigmoid_bias)
     return found
-
-
-def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
-    """Return a run's or checkpoint's folder, its Hugging Face sidecar, and its model's and adapters' configuration.
-
-    Raises UserError for a run that no folder of Hugging Face files belongs to.
-    """
-    checkpoint = folders.resolve(source)
-    found = sidecars(checkpoint)
-    if found.keys() - {""}:
-        raise UserError(
-            f"{source} consists of parts that no model of Transformers has together: use "
-            f"{program('convert')} export, or merge-lora with adapters, which write a folder for each"
-        )
-    if not found:
-        raise UserError(
-            f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
-            "runs that started with --init-from can be exported"
-        )
-    return checkpoint, found[""], model_of(read_summary(checkpoint), checkpoint)
-
-
-def family_at(sidecar: Sidecar) -> Family:
-    """Return the family that a run's copy of config.json belongs to."""
-    return family_of(settings_at(sidecar))
-
-
-def settings_at(sidecar: Sidecar) -> Settings:
-    """Return a run's copy of config.json."""
-    file = sidecar.files / "config.json"
-    return Settings(read_json(file), str(file))
 
 
 def _files(declared: Declared, sidecar: Sidecar) -> dict[str, Declared]:

@@ -17,15 +17,20 @@ from pathlib import Path
 import torch
 
 from megavlm.arch.layers import EMBEDDING, is_trained
+from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.hf_files import DTYPE_NAMES, DTYPES, HfFolder, StreamedFile
 from megavlm.checkpoint.hf.pretrained import Pretrained
+from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.families.shared.family import ALL_PARTS
+from megavlm.families import family_of
+from megavlm.families.shared.family import ALL_PARTS, Family
+from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
 from megavlm.files import copy_file, copy_files, replace_file
 from megavlm.json_files import TEXT, check, mapped, read_json, whole
 from megavlm.paths import Escapes, inside, plain
+from megavlm.program import program
 
 NAME, FILES = "hf", "files"
 UNUSED, TENSORS = "unused.safetensors", "tensors.json"
@@ -136,6 +141,37 @@ def sidecars(checkpoint: Path) -> dict[str, Sidecar]:
         if any(os.path.lexists(place / part) for part in ALL_PARTS):
             return {part: _read(place.parent, NAME, part) for part in ALL_PARTS}
     return {}
+
+
+def exportable(source: Path) -> tuple[Path, Sidecar, Config]:
+    """Return a run's or checkpoint's folder, its Hugging Face sidecar, and its model's and adapters' configuration.
+
+    Raises UserError for a run that no folder of Hugging Face files belongs to.
+    """
+    checkpoint = folders.resolve(source)
+    found = sidecars(checkpoint)
+    if found.keys() - {""}:
+        raise UserError(
+            f"{source} consists of parts that no model of Transformers has together: use "
+            f"{program('convert')} export, or merge-lora with adapters, which write a folder for each"
+        )
+    if not found:
+        raise UserError(
+            f"{source} did not start from a Hugging Face folder, so it has no config.json to export: only "
+            "runs that started with --init-from can be exported"
+        )
+    return checkpoint, found[""], model_of(read_summary(checkpoint), checkpoint)
+
+
+def family_at(sidecar: Sidecar) -> Family:
+    """Return the family that a run's copy of config.json belongs to."""
+    return family_of(settings_at(sidecar))
+
+
+def settings_at(sidecar: Sidecar) -> Settings:
+    """Return a run's copy of config.json."""
+    file = sidecar.files / "config.json"
+    return Settings(read_json(file), str(file))
 
 
 def _read(path: Path, *names: str) -> Sidecar:

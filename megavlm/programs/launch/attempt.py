@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megavlm.checkpoint.folders import complete
+from megavlm.command_line.configuration import configured
 from megavlm.command_line.parsing import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.files import replace_file
 from megavlm.paths import read_bytes
-from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import read_exit
 from megavlm.resilience.events import events
 

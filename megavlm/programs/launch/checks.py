@@ -8,21 +8,16 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.dims import dims_of
+from megavlm.command_line.configuration import configured
 from megavlm.command_line.parsing import parse
 from megavlm.config.messages import plain
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
-from megavlm.planner.auto import complaint
-from megavlm.planner.hardware import profile
-from megavlm.programs.configuration import configured
 from megavlm.programs.launch.job import Job
-from megavlm.rules.defaults import resolve
-from megavlm.train.build_source import vocab_size_of
+from megavlm.train.dry_run import memory_complaint
 
 PROFILES = Path("launch/profiles")
 # File systems of one machine. A folder on any other (nfs, lustre, gpfs, beegfs, ceph, wekafs, fuse.…) may be shared.
@@ -49,20 +44,15 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool) -> It
                 f"--run-dir {config.run.run_dir} is on {kind}, which other nodes do not see: choose a folder on shared "
                 "storage, or say --run-dir-is-shared"
             )
-    if gpu is not None and (problem := memory_complaint(config, job, gpu=gpu)):
+    if gpu is not None and (
+        problem := memory_complaint(config, world=job.world, devices_per_node=job.processes, gpu=gpu)
+    ):
         yield problem
 
 
 def is_in(folder: str, mounts: Sequence[str]) -> bool:
     """Return whether a folder of a machine, named by its full path, is in one of these, which end with a slash."""
     return f"{posixpath.normpath(folder)}/".startswith(tuple(mounts))
-
-
-def memory_complaint(config: Config, job: Job, *, gpu: str) -> str | None:
-    """Return a line if the planner estimates that a rank needs more memory than the GPU has, else None."""
-    hardware = replace(profile(gpu), devices_per_node=job.processes)
-    config = resolve(config, vocab_size=vocab_size_of(config))
-    return complaint(config, dims_of(config, world=job.world), hardware, name=gpu)
 
 
 def filesystem_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megavlm.programs.configuration import configured
+from megavlm.command_line.configuration import configured
 from megavlm.programs.launch.checks import check_job
 from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent, read_exit
 

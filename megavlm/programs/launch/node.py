@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
+from megavlm.command_line.configuration import configured
 from megavlm.errors import UserError
-from megavlm.programs.configuration import configured
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
 from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, add_agent_options, agent, read_exit
 from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Parts

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.command_line.parsing import parse
-from megavlm.config.schema import Config, ParallelConfig
+from megavlm.command_line.configuration import configured
 from megavlm.files import write_out
-from megavlm.programs.configuration import with_model
-from megavlm.rules.check import check
 
 
 @reported("preview")
@@ -26,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     if rest and not rest[0].startswith("-"):
         is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
         rest = ["--datasets" if is_data else "--config", *rest]
-    config = _config(rest)
+    config = configured(rest, world=None)  # a preview does not depend on the layout
 
     from megavlm.programs.preview.page import page
 
@@ -46,11 +42,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
     parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full.")
     return parser
-
-
-def _config(argv: Sequence[str]) -> Config:
-    """Return the configuration of the run, checked for one process, since a preview does not depend on the layout."""
-    config = parse(argv)
-    config = with_model(config, weights=False)
-    check(replace(config, parallel=ParallelConfig()), world=1)
-    return config

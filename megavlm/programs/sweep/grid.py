@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from megavlm.command_line.configuration import configured
 from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.option import AT_LEAST_1, option
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
-from megavlm.programs.configuration import configured
 from megavlm.rules.fields import record_of
 from megavlm.rules.load import read_yaml
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.command_line.configuration import configured
 from megavlm.command_line.parsing import parse
-from megavlm.programs.configuration import configured
 from megavlm.programs.main import COMMANDS
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from megavlm.resilience import signals
-from megavlm.resilience.signals import SIGNALS, StopRequest, how_it_ended, listen
+from megavlm.resilience.signals import SIGNALS, how_it_ended, listen
 from megavlm.resilience.status import STOPPED
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -21,9 +21,8 @@ PATIENCE = 60
 def rank(told, *, phase: str = "training", same_request: float = 5.0, orphan: tuple[int, float] | None = None) -> None:
     """A process that trains, in C code that runs no Python, until it sees that it was asked to stop."""
     signals._SAME_REQUEST = same_request
-    stop = StopRequest()
     parent, patience = orphan or (None, 0.0)
-    listen(stop, parent=parent, patience=patience)
+    stop = listen(parent=parent, patience=patience)
     if phase == "training":
         stop.training()
     told.send(os.getpid())
@@ -76,8 +75,7 @@ def test_before_training_there_is_nothing_to_save():
 
 def finish(told, *, asked_before: bool) -> None:
     """A process that has saved all that it will, and then ends by itself."""
-    stop = StopRequest()
-    listen(stop, parent=None, patience=0.0)
+    stop = listen(parent=None, patience=0.0)
     stop.training()
     told.send(os.getpid())
     while asked_before and not stop.requested:

@@ -1,26 +1,51 @@
-"""Find the configuration that a command line of pretrain_vlm.py gives a number of processes. No torch at import."""
+"""Find the configuration that a command line of a run gives a number of processes. No torch at import."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from megavlm.command_line.parsing import parse
 from megavlm.config.derived import starts_from
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, ParallelConfig
 from megavlm.errors import UserError
 from megavlm.rules.check import check, usable_world
 from megavlm.storage.cache import is_here
 
 
-def configured(argv: Sequence[str], *, world: int) -> Config:
-    """Return the configuration with which `world` processes would train. Raises UserError as they would."""
-    sizes = partial(with_model, weights=False)
-    config = sizes(parse(argv, complete=sizes))
-    world = usable_world(config, world)
-    config = with_plan(config, world=world)
+def configured(argv: Sequence[str], *, world: int | None) -> Config:
+    """Return the configuration with which `world` processes would train, or with None that of the model and data,
+    whatever the layout. Raises UserError as a run would.
+    """
+    if world is None:
+        config = _sized(argv)
+        check(replace(config, parallel=ParallelConfig()), world=1)
+        return config
+    config, world = _laid_out(_sized(argv), world)
     check(config, world=world)
     return config
+
+
+def to_train(argv: Sequence[str], *, launched: int) -> tuple[Config, int]:
+    """Return the configuration of a run with its weights at hand, and how many of the launched processes train. A dry
+    run needs no weights, and is checked with what it prints. Raises UserError.
+    """
+    config = _sized(argv)
+    config, world = _laid_out(with_model(config, weights=not config.run.dry_run), launched)
+    if not config.run.dry_run:
+        check(config, world=world)
+    return config, world
+
+
+def _sized(argv: Sequence[str]) -> Config:
+    sizes = partial(with_model, weights=False)
+    return sizes(parse(argv, complete=sizes))
+
+
+def _laid_out(config: Config, launched: int) -> tuple[Config, int]:
+    world = usable_world(config, launched)
+    return with_plan(config, world=world), world
 
 
 def with_model(config: Config, *, weights: bool = True) -> Config:
