@@ -91,7 +91,7 @@ def verify(options: argparse.Namespace) -> int:
 
     chosen = backend.activate()
 
-    from megavlm.train.verify import compare
+    from megavlm.inference.verify import compare
 
     found = compare(options.folder, options.checkpoint, chosen, samples=options.samples, seq_length=options.seq_length)
     print(

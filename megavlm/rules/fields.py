@@ -79,7 +79,7 @@ class Kind:
         if self.many:
             expected += " (separated by spaces)"
         if self.is_record:
-            return tuple(_record_of_word(self.scalar, word, name=name) for word in words)
+            return tuple(record_of_word(self.scalar, word, name=name) for word in words)
         values = tuple(self._scalar(self._parsed(word), name=name, expected=expected) for word in words)
         return values if self.many else values[0]
 
@@ -160,7 +160,7 @@ def _record(record: Any, values: Mapping[Any, object], *, name: str) -> Any:
     return record(**{key: kinds[key].from_yaml(value, name=f"{name} {key}") for key, value in values.items()})
 
 
-def _record_of_word(record: Any, word: str, *, name: str) -> Any:
+def record_of_word(record: Any, word: str, *, name: str) -> Any:
     """Return a dataclass instance for `FIRST_FIELD,field=value,…`."""
     first, *rest = word.split(",")
     if first.partition("=")[0] in [*_kinds(record)][1:] and "=" in first:

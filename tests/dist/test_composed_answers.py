@@ -20,7 +20,7 @@ from megavlm.families import FAMILIES
 from megavlm.programs import convert
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
-from megavlm.programs.inference.assistant import Assistant
+from megavlm.inference.assistant import Assistant
 from tests.support import hf, tokenizers
 from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS

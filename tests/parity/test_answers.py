@@ -11,7 +11,7 @@ from PIL import Image
 
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Role, Turn
-from megavlm.programs.inference.assistant import Assistant, Sampling
+from megavlm.inference.assistant import Assistant, Sampling
 from tests.support import hf
 from tests.support.covering import slow
 from tests.support.gates import hold

@@ -14,10 +14,10 @@ from PIL import Image
 
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
+from megavlm.inference.assistant import Assistant, Sampling
+from megavlm.inference.folders import _data_options
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
-from megavlm.programs.inference.assistant import Assistant, Sampling
-from megavlm.programs.inference.exports import _data_options
 from tests.support import hf
 from tests.support.harness import Single
 from tests.support.processors import picture
@@ -135,7 +135,7 @@ def test_questions_about_a_video(
     )
     with torch.inference_mode():
         alone, beside = (
-            assistant.model(**assistant.inputs(asked)).logits[0, -1] for asked in ([shorter], [shorter, longer])
+            assistant.model.module(**assistant.inputs(asked)).logits[0, -1] for asked in ([shorter], [shorter, longer])
         )
     torch.testing.assert_close(beside, alone, rtol=1e-4, atol=1e-5, msg="padding moves positions with their tokens")
 

@@ -19,10 +19,10 @@ from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, VIDEO_READERS, family_of, processor_from
 from megavlm.families.shared.settings import Settings
+from megavlm.inference.assistant import check_generation
 from megavlm.inputs.reader import VideoReader
 from megavlm.inputs.video import Clip
 from megavlm.json_files import read_json
-from megavlm.programs.inference.assistant import check_generation
 from tests.support import tokenizers
 from tests.support.covering import slow
 from tests.support.hostile import assert_answered

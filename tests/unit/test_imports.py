@@ -44,6 +44,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.html",),
     ("megavlm.metrics",),
     ("megavlm.train",),
+    ("megavlm.inference",),
     ("megavlm.command_line",),
     ("megavlm.programs.charts", "megavlm.programs.history"),
     ("megavlm.programs.doctor", "megavlm.programs.preview", "megavlm.programs.inference"),

@@ -14,12 +14,12 @@ from megavlm.data.survey import rounded
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
+from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inputs.bad_sample import REMEDIES, BadSample, Skipped, SkipSummary
 from megavlm.json_files import read_json
 from megavlm.paths import open_regular
 from megavlm.programs.charts import duration
 from megavlm.programs.evaluation.task import Task
-from megavlm.programs.inference.assistant import Assistant, Sampling
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
 _SECONDS = 10  # between two lines of progress

@@ -22,11 +22,12 @@ import torch
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
+from megavlm.inference.folders import model_folder
 from megavlm.programs.evaluation.answers import AnswerFolder, ask, refuse_unreadable, remaining
 from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.scores import failures_page, results_json, scored, scores_of
 from megavlm.programs.evaluation.task import Task, check_names, read_task, task_option
-from megavlm.programs.inference.exports import add_model_options, assistant_of, model_folder, sampling_of
+from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.rules.extensions import without_extensions
 from megavlm.world import World, world_of
 

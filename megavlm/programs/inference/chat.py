@@ -4,69 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from megavlm.command_line.commands import Parser, reported
-from megavlm.data.decode import size_of
-from megavlm.data.records.media import video_below
-from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef, Visual
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.programs.inference.assistant import Assistant, Sampling
-from megavlm.programs.inference.exports import add_model_options, assistant_of, model_folder, sampling_of
+from megavlm.inference.assistant import Talk
+from megavlm.inference.folders import model_folder
+from megavlm.inputs.bad_sample import BadSample
+from megavlm.programs.inference.options import add_model_options, assistant_of, sampling_of
 from megavlm.rules.extensions import without_extensions
-
-
-class Talk:
-    """Keeps what was said. Each answer is generated from the whole conversation, with its images and videos."""
-
-    def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
-        self._assistant = assistant
-        self._sampling = sampling
-        self._opening = (Turn("system", (system,)),) if system else ()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all turns, images and videos; the system turn stays."""
-        self._turns: tuple[Turn, ...] = self._opening
-        self._images: list[Visual] = []
-
-    def add(self, path: str, *, video: bool = False) -> str:
-        """Show an image, or a clip or a folder of frames, with the next message; return words on what the model sees.
-
-        Raises BadSample if it is none, or the model reads none.
-        """
-        file = Path(path).expanduser().resolve()
-        if not (file.exists() if video else file.is_file()):
-            what = "is an address: download it first" if "://" in path else f"is not a file{' or folder' * video}"
-            raise BadSample(Reason.MISSING, f"{path} {what}")
-        visual: Visual = video_below(file.parent, file.name) if video else ImageRef(file)
-        try:
-            if isinstance(visual, VideoRef):
-                film = self._assistant.source.film_of(visual)
-                words = f"{len(film.frames)} frames, to {film.seconds[-1]:.1f} s"
-            else:
-                words = "{}×{} pixels".format(*size_of(file))
-        except BadSample as error:
-            raise BadSample(error.reason, f"{path}: {error.detail}") from error
-        self._images.append(visual)
-        return words
-
-    def answer(self, message: str, show: Callable[[str], None]) -> str:
-        """Return the answer to a message, and show it piece by piece.
-
-        Raises BadSample for a message that cannot be asked; the conversation is then as it was. An answer that Ctrl-C
-        stops (KeyboardInterrupt) is not kept either.
-        """
-        question = Turn("user", (*self._images, message))
-        turns = (*self._turns, question)
-        sample = self._assistant.source.prompt(Conversation(turns))
-        self._assistant.check_length(sample)
-        text = self._assistant.stream(sample, self._sampling, show)
-        self._turns, self._images = (*turns, Turn("assistant", (text,))), []
-        return text
-
 
 _COMMANDS = "/image FILE or /video FILE adds one to the next message, /reset begins anew, /quit or Ctrl-D ends"
 

@@ -12,8 +12,8 @@ BACKEND = activate()  # before the modules below import megatron-core
 
 from megavlm.arch.kind import Band, hidden_weight  # noqa: E402
 from megavlm.arch.kinds import hidden_weight_of  # noqa: E402
+from megavlm.inference.single_process import full_model, single_process_groups  # noqa: E402
 from megavlm.parallel.groups import Groups  # noqa: E402
-from megavlm.train.single_process import full_model, single_process_groups  # noqa: E402
 from tests.support.flags import MODELS, resolved  # noqa: E402
 from tests.support.hf import unpadded_shapes  # noqa: E402
 from tests.support.training import SMALL  # noqa: E402

@@ -21,11 +21,11 @@ from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, Precisi
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.errors import UserError
+from megavlm.inference.single_process import full_model, single_process_groups
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of
 from megavlm.rules.defaults import resolve
-from megavlm.train.single_process import full_model, single_process_groups
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import shutil
@@ -11,87 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.embedding_files import is_in_parts
 from megavlm.checkpoint.manifest import MANIFEST
-from megavlm.command_line.commands import count
 from megavlm.config.schema import DataConfig
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
 from megavlm.paths import read_bytes
 from megavlm.program import program
-from megavlm.programs.inference.assistant import DTYPES, Assistant, Sampling
 from megavlm.rules.load import from_yaml_file
 from megavlm.storage.cache import local_path
-
-
-def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the model, and where and in which type it computes, to a parser."""
-    parser.add_argument(
-        "model",
-        type=Path,
-        metavar="RUN_DIR|HF_DIR",
-        help="Folder of a run, whose newest checkpoint is exported once to RUN_DIR/exports, or a Hugging Face folder.",
-    )
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="auto", help="Type of the weights; default: auto, that of the files."
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, …; default: cuda if there is a GPU.")
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the folder of the model and the options of its answers to a parser."""
-    add_folder_options(parser)
-    parser.add_argument("--system", metavar="TEXT", help="System turn; default: the chat template's own, if any.")
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help="Most tokens of an answer."
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="Sampling temperature; default: 0, which takes the most likely token each time.",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of sampling.")
-    parser.add_argument(
-        "--chat-template",
-        metavar="NAME|FILE",
-        help="Chat template, as in training; default: that of the run, or of the folder.",
-    )
-
-
-def sampling_of(given: argparse.Namespace) -> Sampling:
-    """Return how answers are generated. Raises UserError for values out of range."""
-    if not 0 <= given.temperature < float("inf"):
-        raise UserError(f"--temperature {given.temperature} must be 0 or more")
-    return Sampling(given.max_new_tokens, given.temperature, given.seed)
-
-
-def device_of(name: str | None, *, local_rank: int = 0) -> torch.device:
-    """Return the device of `--device`, by default this process's GPU or the CPU. Raises UserError."""
-    if name is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name} is unknown: use cpu, cuda, or cuda:1 for the second GPU") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} GPUs; use cpu or another number"
-        )
-    return device
-
-
-def assistant_of(given: argparse.Namespace, found: ModelFolder, *, local_rank: int = 0) -> Assistant:
-    """Load the model of a folder with the options that were given. Raises UserError."""
-    data = replace(found.data, chat_template=given.chat_template) if given.chat_template else found.data
-    return Assistant.load(found.folder, data, device=device_of(given.device, local_rank=local_rank), dtype=given.dtype)
-
 
 EXPORTS = "exports"  # in a run folder
 # The options of the data that say what text and which pixels a model gets.

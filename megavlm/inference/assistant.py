@@ -1,0 +1,265 @@
+"""`Assistant`: a model that answers, in the format that it was trained in; `Talk`: a conversation with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megavlm.config.schema import DataConfig, ModelConfig
+from megavlm.data.decode import size_of
+from megavlm.data.file_source import FilesSource
+from megavlm.data.records.media import video_below
+from megavlm.data.types import Conversation, ImageRef, Sample, Turn, VideoRef, Visual
+from megavlm.errors import UserError
+from megavlm.inference.model import TrainedModel
+from megavlm.inputs.bad_sample import BadSample, Reason
+from megavlm.json_files import check, listed, number, read_json, whole
+
+_TOKEN = whole(0, 2**31 - 1)
+_GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}
+_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are generated; with `temperature` 0 each token is the most likely one."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Streamer:
+    """Receives tokens from `generate` (Transformers' streamer protocol) and shows the text that they add.
+
+    The whole answer is decoded each time, because spaces and characters may depend on neighbouring tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], show: Callable[[str], None]) -> None:
+        self.text = ""
+        self._decode, self._show = decode, show
+        self._ids: list[int] = []
+        self._at_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, which is not shown, and then one token after the other."""
+        if self._at_prompt:
+            self._at_prompt = False
+            return
+        self._ids += value.flatten().tolist()
+        text = self._decode(self._ids)
+        if not text.endswith(_INCOMPLETE):
+            self._extend(text)
+
+    def end(self) -> None:
+        self._extend(self._decode(self._ids))
+
+    def _extend(self, text: str) -> None:
+        if text.startswith(self.text):
+            self._show(text[len(self.text) :])
+            self.text = text
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """A model that answers. `generation` is the GenerationConfig of its folder: what ends an answer, top-k, top-p."""
+
+    model: TrainedModel
+    generation: Any
+    ends: tuple[int, ...]  # tokens that end an answer: those of the folder, of the tokenizer, and of the chat template
+
+    @classmethod
+    def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
+        """Return the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
+        model = TrainedModel.of(folder, data, device=device, dtype=dtype, said=ModelConfig())
+        check_generation(folder / "language" if model.is_own else folder)
+        if model.source.chat.template is None:
+            raise UserError(f"{folder} has no chat template: name one with --chat-template, for example vicuna")
+        generation = _generation(folder / "language") if model.is_own else model.module.generation_config
+        own = generation.eos_token_id
+        listed = own if isinstance(own, list) else [] if own is None else [own]
+        return cls(model, generation, tuple(sorted({*listed, *model.source.answer_ends})))
+
+    @property
+    def source(self) -> FilesSource:
+        """Return what makes prompts."""
+        return self.model.source
+
+    def answers(self, samples: Sequence[Sample], sampling: Sampling) -> list[str]:
+        """Return the answer to each prompt of a batch (`FilesSource.prompt`)."""
+        return [self.text(ids) for ids in self._generate(samples, sampling)]
+
+    def stream(self, sample: Sample, sampling: Sampling, show: Callable[[str], None]) -> str:
+        """Return the answer to one prompt, and show each piece of it as soon as it is certain."""
+        streamer = Streamer(self.text, show)
+        self._generate([sample], sampling, streamer)
+        return streamer.text
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, up to the first that ends an answer, without special tokens."""
+        end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
+        return self.source.decode_answer(ids[:end])
+
+    def check_length(self, sample: Sample) -> None:
+        """Raise BadSample for a prompt that leaves no room for an answer within the model's positions."""
+        if self._room([sample]) < 1:
+            longest = self.model.config.model.language.max_positions
+            raise BadSample(Reason.TOO_LONG, f"the prompt has {len(sample)} tokens and the model {longest} positions")
+
+    def _room(self, samples: Sequence[Sample]) -> float:
+        """Return how many tokens fit after the longest of some prompts."""
+        longest = self.model.config.model.language.max_positions
+        return math.inf if longest is None else longest - max(map(len, samples))
+
+    @torch.inference_mode()
+    def _generate(
+        self, samples: Sequence[Sample], sampling: Sampling, streamer: Streamer | None = None
+    ) -> list[list[int]]:
+        torch.manual_seed(sampling.seed)
+        most = int(min(sampling.max_new_tokens, self._room(samples)))
+        if self.model.is_own:
+            return self._own_answers(samples, most, sampling.temperature, streamer)
+        from transformers import GenerationConfig
+
+        sampled = sampling.temperature > 0
+        options = GenerationConfig(
+            max_new_tokens=most,
+            do_sample=sampled,
+            temperature=sampling.temperature if sampled else None,
+            repetition_penalty=1.0,
+            eos_token_id=list(self.ends),
+            pad_token_id=self.source.pad_token,
+            suppress_tokens=list(self.source.feature_tokens),  # there would be no features for them
+        )
+        inputs = self.inputs(samples)
+        made = self.model.module.generate(**inputs, generation_config=options, streamer=streamer)
+        width = inputs["input_ids"].shape[1]
+        answers: list[list[int]] = made[:, width:].tolist()
+        return answers
+
+    def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        """Return the arguments of the model for a batch of prompts, padded on the left: answers follow on the right."""
+        batch, width = self.model.batch(samples), max(map(len, samples))
+        shifts = torch.tensor([width - len(sample) for sample in samples])[:, None]
+        places = (torch.arange(width) - shifts) % width  # [B, S]: where each came from
+        tokens, positions = (
+            each.expand(*each.shape[:-2], *places.shape).gather(-1, places.expand(*each.shape[:-2], *places.shape))
+            for each in (batch.text.tokens, batch.text.positions)
+        )
+        shifted = replace(batch, text=replace(batch.text, tokens=tokens, positions=positions))
+        return self.model.inputs(shifted, (torch.arange(width) >= shifts).long())
+
+    def _own_answers(
+        self, samples: Sequence[Sample], most: int, temperature: float, streamer: Streamer | None
+    ) -> list[list[int]]:
+        """Return up to `most` tokens after each prompt, of megavlm's model with a key/value cache."""
+        from megavlm.train.generate import following_tokens
+
+        made: list[list[int]] = []
+        if streamer is not None:
+            streamer.put(torch.empty(0))
+        tokens = following_tokens(
+            lambda batch: self.model.module(batch.to(self.model.device), logits=True),
+            self.model.spec(samples),
+            samples,
+            room=most,
+            device=self.model.device,
+            choose=lambda scores: self._chosen(scores.float(), temperature),
+        )
+        for _, chosen in zip(range(most), tokens, strict=False):
+            made.append(chosen.tolist())
+            if streamer is not None:
+                streamer.put(chosen)
+            if all(not set(self.ends).isdisjoint(answer) for answer in zip(*made, strict=True)):
+                break
+        if streamer is not None:
+            streamer.end()
+        return [list(answer) for answer in zip(*made, strict=True)]
+
+    def _chosen(self, scores: Tensor, temperature: float) -> Tensor:
+        """Return a token for each row of scores [B, vocabulary]: the likeliest, or with a temperature one drawn."""
+        if not temperature:
+            return scores.argmax(-1)
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        top_k, top_p = self.generation.top_k, self.generation.top_p
+        none: Any = None
+        for warp in (
+            TemperatureLogitsWarper(temperature),
+            *([TopKLogitsWarper(top_k)] if top_k else []),
+            *([TopPLogitsWarper(top_p)] if top_p and top_p < 1 else []),
+        ):
+            scores = warp(none, scores)
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+
+
+class Talk:
+    """Keeps what was said. Each answer is generated from the whole conversation, with its images and videos."""
+
+    def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
+        self._assistant = assistant
+        self._sampling = sampling
+        self._opening = (Turn("system", (system,)),) if system else ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns, images and videos; the system turn stays."""
+        self._turns: tuple[Turn, ...] = self._opening
+        self._images: list[Visual] = []
+
+    def add(self, path: str, *, video: bool = False) -> str:
+        """Show an image, or a clip or a folder of frames, with the next message; return words on what the model sees.
+
+        Raises BadSample if it is none, or the model reads none.
+        """
+        file = Path(path).expanduser().resolve()
+        if not (file.exists() if video else file.is_file()):
+            what = "is an address: download it first" if "://" in path else f"is not a file{' or folder' * video}"
+            raise BadSample(Reason.MISSING, f"{path} {what}")
+        visual: Visual = video_below(file.parent, file.name) if video else ImageRef(file)
+        try:
+            if isinstance(visual, VideoRef):
+                film = self._assistant.source.film_of(visual)
+                words = f"{len(film.frames)} frames, to {film.seconds[-1]:.1f} s"
+            else:
+                words = "{}×{} pixels".format(*size_of(file))
+        except BadSample as error:
+            raise BadSample(error.reason, f"{path}: {error.detail}") from error
+        self._images.append(visual)
+        return words
+
+    def answer(self, message: str, show: Callable[[str], None]) -> str:
+        """Return the answer to a message, and show it piece by piece.
+
+        Raises BadSample for a message that cannot be asked; the conversation is then as it was. An answer that Ctrl-C
+        stops (KeyboardInterrupt) is not kept either.
+        """
+        question = Turn("user", (*self._images, message))
+        turns = (*self._turns, question)
+        sample = self._assistant.source.prompt(Conversation(turns))
+        self._assistant.check_length(sample)
+        text = self._assistant.stream(sample, self._sampling, show)
+        self._turns, self._images = (*turns, Turn("assistant", (text,))), []
+        return text
+
+
+def _generation(folder: Path) -> Any:
+    """Return the GenerationConfig of a folder; the default one where it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError):
+        return GenerationConfig()
+
+
+def check_generation(folder: Path) -> None:
+    """Raise UserError for a generation_config.json whose values are not what answers are generated with."""
+    if (file := folder / "generation_config.json").exists():
+        check(read_json(file), _GENERATION, str(file))

@@ -1,0 +1,127 @@
+"""`TrainedModel`: the model of a Hugging Face folder on one process, in Transformers' class for it, or in megavlm's own
+for an export in parts.
+
+Chat template, tokens and patches are those of training (`FilesSource`), which equal those of Transformers' processors
+(`tests/parity/test_files_hf.py`) and need neither their code nor torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megavlm.checkpoint.hf.embedding_files import is_in_parts, read_file_of_parts
+from megavlm.checkpoint.hf.hf_files import DTYPES, transformers_model
+from megavlm.checkpoint.hf.pretrained import Pretrained, pretrained_of, with_pretrained_model
+from megavlm.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, PrecisionConfig
+from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.file_source import FilesSource
+from megavlm.data.types import Sample
+from megavlm.errors import UserError
+from megavlm.families.shared.family import ALL_PARTS
+from megavlm.inputs.batch import MicroBatch
+from megavlm.rules.defaults import resolve
+
+_PRECISIONS: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+TYPES = ("auto", *(str(dtype).removeprefix("torch.") for dtype in _PRECISIONS))  # auto: those of the files
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model, and what makes its inputs."""
+
+    folder: Path
+    config: Config
+    source: FilesSource
+    pretrained: Pretrained | None  # None where the model is megavlm's own
+    asked: torch.device
+    dtype: str  # of TYPES
+
+    @classmethod
+    def of(
+        cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto", said: ModelConfig
+    ) -> TrainedModel:
+        """Return the model of a folder, whose weights are read when it is first used. `said` is what the folder's own
+        configuration does not say. Raises UserError for a folder that cannot be used.
+        """
+        if is_in_parts(folder):
+            config = _config_of_parts(folder, data, said, dtype)
+            return cls(folder, config, FilesSource(config), None, device, dtype)
+        given = Config(model=said, checkpoint=CheckpointConfig(init_from=str(folder)), data=data)
+        config, pretrained = resolve(with_pretrained_model(given)), Pretrained.of(folder, *ALL_PARTS)
+        if problems := pretrained.problems():
+            raise UserError(f"{folder} does not contain the model that its config.json describes: {problems[0]}")
+        return cls(folder, config, FilesSource(config), pretrained, device, dtype)
+
+    @property
+    def is_own(self) -> bool:
+        return self.pretrained is None
+
+    @cached_property
+    def module(self) -> Any:
+        """Return the model in evaluation mode on its device. Raises UserError for a device that it does not run on."""
+        if self.is_own:
+            return _own_module(self.config, self.asked)
+        dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        return transformers_model(self.folder, dtype=dtype).to(self.asked)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def spec(self, samples: Sequence[Sample]) -> CollateSpec:
+        return CollateSpec.of(self.config, self.source, seq_length=max(map(len, samples)))
+
+    def batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """Return samples in one micro-batch, each in a row of its own."""
+        return collate([[sample] for sample in samples], self.spec(samples))
+
+    def inputs(self, batch: MicroBatch, mask: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of Transformers' model for a micro-batch, with an attention mask [B, S]."""
+        assert self.pretrained is not None
+        assert self.pretrained.family.inputs is not None
+        given = {**self.pretrained.family.inputs(batch, self.config.model), "attention_mask": mask}
+        dtype = self.module.dtype
+        return {name: each.to(self.device, dtype if each.is_floating_point() else None) for name, each in given.items()}
+
+
+def _config_of_parts(folder: Path, data: DataConfig, said: ModelConfig, dtype: str) -> Config:
+    vision, projector, language = (str(folder / part) for part in ALL_PARTS)
+    found = CheckpointConfig(vision_from=vision, projector_from=projector, language_from=language)
+    config = with_pretrained_model(Config(model=read_file_of_parts(folder, said), checkpoint=found, data=data))
+    if dtype == "auto":
+        (words,) = (each.folder for each in pretrained_of(config) if "language" in each.parts)
+        types = {DTYPES[info.dtype] for info in words.tensors.values()} & _PRECISIONS.keys()
+        chosen = types.pop() if len(types) == 1 else torch.float32
+    else:
+        chosen = getattr(torch, dtype)
+    return resolve(replace(config, precision=PrecisionConfig(_PRECISIONS[chosen])))
+
+
+def _own_module(config: Config, device: torch.device) -> Any:
+    """Return megavlm's model of the folders that a configuration names."""
+    from megavlm import backend
+
+    chosen = backend.activate()
+    if device.type != chosen.device.type:
+        raise UserError(
+            f"--device {device}: an export in parts is run by megavlm itself, which takes {chosen.device} here: leave "
+            "--device out, or hide GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
+
+    from megavlm.checkpoint.hf.importing import load_weights
+    from megavlm.inference.single_process import full_model, single_process_groups
+
+    chunk = full_model(config, single_process_groups(chosen), chosen)
+    load_weights([chunk], pretrained_of(config), config, vocab_size=config.model.language.vocab_size)
+    return chunk.to(chosen.device).eval()
