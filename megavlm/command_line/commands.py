@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
@@ -57,6 +58,19 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{plain(text)} must be a whole number from 1")
     return int(text)
+
+
+def progress(seconds: float = 2.0) -> Callable[[str], None]:
+    """Return a function that prints a line to stderr, but none within so many seconds of the last."""
+    last = time.monotonic()
+
+    def say(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > seconds:
+            last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    return say
 
 
 def reported(command: str) -> Callable[[Main], Main]:

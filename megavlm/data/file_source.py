@@ -16,7 +16,7 @@ from megavlm.data.prompts import choose_prompts
 from megavlm.data.records import Records, is_held_out, name_of, open_records
 from megavlm.data.sample_encoder import Encoder
 from megavlm.data.sample_order import Order, RecordRef, spread, weights_of
-from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows
+from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows, bins_of
 from megavlm.data.source import DataSetShare, HeldOutPrompt, Source
 from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment
 from megavlm.data.workers import WorkerPool
@@ -161,6 +161,15 @@ class FilesSource(Encoder, Source):
             source=encoded.source,
             members=encoded.members,
         )
+
+    def loaded(self, record: EncodedRecord) -> list[Sample]:
+        """Return the samples of a record with the patches of their images. Raises BadSample."""
+        assert record.sample_id is not None
+        return [self.load(Segment(record.sample_id, encoded)) for encoded in record.samples]
+
+    def sequences(self, lengths: Sequence[int]) -> int:
+        """Return how many sequences of the run samples of these lengths fill."""
+        return len(bins_of(lengths, seq_length=self.config.train.seq_length, packing=self.config.data.packing))
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         source, label = self.name(sample_id)

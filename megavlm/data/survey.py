@@ -8,18 +8,26 @@ first windows are, and the rest of the run is assumed to need as many sequences 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megavlm.arch.packing import pack
 from megavlm.config.messages import aligned, several
-from megavlm.config.schema import Config
+from megavlm.config.schema import Config, DatasetConfig
+from megavlm.data.arrays import read_array
+from megavlm.data.decode import MAX_PIXELS, decode
 from megavlm.data.file_source import FilesSource
+from megavlm.data.records import open_records
 from megavlm.data.sampler import bins_of
 from megavlm.data.source import Source
-from megavlm.data.types import EncodedRecord, HeldOut
+from megavlm.data.types import EncodedRecord, HeldOut, ImageRef
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import SkipSummary
+from megavlm.inputs.bad_sample import BadSample, SkipSummary
+from megavlm.inputs.vision_inputs import Channels, measured, vision_input_of
 from megavlm.rules.training_rules import with_train_iters
 
 DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
@@ -128,6 +136,34 @@ def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | No
         return usable / len(lengths)
     copies = math.ceil(_BINS * config.train.seq_length / sum(lengths))  # one sequence more or less hardly counts then
     return usable * copies / len(pack(lengths * copies, config.train.seq_length))
+
+
+def measured_channels(
+    source: DatasetConfig, vision_input: str, channels: int | None, *, samples: int, say: Callable[[str], None]
+) -> tuple[Channels, list[BadSample]]:
+    """Return the statistics of the channels of a data set's images, and what could not be read. At most so many records
+    are read, spread evenly over it; of arrays the first tells the number of channels, where `channels` does not.
+    """
+    records, seen_as = open_records(source), vision_input_of(vision_input, channels or 0)
+    chosen = np.unique(np.linspace(0, len(records) - 1, min(samples, len(records))).astype(int)).tolist()
+    skipped: list[BadSample] = []
+
+    def images() -> Iterator[NDArray[Any]]:
+        known = channels
+        for done, index in enumerate(chosen):
+            say(f"{done} of {len(chosen)} records")
+            try:
+                for visual in records.read(index).images:
+                    if isinstance(visual, ImageRef) and seen_as.make is not None:
+                        yield seen_as.make(decode(visual.source))
+                    elif isinstance(visual, ImageRef):
+                        image = read_array(visual.source, channels=known, max_pixels=MAX_PIXELS)
+                        known = image.shape[-1]
+                        yield image
+            except BadSample as error:
+                skipped.append(error)
+
+    return measured(images()), skipped
 
 
 def validation_line(names: Sequence[str], samples: Sequence[HeldOut]) -> str:

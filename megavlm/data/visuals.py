@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
-from megavlm.data.decode import decode, size_of
-from megavlm.data.types import ImageRef, StoredImage, VideoRef, Visual
+from megavlm.data.decode import MAX_PIXELS, decode, size_of
+from megavlm.data.types import ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
 from megavlm.inputs.bad_sample import BadSample, Reason
-from megavlm.inputs.layout import Layout
+from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
@@ -89,7 +90,7 @@ class Visuals:
         return self.processor.video
 
 
-def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
+def first_frame(visual: Visual, *, max_pixels: int = MAX_PIXELS) -> Pixels:
     """Return an image, or the first frame of a video, as RGB bytes to look at. Raises BadSample if it is damaged."""
     if isinstance(visual, ImageRef) and is_array(visual.source):
         return as_picture(read_array(visual.source, channels=None, max_pixels=max_pixels))
@@ -98,6 +99,60 @@ def first_frame(visual: Visual, *, max_pixels: int) -> Pixels:
     if isinstance(visual.source, tuple):
         return first_frame(visual.source[0], max_pixels=max_pixels)
     return next(clips.frames(visual.source, (0,), max_pixels=max_pixels))
+
+
+def seen(processor: Processor, sample: Sample, number: int) -> tuple[Film | None, list[Pixels]]:
+    """Return the pictures of image `number` of a sample that the vision tower receives, uint8 [height, width, 3]; of a
+    video its frames, and which they are.
+    """
+    image = sample.images[number]
+    if image.film is None:
+        return None, _pictures(processor, image, whole_first=bool(sample.tile_groups))
+    return image.film, _frames(processor, image)
+
+
+def _pictures(processor: Processor, image: Picture, *, whole_first: bool) -> list[Pixels]:
+    """Return the pixels of an image that the tower receives, as pictures uint8 [height, width, 3].
+
+    A tiled image gives its tiles joined and, if there is one, the tile with the whole image.
+    """
+    patches = image.patches().split([rows * columns for rows, columns in image.grids])
+    pictures = [
+        unpatchified(cells, grid, patch=processor.patch_size, mean=processor.mean, std=processor.std)
+        for cells, grid in zip(patches, image.grids, strict=True)
+    ]
+    rows, columns = image.arrangement
+    if not rows or rows * columns + 1 != len(pictures):
+        return pictures
+    whole = pictures.pop(0 if whole_first else -1)
+    lines = [np.concatenate(pictures[row * columns : (row + 1) * columns], axis=1) for row in range(rows)]
+    return [np.concatenate(lines), whole]
+
+
+def _frames(processor: Processor, video: Picture) -> list[Pixels]:
+    """Return the frames of a video that the tower receives, as pictures."""
+    assert processor.video is not None
+    assert video.film is not None
+    span, patch = processor.video.frames_per_patch, processor.patch_size
+    groups = video.patches().unflatten(1, (3, span, -1)).movedim(2, 0)  # [span, P, 3, p·p]
+    sizes = [rows * columns for rows, columns in video.grids]
+    by_frame = [group.flatten(1).split(sizes) for group in groups]
+    pictures = [
+        unpatchified(by_frame[place][number], grid, patch=patch, mean=processor.video.mean, std=processor.video.std)
+        for number, grid in enumerate(video.grids)
+        for place in range(span)
+    ]
+    return pictures[: len(video.film.frames)]
+
+
+def unpatchified(
+    patches: Tensor, grid: tuple[int, int], *, patch: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Pixels:
+    """Return the pixels [height, width, 3] of row-major, normalised patches [rows·columns, 3·p·p]: undo `patchify`."""
+    rows, columns = grid
+    cells = patches.numpy().reshape(rows, columns, 3, patch, patch).transpose(0, 3, 1, 4, 2)
+    values = cells.reshape(rows * patch, columns * patch, 3) * np.array(std) + np.array(mean)
+    return np.clip(np.rint(values * 255), 0, 255).astype(np.uint8)
 
 
 def stored(number: int, layout: Layout) -> StoredImage:

@@ -68,10 +68,14 @@ def conversation(
 
     `find` returns an image by its name, `find_video` a video. Raises BadSample.
     """
-    named = _listed(record, "videos", "video")
-    turns = read(Reader(find, find_video, has_videos=bool(named)))
-    images = [image_of(image, find) for image in _listed(record, "images", "image")]
-    return _placed(turns, images, [video_of(video, find_video, record.get("fps")) for video in named])
+    turns = read(Reader(find, find_video, has_videos=bool(listed(record, "videos", "video"))))
+    return _placed(turns, *visuals_of(record, find, find_video))
+
+
+def visuals_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> tuple[list[Visual], list[Visual]]:
+    """Return the images and the videos that fields of a record hold or name. Raises BadSample."""
+    videos = [video_of(video, find_video, record.get("fps")) for video in listed(record, "videos", "video")]
+    return [image_of(image, find) for image in listed(record, "images", "image")], [*videos]
 
 
 def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
@@ -189,7 +193,8 @@ def _split(text: str, *, videos: bool) -> Parts:
     return [slots[piece] if number % 2 else piece for number, piece in enumerate(pieces)]
 
 
-def _listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
+def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
+    """Return the values of the first of these fields that has any: it may be a list, one as JSON, or a single value."""
     for field in fields:
         value = from_cell(record.get(field))
         if value is not None and value != []:

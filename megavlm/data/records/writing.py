@@ -11,25 +11,31 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megavlm.config.messages import several
+from megavlm.config.schema import DatasetConfig
 from megavlm.data import clips
+from megavlm.data.arrays import array_size
 from megavlm.data.decode import MAX_PIXELS, content_of, size_of
 from megavlm.data.records.containers import Records
+from megavlm.data.records.opening import is_tars, open_records
 from megavlm.data.records.tar_sample import ARRAYS
 from megavlm.data.records.tars import indexed
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.errors import UserError
-from megavlm.files import open_new, open_to_append, replace_file
+from megavlm.files import check_folder, open_new, open_to_append, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
+from megavlm.inputs.vision_inputs import vision_input_of
 from megavlm.json_files import read_json
 from megavlm.paths import FileRange, open_regular
 from megavlm.storage.transfer import StoredFile
@@ -64,6 +70,51 @@ class Notes:
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_bytes: int = 0  # length of `skipped.jsonl`
 
+    def report(self, out: Path) -> Iterator[str]:
+        """Yield the lines on what was written to the folder `out`."""
+        skipped = several(sum(self.skipped.values()), "record")
+        yield f"{out}: {several(self.samples, 'sample')} in {several(self.shards, 'tar')}, {skipped} skipped"
+        for reason, number in sorted(self.skipped.items(), key=lambda item: -item[1]):
+            yield f"  {number} {reason}"
+        if self.skipped:
+            yield f"  {out / SKIPPED} lists them"
+
+
+def prepare(
+    source: DatasetConfig,
+    out: Path,
+    *,
+    shard_mib: int,
+    shuffle: int | None,
+    vision_input: str,
+    channels: int | None,
+    say: Callable[[str], None],
+) -> Notes:
+    """Write a data set as tars of about `shard_mib` MiB in the folder `out`, in its order or shuffled with a seed, and
+    return what was written. Images are those of a vision input with so many channels. Raises UserError.
+    """
+    if is_tars(source):
+        raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
+    check_folder("OUT_DIR", out)
+    records = open_records(source, pairs=False)
+    count = len(records)
+    order = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
+    recipe = {
+        "source": str(Path(source.path).resolve()),
+        "kind": source.kind,
+        "image_root": source.image_root,
+        "records": count,
+        "shard_mib": shard_mib,
+        "shuffle": shuffle,
+    }
+    if source.columns:
+        recipe["columns"] = dict(source.columns)
+    look: Look = size_of
+    if vision_input_of(vision_input, channels or 0).array_channels is not None:
+        recipe |= {"vision_input": vision_input, "vision_in_channels": channels}
+        look = partial(array_size, channels=channels, max_pixels=MAX_PIXELS)
+    return write_shards(records, out, recipe=recipe, order=order, shard_bytes=shard_mib * 2**20, look=look, say=say)
+
 
 def write_shards(
     records: Records,
@@ -73,13 +124,13 @@ def write_shards(
     order: NDArray[np.int64],
     shard_bytes: int,
     look: Look = size_of,
-    progress: Callable[[int, Notes], None] = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Notes:
     """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, with their index.
 
     Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
-    with each image, whose header it checks; `progress` with the number of records read so far and the notes of the last
-    complete shard. Raises UserError if `out` holds other files, or if no record can be used.
+    with each image, whose header it checks; `say` with a line on how far it is. Raises UserError if `out` holds other
+    files, or if no record can be used.
     """
     notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
@@ -99,7 +150,7 @@ def write_shards(
                     counts[bad.reason] += 1
                     skipped.write(_line(records.label(index), bad))
                     bad_ones.add([Skipped(records.label(index), records.name, bad.reason, bad.detail)])
-                progress(notes.records + read, notes)
+                say(f"{notes.records + read} of {len(order)} records, {notes.shards} tars")
             samples.close()
             shard.close()
             skipped.flush()

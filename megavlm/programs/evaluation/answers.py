@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.survey import rounded
 from megavlm.data.types import Sample
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, replace_file
 from megavlm.inference.assistant import Assistant, Sampling
-from megavlm.inputs.bad_sample import REMEDIES, BadSample, Skipped, SkipSummary
+from megavlm.inputs.bad_sample import BadSample, Skipped, SkipSummary
 from megavlm.json_files import read_json
 from megavlm.paths import open_regular
 from megavlm.programs.charts import duration
@@ -51,7 +50,7 @@ def refuse_unreadable(tasks: Sequence[Task]) -> None:
         if len(failed) > _MOST_UNREADABLE * len(task.questions):
             raise UserError(
                 f"--task {task.name}: {len(failed):,} of {len(task.questions):,} questions could not be asked: "
-                f"{SkipSummary().add(failed).message(REMEDIES)}"
+                f"{SkipSummary().add(failed).message()}"
             )
 
 
@@ -95,7 +94,7 @@ def progress(done: int, total: int, seconds: float) -> str:
     """Return how far an evaluation is, how fast, and how much longer it takes at that rate."""
     rate = done / seconds if seconds else 0.0
     left = f", {duration((total - done) / rate)} left" if rate and done < total else ""
-    return f"{done:,} of {total:,} questions, {rounded(rate)} a second{left}"
+    return f"{done:,} of {total:,} questions, {rate:.3g} a second{left}"
 
 
 SETTINGS = "settings.json"

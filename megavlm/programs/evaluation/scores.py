@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from megavlm.config.messages import several
-from megavlm.data.decode import MAX_PIXELS
 from megavlm.data.types import Visual
 from megavlm.data.visuals import first_frame
 from megavlm.html import document, facts, picture, section, table
@@ -108,7 +107,7 @@ def _picture(visual: Visual) -> str:
 
     Raises BadSample if it cannot be decoded.
     """
-    return picture(first_frame(visual, max_pixels=MAX_PIXELS), side=_SIDE)
+    return picture(first_frame(visual), side=_SIDE)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from typing import Any
 from megavlm.config.messages import shown
 from megavlm.config.option import option
 from megavlm.config.schema import DatasetConfig
-from megavlm.data.records.media import image_of, video_of
 from megavlm.data.records.opening import RawRecords, open_rows
-from megavlm.data.records.turns import from_cell
+from megavlm.data.records.turns import listed, visuals_of
 from megavlm.data.types import Conversation, Turn, Visual
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample
 from megavlm.programs.evaluation.metrics import ANNOTATORS, LETTERS, METRICS, chosen_letter, question_with_choices
-from megavlm.rules.fields import Kind
+from megavlm.rules.fields import record_of_word
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ class Task:
         """
         if not question.pictures:
             return []
-        record = self.raw.records.read(question.number)
-        images = [image_of(image, self.raw.find) for image in _images(record)]
-        return [*images, *(video_of(video, self.raw.find_video, record.get("fps")) for video in _videos(record))]
+        images, videos = visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video)
+        return [*images, *videos]
 
     def conversation(self, question: TaskQuestion, system: str | None) -> Conversation:
         """Return the turns before the answer. Raises BadSample as `pictures` does."""
@@ -89,8 +87,7 @@ class Task:
 
 def task_option(text: str) -> TaskOption:
     """Return what `--task` was given. Raises UserError."""
-    (found,) = Kind(TaskOption, many=True).from_words([text], name="--task")
-    assert isinstance(found, TaskOption)
+    found: TaskOption = record_of_word(TaskOption, text, name="--task")
     if found.metric is not None:
         _check_metric(found.metric, f"--task {text}")
     return found
@@ -117,11 +114,11 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQ
     text = record.get("question")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where} has no field `question` with a text: write one, or add columns=question:NAME")
-    references = _texts(_first(record, "answers", "answer"), where, "answers")
-    choices = _texts(record["choices"], where, "choices") if record.get("choices") is not None else ()
+    references = _texts(record, where, "answers", "answer")
+    choices = _texts(record, where, "choices") if record.get("choices") is not None else ()
     chosen = metric or record.get("metric") or ("multiple_choice" if choices else "exact_match")
     _check_metric(chosen, where)
-    images, videos = _images(record), _videos(record)
+    images, videos = listed(record, "images", "image"), listed(record, "videos", "video")
     asked = (question_with_choices(text, choices), images, videos, record.get("fps") if videos else None)
     digest = hashlib.sha256(repr(asked).encode()).digest()
     question = TaskQuestion(number, label, text, references, chosen, choices, bool(images or videos), digest)
@@ -129,28 +126,13 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQ
     return question
 
 
-def _images(record: Mapping[str, Any]) -> list[Any]:
-    return _listed(_first(record, "images", "image"))
-
-
-def _videos(record: Mapping[str, Any]) -> list[Any]:
-    return _listed(_first(record, "videos", "video"))
-
-
-def _first(record: Mapping[str, Any], several: str, one: str) -> Any:
-    return from_cell(record.get(one) if record.get(several) is None else record[several])
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _texts(value: Any, where: str, field: str) -> tuple[str, ...]:
+def _texts(record: Mapping[str, Any], where: str, *fields: str) -> tuple[str, ...]:
     """Return a text or a list of texts, numbers included, as texts."""
-    value = from_cell(value)
-    values = value if isinstance(value, list) else [value]
+    values = listed(record, *fields)
     if not values or not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values):
-        raise UserError(f"{where} needs a field `{field}` with one text or a list of texts, and has {shown(value)}")
+        raise UserError(
+            f"{where} needs a field `{fields[0]}` with one text or a list of texts, and has {shown(values or None)}"
+        )
     return tuple(map(str, values))
 
 

@@ -7,19 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from html import escape
 from itertools import chain, groupby, zip_longest
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
-from megavlm.data.sampler import bins_of
-from megavlm.data.types import EncodedRecord, Picture, Sample, Segment
+from megavlm.data.types import EncodedRecord, Sample
+from megavlm.data.visuals import seen
 from megavlm.errors import UserError
 from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
-from megavlm.inputs.processor import Processor
 from megavlm.rules.defaults import resolve
 
 _MOST_SKIPPED = 5  # examples that are listed for each reason
@@ -37,15 +31,14 @@ def page(config: Config, *, most: int, title: str) -> str:
 
     Raises UserError if the run has no `--datasets` or they cannot be opened.
     """
-    if data_kind(config) != "files":
+    if not config.data.datasets:
         raise UserError("there is nothing to preview without --datasets: name your data sets, or a --config that does")
-    config = resolve(config)
-    source = FilesSource(config)
+    source = FilesSource(resolve(config))
     records = source.first_window()
     usable = [record for record in records if record.samples]
     samples, undecodable = _samples(source, usable, most)
     skipped = [*chain.from_iterable(record.skipped for record in records), *undecodable]
-    about = facts((("samples looked at", f"{len(records):,}"), *_facts(config, source, usable)))
+    about = facts((("samples looked at", f"{len(records):,}"), *_facts(source, usable)))
     body = [
         f"<header><h1>{escape(title)}</h1>{about}</header>",
         *(f'<p class="warning">{escape(text)}</p>' for text in source.warnings()),
@@ -58,10 +51,10 @@ def page(config: Config, *, most: int, title: str) -> str:
     return document(title, body)
 
 
-def _facts(config: Config, source: FilesSource, usable: Sequence[EncodedRecord]) -> tuple[tuple[str, str], ...]:
-    length = config.train.seq_length
+def _facts(source: FilesSource, usable: Sequence[EncodedRecord]) -> tuple[tuple[str, str], ...]:
+    config, length = source.config, source.config.train.seq_length
     lengths = [sample.cost.length for record in usable for sample in record.samples]
-    sequences = len(bins_of(lengths, seq_length=length, packing=config.data.packing))
+    sequences = source.sequences(lengths)
     return (
         ("sequences", f"{sequences:,} of {length:,} tokens"),
         ("positions filled", f"{sum(lengths) / max(1, sequences * length):.2%}"),
@@ -126,11 +119,11 @@ def _in_full(source: FilesSource, record: EncodedRecord) -> Iterator[str]:
     """Yield each sample of a record: its images, and its text with the trained tokens marked."""
     assert record.sample_id is not None
     index, label = source.label(record.sample_id)
-    samples = [source.load(Segment(record.sample_id, encoded)) for encoded in record.samples]
+    samples = source.loaded(record)
     for number, sample in enumerate(samples, start=1):
         piece = f", piece {number} of {len(samples)}" if len(samples) > 1 else ""
         nothing = "" if sample.trained.any() else ' <span class="warning">nothing is trained</span>'
-        images = "".join(_image(source, sample, image) for image in sample.images)
+        images = "".join(_image(source, sample, place) for place in range(len(sample.images)))
         text = marked(
             sample.tokens.tolist(),
             sample.trained.tolist(),
@@ -173,60 +166,15 @@ def marked(
     return "".join(parts)
 
 
-def _image(source: FilesSource, sample: Sample, image: Picture) -> str:
+def _image(source: FilesSource, sample: Sample, number: int) -> str:
     """Return the pictures of an image that the vision tower receives, or the frames of a video with their times."""
-    if image.film is None:
-        pictures = _pictures(source.processor, image, whole_first=bool(sample.tile_groups))
+    film, pictures = seen(source.processor, sample, number)
+    if film is None:
         return f'<div class="tiles">{"".join(picture(pixels, side=_SIDE) for pixels in pictures)}</div>'
-    frames = _frames(source.processor, image)
     drawn = (
         f"<figure>{picture(pixels, side=_FRAME)}<figcaption>{second:.2f} s</figcaption></figure>"
-        for pixels, second in zip(frames, image.film.seconds, strict=True)
+        for pixels, second in zip(pictures, film.seconds, strict=True)
     )
-    height, width = frames[0].shape[:2]
-    about = f"video: {len(frames):,} frames of {height}×{width} pixels"
+    height, width = pictures[0].shape[:2]
+    about = f"video: {len(pictures):,} frames of {height}×{width} pixels"
     return f'<div class="video"><p class="quiet">{about}</p><div class="film">{"".join(drawn)}</div></div>'
-
-
-def _pictures(processor: Processor, image: Picture, *, whole_first: bool) -> list[NDArray[np.uint8]]:
-    """Return the pixels of an image that the tower receives, as pictures uint8 [height, width, 3].
-
-    A tiled image gives its tiles joined and, if there is one, the tile with the whole image.
-    """
-    patches = image.patches().split([rows * columns for rows, columns in image.grids])
-    pictures = [
-        unpatchified(cells, grid, patch=processor.patch_size, mean=processor.mean, std=processor.std)
-        for cells, grid in zip(patches, image.grids, strict=True)
-    ]
-    rows, columns = image.arrangement
-    if not rows or rows * columns + 1 != len(pictures):
-        return pictures
-    whole = pictures.pop(0 if whole_first else -1)
-    lines = [np.concatenate(pictures[row * columns : (row + 1) * columns], axis=1) for row in range(rows)]
-    return [np.concatenate(lines), whole]
-
-
-def _frames(processor: Processor, video: Picture) -> list[NDArray[np.uint8]]:
-    """Return the frames of a video that the tower receives, as pictures."""
-    assert processor.video is not None
-    assert video.film is not None
-    span, patch = processor.video.frames_per_patch, processor.patch_size
-    groups = video.patches().unflatten(1, (3, span, -1)).movedim(2, 0)  # [span, P, 3, p·p]
-    sizes = [rows * columns for rows, columns in video.grids]
-    by_frame = [group.flatten(1).split(sizes) for group in groups]
-    pictures = [
-        unpatchified(by_frame[place][number], grid, patch=patch, mean=processor.video.mean, std=processor.video.std)
-        for number, grid in enumerate(video.grids)
-        for place in range(span)
-    ]
-    return pictures[: len(video.film.frames)]
-
-
-def unpatchified(
-    patches: Tensor, grid: tuple[int, int], *, patch: int, mean: tuple[float, ...], std: tuple[float, ...]
-) -> NDArray[np.uint8]:
-    """Return the pixels [height, width, 3] of row-major, normalised patches [rows·columns, 3·p·p]: undo `patchify`."""
-    rows, columns = grid
-    cells = patches.numpy().reshape(rows, columns, 3, patch, patch).transpose(0, 3, 1, 4, 2)
-    values = cells.reshape(rows * patch, columns * patch, 3) * np.array(std) + np.array(mean)
-    return np.clip(np.rint(values * 255), 0, 255).astype(np.uint8)

@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from megavlm.command_line.parsing import parse
+from megavlm.data.visuals import unpatchified
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.patches import patchify
 from megavlm.programs.prepare import main as prepare
-from megavlm.programs.preview.page import _image, marked, page, skipped_samples, unpatchified
+from megavlm.programs.preview.page import _image, marked, page, skipped_samples
 from megavlm.programs.preview.preview import main
 from tests.support.data_files import record, sources_of, write_all
 from tests.support.html import told
@@ -137,6 +138,6 @@ def test_frames_of_a_video_have_their_times() -> None:
         patches=lambda: torch.from_numpy(patches),
     )
     processor = SimpleNamespace(patch_size=2, video=SimpleNamespace(frames_per_patch=2, **normal))
-    text = _image(SimpleNamespace(processor=processor), SimpleNamespace(), video)  # type: ignore[arg-type]
+    text = _image(SimpleNamespace(processor=processor), SimpleNamespace(images=[video]), 0)  # type: ignore[arg-type]
     assert [int(each.mean()) for each in images_of(text)] == [0, 1, 2]
     assert told(text) == "video: 3 frames of 4×4 pixels 0.00 s 0.50 s 1.00 s"

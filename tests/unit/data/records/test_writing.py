@@ -59,9 +59,7 @@ def source(tmp_path: Path) -> Path:
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mebibytes of a few kilobytes, so that few records make several shards."""
     real = writing.write_shards
-    monkeypatch.setattr(
-        "megavlm.programs.prepare.write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k)
-    )
+    monkeypatch.setattr(writing, "write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k))
 
 
 def prepare(source: Path, out: Path, *options: str) -> int:
