@@ -13,12 +13,14 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megavlm.checkpoint import folders, manifest
 from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, FileSum
 from megavlm.errors import UserError
+from megavlm.storage import is_url
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move
 
@@ -53,6 +55,11 @@ class StoredCheckpoint:
     @property
     def bytes(self) -> int:
         return sum(self.files.values())
+
+    @property
+    def saved(self) -> datetime:
+        """Return when it was saved, in local time. Raises StoreError."""
+        return self.folder.modified(MANIFEST if self.is_complete else min(self.files)).astimezone()
 
     def sums(self) -> dict[str, FileSum]:
         """Return what the manifest says of the files. Raises StoreError, or ValueError for a damaged manifest."""
@@ -89,6 +96,14 @@ def place_of(url: str) -> tuple[Store, str | None]:
     store = Store.at(url)
     below = store.below("checkpoints")
     return (below if found_in(below) else store), None
+
+
+def checkpoints_at(place: str) -> list[StoredCheckpoint]:
+    """Return the checkpoints that a path or URL names: itself, or all of a run, oldest first. Raises UserError."""
+    store, only = place_of(place)
+    if found := [each for each in found_in(store) if only in (None, each.name)]:
+        return found
+    raise UserError(f"{place} holds no checkpoints: give a run folder or URL, its checkpoints, or one of them")
 
 
 def found_in(store: Store) -> list[StoredCheckpoint]:
@@ -176,6 +191,41 @@ def commit_download(stored: StoredCheckpoint, root: Path) -> Path:
         folders.set_aside(final)
     folders.rename_flushed(temporary, final)
     return final
+
+
+def copied(source: StoredCheckpoint, to: str) -> str:
+    """Copy a checkpoint between disks, or a disk and a store; verify it while it is read and once it is written.
+
+    Returns where it is. Raises UserError for one that is damaged or there already, and StoreError.
+    """
+    target, holds = Store.at(to), folders.Holds()
+    if any(each.name == source.name for each in found_in(target)):
+        raise UserError(f"{to}/{source.name} is already there: remove it, or copy to another place")
+    if is_url(to) and is_url(str(source)):
+        raise UserError(f"{source} is in a store like {to}: copy it to a folder first, and from there")
+    try:
+        if not is_url(str(source)):
+            holds.add(Path(str(source)))
+        if problem := first_look(source):
+            raise UserError(f"{source} is damaged: {problem}")
+        if not is_url(to):
+            sums = source.sums()
+            download(source, Path(to), sums, sums)
+            return str(commit_download(source, Path(to)))
+        upload(Path(str(source)), target, done=set())
+    except DamagedInStore:
+        shutil.rmtree(temporary_for(Path(to), source.name), ignore_errors=True)
+        raise
+    except StoreError:
+        raise
+    except OSError as error:
+        raise UserError(f"{source} cannot be copied to {to}: {manifest.in_words(error)}") from error
+    finally:
+        holds.release()
+    (found,) = (each for each in complete_in(target) if each.name == source.name)
+    if problem := damage(found):
+        raise UserError(f"{found} does not read back as it was written: {problem}")
+    return str(found)
 
 
 def temporary_for(root: Path, name: str) -> Path:

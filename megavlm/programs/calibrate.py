@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
@@ -22,8 +21,6 @@ from megavlm.command_line.configuration import configured
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
-from megavlm.planner.fit import TimedLayer, fit, predicted
-from megavlm.planner.hardware import PROFILES, Hardware, profile_of_device
 from megavlm.world import world_of
 
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
@@ -97,68 +94,21 @@ def calibrate(options: argparse.Namespace) -> None:
     backend = backends.activate()
     import torch.distributed as dist
 
-    from megavlm.train.calibration import measure_link, timed_layers
+    from megavlm.train.calibration import measured_hardware
 
-    rounds: list[tuple[list[TimedLayer], list[TimedLayer]]] = []
-    rates: list[float] = []
+    sizes = SIZES if backend.is_cpu else GPU_SIZES
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(options.rounds):
-            forward: list[TimedLayer] = []
-            backward: list[TimedLayer] = []
-            for size in SIZES if backend.is_cpu else GPU_SIZES:
-                config = config_of(size, options.precision, folder, processes=world)
-                ahead, back, rate = timed_layers(config, backend, repeats=options.repeats)
-                forward, backward, rates = [*forward, *ahead], [*backward, *back], [*rates, rate]
-            rounds.append((forward, backward))
-    forward, backward = (medians([each[side] for each in rounds]) for side in (0, 1))
-    between = measure_link(backend)
+        configs = [config_of(size, options.precision, folder, processes=world) for size in sizes]
+        hardware, told = measured_hardware(
+            configs,
+            backend,
+            repeats=options.repeats,
+            rounds=options.rounds,
+            processes_per_node=place.local_world_size or world,
+        )
     first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
     if first:
-        base = PROFILES["cpu"] if backend.is_cpu else profile_of_device(backend.name) or PROFILES["h100"]
-        hardware = replace(
-            base,
-            name=backend.name,
-            source=f"measured with {world} processes, {options.precision}",
-            memory=_memory(on_cpu=backend.is_cpu, processes=place.local_world_size or world),
-            forward=fit(forward, base.peak),
-            backward=fit(backward, base.peak),
-            memory_bandwidth=statistics.median(rates),
-            near=between or base.near,
-            devices_per_node=max(base.devices_per_node, world),
-        )
         write_out("--out", options.out, json.dumps(asdict(hardware), indent=2) + "\n")
-        print(_summary(hardware, forward, backward))
-
-
-def medians(rounds: Sequence[Sequence[TimedLayer]]) -> list[TimedLayer]:
-    """Return each layer's median time over the rounds, which list the same layers."""
-    return [replace(same[0], seconds=statistics.median(s.seconds for s in same)) for same in zip(*rounds, strict=True)]
-
-
-def _memory(*, on_cpu: bool, processes: int) -> float:
-    """Return the bytes available to one process's tensors: 90 % of a GPU, or an equal share of 80 % of host memory."""
-    if on_cpu:
-        import psutil
-
-        return float(psutil.virtual_memory().total) * 0.8 / processes
-    import torch
-
-    return float(torch.cuda.mem_get_info()[1]) * 0.9
-
-
-def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequence[TimedLayer]) -> str:
-    lines = [f"{hardware.name}: {hardware.source}"]
-    for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
-        errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
-        lines.append(
-            f"{side:9} matmul {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
-            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs per call; "
-            f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
-        )
-    lines.append(
-        f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
-        f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
-    )
-    return "\n".join(lines)
+        print(told)

@@ -8,8 +8,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,15 +23,76 @@ from megavlm.config.schema import Config
 from megavlm.model.context import MicroBatchContext
 from megavlm.parallel.groups import destroy_groups
 from megavlm.planner.cost import features_of, update_bytes
-from megavlm.planner.fit import TimedLayer
-from megavlm.planner.hardware import Link
+from megavlm.planner.fit import TimedLayer, fit, predicted
+from megavlm.planner.hardware import PROFILES, Hardware, Link, profile_of_device
 from megavlm.planner.terms import ATTENTION_BACKWARD
 from megavlm.train.build import build
 from megavlm.train.loop import close
 from megavlm.train.run import Run
 
+Timed = tuple[list[TimedLayer], list[TimedLayer], float]  # of a model: forward, backward, bytes/s of the optimizer
 
-def timed_layers(config: Config, backend: Backend, *, repeats: int) -> tuple[list[TimedLayer], list[TimedLayer], float]:
+
+def measured_hardware(
+    configs: Sequence[Config], backend: Backend, *, repeats: int, rounds: int, processes_per_node: int
+) -> tuple[Hardware, str]:
+    """Return the profile of this machine by the layers of small models, and words on it; all ranks call it.
+
+    Medians over rounds cancel slow drifts of speed.
+    """
+    timed = [[timed_layers(config, backend, repeats=repeats) for config in configs] for _ in range(rounds)]
+    forward, backward = ([_median(same) for same in zip(*_layers(timed, side), strict=True)] for side in (0, 1))
+    between, world = measure_link(backend), dist.get_world_size()
+    base = PROFILES["cpu"] if backend.is_cpu else profile_of_device(backend.name) or PROFILES["h100"]
+    hardware = replace(
+        base,
+        name=backend.name,
+        source=f"measured with {world} processes, {configs[0].precision.dtype}",
+        memory=_memory(on_cpu=backend.is_cpu, processes=processes_per_node),
+        forward=fit(forward, base.peak),
+        backward=fit(backward, base.peak),
+        memory_bandwidth=statistics.median(rate for models in timed for _, _, rate in models),
+        near=between or base.near,
+        devices_per_node=max(base.devices_per_node, world),
+    )
+    return hardware, _summary(hardware, forward, backward)
+
+
+def _layers(timed: Sequence[Sequence[Timed]], side: Literal[0, 1]) -> list[list[TimedLayer]]:
+    """Return the layers of all models in each round, of the forward or the backward pass."""
+    return [[layer for model in models for layer in model[side]] for models in timed]
+
+
+def _median(same: Sequence[TimedLayer]) -> TimedLayer:
+    return replace(same[0], seconds=statistics.median(each.seconds for each in same))
+
+
+def _memory(*, on_cpu: bool, processes: int) -> float:
+    """Return the bytes available to one process's tensors: 90 % of a GPU, or an equal share of 80 % of host memory."""
+    if on_cpu:
+        import psutil
+
+        return float(psutil.virtual_memory().total) * 0.8 / processes
+    return float(torch.cuda.mem_get_info()[1]) * 0.9
+
+
+def _summary(hardware: Hardware, forward: Sequence[TimedLayer], backward: Sequence[TimedLayer]) -> str:
+    lines = [f"{hardware.name}: {hardware.source}"]
+    for side, rates, samples in (("forward", hardware.forward, forward), ("backward", hardware.backward, backward)):
+        errors = [abs(predicted(sample, rates) / sample.seconds - 1) for sample in samples]
+        lines.append(
+            f"{side:9} matmul {rates.matmul / 1e9:8.1f} GFLOP/s, attention {rates.attention / 1e9:8.1f} GFLOP/s, "
+            f"memory {rates.bandwidth / 1e9:6.2f} GB/s, {rates.overhead * 1e6:4.0f} µs per call; "
+            f"median error {statistics.median(errors):.0%} over {len(errors)} layers"
+        )
+    lines.append(
+        f"optimizer {hardware.memory_bandwidth / 1e9:.2f} GB/s; between processes {hardware.near.bandwidth / 1e9:.2f} "
+        f"GB/s, {hardware.near.latency * 1e6:.0f} µs; {hardware.memory / 2**30:.1f} GiB for tensors"
+    )
+    return "\n".join(lines)
+
+
+def timed_layers(config: Config, backend: Backend, *, repeats: int) -> Timed:
     """Return (forward samples, backward samples, bytes/s of an optimizer step) of a configuration at TP 1, PP 1."""
     destroy_groups()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -282,7 +282,6 @@ def test_copies_between_disk_and_store_are_verified(
     assert manifest.damage(back / folder.name) is None
     assert program.main(["copy", store.url, "memory://elsewhere"]) == 2
     assert "copy it to a folder first" in capsys.readouterr().err
-    assert program.main(["prune", store.url, "--keep", "1", "--delete"]) == 0
     assert [each.name for each in remote.complete_in(store)] == [folder.name]
 
 

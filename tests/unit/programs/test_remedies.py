@@ -56,14 +56,12 @@ REMEDIES = {
     ),
     "a folder in a store": ("prepare {d}/text.jsonl gs://bucket/tars", "prepare {d}/text.jsonl {d}/stored"),
     "a folder that nobody can make": ("prepare {d}/text.jsonl /proc/tars", "prepare {d}/text.jsonl {d}/elsewhere"),
-    "keep": ("checkpoint prune {d}", "checkpoint prune {d} --keep 2"),
     "a name of the hub to plan": ("plan --gpus 1 --model acme/vlm", "plan --gpus 1 --hf acme/vlm"),
 }
 
 # What is missing then.
 LATER = {
     "flags of the run": "--run-dir /runs/a is on the disk of each pod",
-    "keep": "holds no checkpoints",
     "a name of the hub to plan": "--hf acme/vlm is neither",
 }
 

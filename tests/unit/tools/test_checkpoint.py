@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import SUMMARY
 from megavlm.programs.checkpoint import main
 from tests.support.manifests import committed
@@ -43,30 +42,6 @@ def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("  ")[-1] for line in lines] == ["whole", "whole", "whole", "common.pt is missing"]
     assert main(["show", str(run / "checkpoints/iter_0000020")]) == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 20
-
-
-def test_prune_prints_first_and_deletes_when_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["prune", str(run), "--keep", "1", "--keep-every", "20"]
-    assert main(argv) == 0
-    assert capsys.readouterr().out.count("would be deleted") == 2
-    assert len(folders.complete(run / "checkpoints")) == 4
-    assert main([*argv, "--delete"]) == 0
-    assert [iteration for iteration, _ in folders.complete(run / "checkpoints")] == [20, 40]
-
-
-def test_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "checkpoints"
-    for iteration, accuracy in ((1, 0.5), (2, 0.75), (3, 0.625)):
-        summary = {"metrics": {"eval_count": accuracy}, "keep_best": ["eval_count", "max"]}
-        committed(root, iteration, {SUMMARY: json.dumps(summary)})
-    assert main(["list", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "eval_count 0.625" in lines[2]
-    assert main(["prune", str(tmp_path), "--keep", "1", "--keep-best", "count", "--delete"]) == 2
-    assert "--keep-best count is a metric that no checkpoint has: use one of eval_count" in capsys.readouterr().err
-    argv = ["prune", str(tmp_path), "--keep", "1", "--keep-best", "eval_count", "--delete"]
-    assert main([*argv, "--keep-best-mode", "max"]) == 0
-    assert [iteration for iteration, _ in folders.complete(root)] == [2, 3]
 
 
 def test_copy_verifies(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
