@@ -3,8 +3,7 @@
     python benchmarks/start.py --times 5
     python benchmarks/start.py --cold       # without compiled modules, as after an installation
 
-Other programs on the machine only add to a part, so that its shortest time counts. `megavlm/planner/start_time.py` has
-these figures.
+Other programs on the machine only add to a part, so that its shortest time counts.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megavlm.arch.dims import dims_of
 from megavlm.arch.kinds import step_flops
-from megavlm.arch.scenario import Scenario, expert_imbalance, scenario_of
+from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
 from megavlm.arch.workload import times, typical_images, typical_workload
 from megavlm.config.schema import Config
@@ -53,20 +53,12 @@ class Rejected:
 class LayoutEvaluator:
     """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
 
-    def __init__(
-        self,
-        config: Config,
-        hardware: Hardware,
-        *,
-        imbalance: float | None = None,
-        stages: Sequence[Hardware] = (),
-    ) -> None:
-        """`imbalance` is that of experts; default: `expert_imbalance`. `stages`: devices of equal runs of pipeline
-        stages, the first stages' first, where not all are `hardware`; this is then what counts for all else.
+    def __init__(self, config: Config, hardware: Hardware, *, stages: Sequence[Hardware] = ()) -> None:
+        """`stages`: devices of equal runs of pipeline stages, the first stages' first, where not all are `hardware`;
+        this is then what counts for all else.
         """
         self.config, self.hardware = config, hardware
-        self.stages = tuple(LayoutEvaluator(config, each, imbalance=imbalance) for each in stages)
-        self.imbalance = expert_imbalance(config) if imbalance is None else imbalance
+        self.stages = tuple(LayoutEvaluator(config, each) for each in stages)
         step = times(typical_workload(config), config.train.global_batch_size)
         self.tokens = step.tokens
         self.flops = step_flops(config, step)
@@ -191,7 +183,7 @@ class LayoutEvaluator:
         layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
         dims, colocated = dims_of(layout, world=candidate.dims.world), candidate.placement == "colocated"
         on_gpu = self.hardware.on_gpu
-        return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated, imbalance=self.imbalance)
+        return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated)
 
     def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megavlm.arch.scenario import expert_imbalance
 from megavlm.config.messages import aligned
 from megavlm.planner.evaluator import GIB, Estimate, Rejected
 from megavlm.planner.host_memory import host_line
@@ -60,8 +61,8 @@ def _experts(outcome: SearchResult) -> list[str]:
     """Return a line on what was assumed of experts that ranks share, if they do in any of the best layouts."""
     if all(each.candidate.dims.ep == 1 for each in outcome.best):
         return []
-    imbalance = outcome.evaluator.imbalance
-    return [f"the busiest rank of --ep is taken to compute {imbalance:g} × the mean (--expert-imbalance)"]
+    imbalance = expert_imbalance(outcome.evaluator.config)
+    return [f"the busiest rank of --ep is taken to compute {imbalance:g} × the mean"]
 
 
 def _offloads(outcome: SearchResult) -> list[str]:

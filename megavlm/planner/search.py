@@ -11,8 +11,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megavlm.arch.workload import typical_workload
 from megavlm.config.derived import offloaded as kinds_offloaded
 from megavlm.config.schema import Config
+from megavlm.errors import UserError
 from megavlm.planner.candidates import Candidate, Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator, Rejected
 from megavlm.planner.hardware import Hardware, for_precision
@@ -26,7 +28,7 @@ class SearchResult:
     rejected: tuple[Rejected, ...]
     simulated: int
     tried: int
-    evaluator: LayoutEvaluator  # with the device and the imbalance of experts that were assumed
+    evaluator: LayoutEvaluator  # with the device that was assumed
 
     def config(self, config: Config) -> Config:
         """Return the configuration with the best layout."""
@@ -41,21 +43,25 @@ def search(
     *,
     space: Space | None = None,
     top: int = 10,
-    imbalance: float | None = None,
     stages: Sequence[Hardware] = (),
 ) -> SearchResult:
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
-    `imbalance`: rows of the busiest rank that shares experts ÷ the mean; default: `expert_imbalance`. `stages`: the
-    devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do together.
+    `stages`: the devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do
+    together. Raises UserError for images that no sequence can hold.
     """
+    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
+        raise UserError(
+            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
+            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
+        )
     space = space or Space()
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))
     precision = config.precision.dtype
     own = [for_precision(each, precision) for each in stages]
     device = for_precision(hardware, precision)
-    evaluator = LayoutEvaluator(config, device, imbalance=imbalance, stages=own)
+    evaluator = LayoutEvaluator(config, device, stages=own)
     rejected: list[Rejected] = []
     queue: list[tuple[float, int, Candidate, str | None]] = []  # least seconds, number, candidate, what it lacks
     tried = 0

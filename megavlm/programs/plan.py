@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megavlm.arch.scenario import EXPERT_IMBALANCE
-from megavlm.arch.workload import typical_workload
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.configuration import with_model
 from megavlm.command_line.parsing import parse
@@ -76,13 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--placement", choices=("stages", "colocated"), help="Search only this placement.")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="Search only this recomputation.")
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
-    parser.add_argument(
-        "--expert-imbalance",
-        type=float,
-        metavar="X",
-        help="Mixture of experts: tokens of the busiest rank of --ep, as a multiple of the mean; default: "
-        f"{EXPERT_IMBALANCE}.",
-    )
     parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
     return parser
@@ -92,11 +83,6 @@ def plan(options: argparse.Namespace) -> int:
     """Search, write the configuration, and print the report last: its reader may stop early."""
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
-    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
-        raise UserError(
-            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
-            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
-        )
     stages = [profile(each) for each in options.stage_gpus]
     # What stages do together ends when the slowest has done it.
     hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(options.gpu or "h100")
@@ -114,7 +100,6 @@ def plan(options: argparse.Namespace) -> int:
         hardware,
         space=space,
         top=options.top,
-        imbalance=expert_imbalance_of(options, config),
         stages=stages,
     )
     if outcome.best and options.out is not None:
@@ -124,17 +109,6 @@ def plan(options: argparse.Namespace) -> int:
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
     print(report(outcome))
     return 0 if outcome.best else 1
-
-
-def expert_imbalance_of(options: argparse.Namespace, config: Config) -> float | None:
-    """Return the imbalance that --expert-imbalance gives, or None. Raises UserError for an impossible one."""
-    imbalance: float | None = options.expert_imbalance
-    experts = config.model.experts.num_experts
-    if imbalance is not None and not experts:
-        raise UserError("--expert-imbalance is about a mixture of experts, and this model is none: leave it out")
-    if imbalance is not None and not 1 <= imbalance <= experts:
-        raise UserError(f"--expert-imbalance {imbalance:g} must be from 1 (even) to {experts} (all tokens on one rank)")
-    return imbalance
 
 
 def to_train(config: Config, options: argparse.Namespace) -> Config:

@@ -23,7 +23,6 @@ from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.memory import model_state_bytes
 from megavlm.planner.search import search
 from megavlm.planner.terms import exchange_seconds, product_seconds
-from megavlm.programs import plan
 from megavlm.rules.check import check
 from tests.support.small_run import SMALL
 
@@ -169,11 +168,3 @@ def test_a_plan_says_ep_and_trains_with_it() -> None:
     auto = planned(replace(MIXTURE, placement=replace(MIXTURE.placement, plan="auto", hardware="h100")), 8)
     check(auto, world=8)
     assert all(each.dims.ep == 1 for each in candidates(8, Space(), length=4096)), "dense models have no EP"
-
-
-@pytest.mark.parametrize("argv", ["--model qwen2_vl_2b --expert-imbalance 1.5", "--config {file} --expert-imbalance 9"])
-def test_an_imbalance_that_cannot_be_is_refused(argv: str, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
-    file = tmp_path / "mixture.yaml"
-    file.write_text("model: {experts: {num_experts: 8}}\n")
-    assert plan.main([*argv.format(file=file).split(), "--gpus", "8"]) == 2
-    assert "--expert-imbalance" in capsys.readouterr().err
