@@ -1,4 +1,4 @@
-"""List, verify, show and copy checkpoints: `megavlm checkpoint`, out of a clone that need not be installed."""
+"""List, verify and show checkpoints: `megavlm checkpoint`, out of a clone that need not be installed."""
 
 import sys
 from pathlib import Path

@@ -20,7 +20,6 @@ from typing import Any
 from megavlm.checkpoint import folders, manifest
 from megavlm.checkpoint.manifest import LARGEST, MANIFEST, SUMMARY, FileSum
 from megavlm.errors import UserError
-from megavlm.storage import is_url
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move
 
@@ -191,41 +190,6 @@ def commit_download(stored: StoredCheckpoint, root: Path) -> Path:
         folders.set_aside(final)
     folders.rename_flushed(temporary, final)
     return final
-
-
-def copied(source: StoredCheckpoint, to: str) -> str:
-    """Copy a checkpoint between disks, or a disk and a store; verify it while it is read and once it is written.
-
-    Returns where it is. Raises UserError for one that is damaged or there already, and StoreError.
-    """
-    target, holds = Store.at(to), folders.Holds()
-    if any(each.name == source.name for each in found_in(target)):
-        raise UserError(f"{to}/{source.name} is already there: remove it, or copy to another place")
-    if is_url(to) and is_url(str(source)):
-        raise UserError(f"{source} is in a store like {to}: copy it to a folder first, and from there")
-    try:
-        if not is_url(str(source)):
-            holds.add(Path(str(source)))
-        if problem := first_look(source):
-            raise UserError(f"{source} is damaged: {problem}")
-        if not is_url(to):
-            sums = source.sums()
-            download(source, Path(to), sums, sums)
-            return str(commit_download(source, Path(to)))
-        upload(Path(str(source)), target, done=set())
-    except DamagedInStore:
-        shutil.rmtree(temporary_for(Path(to), source.name), ignore_errors=True)
-        raise
-    except StoreError:
-        raise
-    except OSError as error:
-        raise UserError(f"{source} cannot be copied to {to}: {manifest.in_words(error)}") from error
-    finally:
-        holds.release()
-    (found,) = (each for each in complete_in(target) if each.name == source.name)
-    if problem := damage(found):
-        raise UserError(f"{found} does not read back as it was written: {problem}")
-    return str(found)
 
 
 def temporary_for(root: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""List, verify, show and copy checkpoints: `megavlm checkpoint list|verify|show|copy …`.
+"""List, verify and show checkpoints: `megavlm checkpoint list|verify|show …`.
 
 A folder on a disk is read like one in a store. Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a
 mistake in the command, else 0.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from megavlm.checkpoint import remote
 from megavlm.command_line.commands import Parser, reported
@@ -51,16 +50,8 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(options: argparse.Namespace) -> int:
-    source = remote.checkpoints_at(options.checkpoint)[-1]
-    if Path(options.to).name.startswith("iter_"):
-        raise UserError(f"FOLDER {options.to} has the name of a checkpoint: name the folder to put a copy into")
-    print(f"{remote.copied(source, options.to)}: copied and verified")
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description="List, verify, show and copy checkpoints.")
+    parser = Parser(description="List, verify and show checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="List the checkpoints of a run, and which are damaged at a first look.")
@@ -76,9 +67,4 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="Print what a checkpoint is: model, layout, iteration, data.")
     show.add_argument("checkpoint", metavar="PATH", help="Checkpoint, or a run: its latest one. A folder or a URL.")
     show.set_defaults(action=_show)
-
-    copy = commands.add_parser("copy", help="Copy a checkpoint and verify the copy.")
-    copy.add_argument("checkpoint", metavar="PATH", help="Checkpoint, or a run: its latest one. A folder or a URL.")
-    copy.add_argument("to", metavar="FOLDER", help="Folder or URL to put it into, as RUN/checkpoints.")
-    copy.set_defaults(action=_copy)
     return parser

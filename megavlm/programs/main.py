@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "why": ("megavlm.programs.why", "Say what holds a run back."),
     "goodput": ("megavlm.programs.goodput", "Say what the time of runs went to."),
     "report": ("megavlm.programs.report", "Compare runs on one page."),
-    "checkpoint": ("megavlm.programs.checkpoint", "List, verify, show and copy checkpoints."),
+    "checkpoint": ("megavlm.programs.checkpoint", "List, verify and show checkpoints."),
     "calibrate": ("megavlm.programs.calibrate", "Measure this machine for the planner."),
 }
 _NO_TEARDOWN = ("train", "calibrate", "doctor")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megavlm.errors import Stopped, UserError
-from megavlm.program import program
 from megavlm.resilience import events
 from megavlm.resilience.signals import StopRequest
 from megavlm.resilience.status import State, note_failure, write_status
@@ -52,7 +51,7 @@ def fit(run: Run, stop: StopRequest | None = None, *, explain: Callable[..., str
             if not _finish_uploads(run):
                 raise UserError(
                     f"not all checkpoints are copied to --checkpoint-dir {run.config.checkpoint.checkpoint_dir} "
-                    f"(RUN_DIR/events.jsonl says why): {program('checkpoint')} copy {run.run_dir} copies the last one"
+                    "(RUN_DIR/events.jsonl says why): the same command copies the rest"
                 )
         except torch.OutOfMemoryError as error:
             shown = error if explain is None else _out_of_memory(run, explain)

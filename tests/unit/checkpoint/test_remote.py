@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from megavlm.checkpoint import folders, manifest, remote
+from megavlm.checkpoint import folders, remote
 from megavlm.checkpoint.folders import Holds, Keep
 from megavlm.checkpoint.manifest import MANIFEST, SUMMARY
 from megavlm.checkpoint.remote import DamagedInStore
@@ -266,23 +266,14 @@ def test_a_checkpoint_that_is_damaged_here_is_refused_once(store: Store, root: P
     assert mirror.refused
 
 
-def test_copies_between_disk_and_store_are_verified(
-    store: Store, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, back = save(root, 10, loss=1.0), tmp_path / "back"
-    assert program.main(["copy", str(folder), store.url]) == 0
-    assert program.main(["copy", str(folder), store.url]) == 2
-    assert "already there" in capsys.readouterr().err
-    assert program.main(["list", store.url]) == 0
-    assert re.match(r"iter_0000010 .* loss 1  whole$", capsys.readouterr().out)
-    assert program.main(["show", f"{store.url}/iter_0000010"]) == 0
-    assert json.loads(capsys.readouterr().out)["iteration"] == 10
-    assert program.main(["copy", store.url, str(back)]) == 0
-    assert contents(back / folder.name) == contents(folder)
-    assert manifest.damage(back / folder.name) is None
-    assert program.main(["copy", store.url, "memory://elsewhere"]) == 2
-    assert "copy it to a folder first" in capsys.readouterr().err
-    assert [each.name for each in remote.complete_in(store)] == [folder.name]
+def test_commands_read_a_store_like_a_folder(store: Store, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(root, 10, loss=1.0)
+    remote.upload(folder, store, done=set())
+    for place in (str(root), store.url):
+        assert program.main(["verify", place]) == program.main(["list", place]) == 0
+        assert re.search(r"^iter_0000010 .* loss 1  whole$", capsys.readouterr().out, re.MULTILINE)
+        assert program.main(["show", f"{place}/iter_0000010"]) == 0
+        assert json.loads(capsys.readouterr().out)["iteration"] == 10
 
 
 def test_failures_are_told_once_and_stop_nothing(

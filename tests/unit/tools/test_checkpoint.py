@@ -44,20 +44,6 @@ def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["iteration"] == 20
 
 
-def test_copy_verifies(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 0
-    assert main(["verify", str(other)]) == 0
-    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(other)]) == 2
-    assert main(["copy", str(run / "checkpoints/iter_0000030"), str(other)]) == 2
-    error = capsys.readouterr().err
-    assert "already there" in error
-    assert "__0_0.distcp is damaged" in error
-    assert [path.name for path in other.iterdir()] == ["iter_0000020"]
-    assert main(["copy", str(run / "checkpoints/iter_0000020"), str(tmp_path / "iter_0000020")]) == 2
-    assert "has the name of a checkpoint: name the folder to put a copy into" in capsys.readouterr().err
-
-
 def test_it_needs_no_torch(run: Path) -> None:
     """Nor does the account of a job's attempts, for which all nodes wait."""
     code = (
