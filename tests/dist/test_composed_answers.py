@@ -17,10 +17,10 @@ from megavlm.config.registry import registered
 from megavlm.config.schema import DataConfig
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.families import FAMILIES
+from megavlm.inference.assistant import Assistant
 from megavlm.programs import convert
 from megavlm.programs.evaluation import evaluate
 from megavlm.programs.inference import chat
-from megavlm.inference.assistant import Assistant
 from tests.support import hf, tokenizers
 from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS

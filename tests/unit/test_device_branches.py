@@ -26,7 +26,7 @@ ASKED = {
     "rules/defaults.py": "the default that differs: tests/dist/test_gpu_defaults.py",
     "data/broadcast.py": "pins memory: tests/fake",
     "data/loader.py": "copies ahead of use: tests/unit/pipeline/test_micro_batches.py with stand-ins",
-    "programs/inference/exports.py": "Transformers' device, or none: tests/parity/test_asking_programs.py",
+    "programs/inference/options.py": "Transformers' device, or none: tests/parity/test_asking_programs.py",
     "inputs/batch.py": "asks the host's tensors alone: tests/fake counts what a step waits for",
     "model/attention.py": "the size of a block: tests/unit/model/test_largest_logits.py, several sizes",
     "model/delta_rule.py": "kernels in place of torch: tests/unit/model/test_delta_rule.py with stand-ins",

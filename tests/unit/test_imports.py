@@ -417,7 +417,7 @@ bring("megatron.core")
 stage = "a run"
 importlib.import_module("megavlm.programs.train").train(RUN)
 bring(*HEAVY)
-for name in [name for name in sys.modules if name.startswith("megavlm.programs") or name.startswith("megavlm.train")]:
+for name in [name for name in sys.modules if name.startswith(("megavlm.programs", "megavlm.train", "megavlm.inference"))]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(OPTIONAL))  # as without the extras: they cannot be imported
 list(map(importlib.import_module, PROGRAMS))
@@ -432,7 +432,7 @@ def test_programs_import_only_what_they_need(tmp_path: Path) -> None:
         "RUN": ["--recipe", "demo", "--train-iters", "1", "--run-dir", str(tmp_path / "run")],
         "HEAVY": HEAVY,
         "OPTIONAL": OPTIONAL,
-        "PROGRAMS": [name for name in names if within(name, "megavlm.programs", "megavlm.train")],
+        "PROGRAMS": [name for name in names if within(name, "megavlm.programs", "megavlm.train", "megavlm.inference")],
     }
     program = "".join(f"{name} = {value!r}\n" for name, value in given.items()) + STAGES
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for a GPU, megatron-core compiles
