@@ -395,6 +395,7 @@ HEAVY = (
     *("torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "sklearn", "scipy", "pandas"),
     *("wandb", "multistorageclient", "boto3", "pydantic", "datasets", "torchvision", "matplotlib"),
 )
+AROUND = ("megavlm.programs", "megavlm.train", "megavlm.inference")  # they start without the extras
 # In one process, because imports take seconds: each stage imports more than the one before.
 STAGES = """
 import importlib, sys
@@ -417,7 +418,7 @@ bring("megatron.core")
 stage = "a run"
 importlib.import_module("megavlm.programs.train").train(RUN)
 bring(*HEAVY)
-for name in [name for name in sys.modules if name.startswith(("megavlm.programs", "megavlm.train", "megavlm.inference"))]:
+for name in [name for name in sys.modules if name.startswith(AROUND)]:
     del sys.modules[name]
 sys.modules.update(dict.fromkeys(OPTIONAL))  # as without the extras: they cannot be imported
 list(map(importlib.import_module, PROGRAMS))
@@ -432,7 +433,8 @@ def test_programs_import_only_what_they_need(tmp_path: Path) -> None:
         "RUN": ["--recipe", "demo", "--train-iters", "1", "--run-dir", str(tmp_path / "run")],
         "HEAVY": HEAVY,
         "OPTIONAL": OPTIONAL,
-        "PROGRAMS": [name for name in names if within(name, "megavlm.programs", "megavlm.train", "megavlm.inference")],
+        "AROUND": AROUND,
+        "PROGRAMS": [name for name in names if within(name, *AROUND)],
     }
     program = "".join(f"{name} = {value!r}\n" for name, value in given.items()) + STAGES
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for a GPU, megatron-core compiles
