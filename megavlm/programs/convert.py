@@ -30,21 +30,20 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description="Convert runs and checkpoints to Hugging Face folders.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    out = commands.add_parser("export", help="Convert a run or checkpoint to a Hugging Face folder.")
-    out.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    out.add_argument("out", metavar="HF_OUT_DIR", type=Path)
-    out.add_argument("--ema", action="store_true", help="Export the averaged weights of a run with --ema-decay.")
-    out.set_defaults(run=export, merge=False)
-    merge = commands.add_parser("merge-lora", help="Export a run with its LoRA adapters merged.")
-    merge.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    merge.add_argument("out", metavar="HF_OUT_DIR", type=Path)
-    merge.add_argument("--ema", action="store_true", help="Export averages of weights and adapters (--ema-decay).")
-    merge.set_defaults(run=export, merge=True)
-    adapters = commands.add_parser("export-lora", help="Export the LoRA adapters of a run as a PEFT folder.")
-    adapters.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    adapters.add_argument("out", metavar="PEFT_OUT_DIR", type=Path)
-    adapters.add_argument("--base", help="Name or folder of the base model, for PEFT's config.")
-    adapters.set_defaults(run=export_lora)
+    writers = (
+        ("export", "Convert a run or checkpoint to a Hugging Face folder.", export),
+        ("merge-lora", "Export a run with its LoRA adapters merged.", export),
+        ("export-lora", "Export the LoRA adapters of a run as a PEFT folder.", export_lora),
+    )
+    for name, about, run in writers:
+        each = commands.add_parser(name, help=about)
+        each.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+        each.add_argument("out", metavar="OUT_DIR", type=Path)
+        if run is export:
+            each.add_argument("--ema", action="store_true", help="Export averages of a run with --ema-decay.")
+        else:
+            each.add_argument("--base", help="Name or folder of the base model, for PEFT's config.")
+        each.set_defaults(run=run, merge=name == "merge-lora")
     compare = commands.add_parser("verify", help="Compare logits with Transformers; exit status 1 if they differ.")
     compare.add_argument("folder", metavar="HF_DIR", type=Path)
     compare.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", type=Path, nargs="?")

@@ -24,6 +24,11 @@ PROFILES = Path("launch/profiles")
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs", "vfat", "squashfs")
 
 
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", help="Check memory by the planner's estimate for this GPU: h100, a100, …")
+    parser.add_argument("--profile", metavar="NAME", help="Settings for the network: a file of launch/profiles.")
+
+
 def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool) -> Iterator[str]:
     """Yield a line for each reason for which a configuration that passes its own rules cannot run as a job.
 

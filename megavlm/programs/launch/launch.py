@@ -11,7 +11,7 @@ from megavlm.command_line.commands import Parser, count, reported
 from megavlm.command_line.words import RUN_FLAGS
 from megavlm.errors import UserError
 from megavlm.programs.launch import kubernetes, local, slurm, vertex
-from megavlm.programs.launch.checks import pairs, read_profile
+from megavlm.programs.launch.checks import add_check_options, pairs, read_profile
 from megavlm.programs.launch.job import add_agent_options
 from megavlm.rules.fields import options as training
 
@@ -74,8 +74,7 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="GPUs (processes) of each; default: 8, or the machine's.",
     )
-    parser.add_argument("--gpu", help="Check memory by the planner's estimate for this GPU: h100, a100, …")
-    parser.add_argument("--profile", metavar="NAME", help="Settings for the network: a file of launch/profiles.")
+    add_check_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="Check, print what would be sent, and send nothing.")
 
 

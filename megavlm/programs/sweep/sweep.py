@@ -16,9 +16,10 @@ from pathlib import Path
 from megavlm.command_line.commands import Parser, count, reported
 from megavlm.config.messages import aligned
 from megavlm.errors import UserError
+from megavlm.files import write_out
 from megavlm.programs.history import number, records_of
 from megavlm.programs.launch import slurm
-from megavlm.programs.launch.checks import check_job, read_profile
+from megavlm.programs.launch.checks import add_check_options, check_job, read_profile
 from megavlm.programs.launch.job import Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant, check_variants, read_grid, variants_of
 from megavlm.programs.sweep.training import (
@@ -29,7 +30,6 @@ from megavlm.programs.sweep.training import (
     to_train,
     train_here,
     write_flags,
-    write_whole,
 )
 
 
@@ -89,7 +89,7 @@ def report(grid: Grid, variants: Sequence[Variant]) -> None:
     """Write the table, and print it with the best variant."""
     path = Path(grid.run_dir) / "sweep.tsv"
     table, best = results(grid, variants)
-    write_whole(path, "".join("\t".join(row) + "\n" for row in table))
+    write_out("run_dir", path, "".join("\t".join(row) + "\n" for row in table))
     print("\n".join(aligned(table, left=range(len(table[0])))))
     if best is not None:
         print(f"best by {grid.metric} ({grid.mode}): {best}")
@@ -112,12 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retry-failed", action="store_true", help="Start variants that failed once more.")
     parser.add_argument("--report", action="store_true", help="Write the results so far, and start nothing.")
     parser.add_argument("--dry-run", action="store_true", help="Check all variants, print them, and start nothing.")
-    parser.add_argument("--gpu", help="Check memory by the planner's estimate for this GPU: h100, a100, …")
-    parser.add_argument("--profile", metavar="NAME", help="Settings for the network: a file of launch/profiles.")
-    parser.add_argument("--image", metavar="IMAGE", help="Container: *.sif runs in Apptainer, others in pyxis.")
-    parser.add_argument(
-        "--run-dir-is-shared", action="store_true", help="All nodes see run_dir, though this machine has it on a disk."
-    )
+    add_check_options(parser)
+    slurm.add_options(parser)
     return parser
 
 

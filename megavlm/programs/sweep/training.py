@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megavlm.errors import UserError
-from megavlm.files import open_to_append, replace_file
+from megavlm.files import open_to_append, write_out
 from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.job import SIGNALS, Command, Job
@@ -67,22 +67,17 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
                 f"variant {variant.name} began with other options ({changed[:120]}): give the grid another run_dir, or "
                 f"remove {run_dir_of(variant)}"
             )
-    write_whole(folder / _FILE, json.dumps({**before, **{each.name: each.flags for each in variants}}, indent=1) + "\n")
+    write_out(
+        "run_dir",
+        folder / _FILE,
+        json.dumps({**before, **{each.name: each.flags for each in variants}}, indent=1) + "\n",
+    )
 
 
 def noted(folder: Path) -> dict[str, list[str]]:
     """Return the flags that were written down, by variant."""
     file = folder / _FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file, so that a reader sees the one before or the new one. Raises UserError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class Runs:
@@ -189,4 +184,4 @@ def write_flags(grid: Grid, variants: Sequence[Variant]) -> None:
     """Write the flags of each task to a file named by its number, each followed by a NUL, which no flag can have."""
     for number, variant in enumerate(variants):
         content = b"".join(os.fsencode(f"{flag}\0") for flag in variant.flags)
-        write_whole(flags_folder(grid, variants) / str(number), content)
+        write_out("run_dir", flags_folder(grid, variants) / str(number), content)
