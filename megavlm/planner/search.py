@@ -36,6 +36,15 @@ class SearchResult:
         return first.candidate.applied(config, first.partition.cuts)
 
 
+def check_images(config: Config) -> None:
+    """Raise UserError where a typical synthetic sample needs more tokens than a sequence has."""
+    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
+        raise UserError(
+            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
+            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
+        )
+
+
 def search(
     config: Config,
     world: int,
@@ -48,13 +57,8 @@ def search(
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
     `stages`: the devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do
-    together. Raises UserError for images that no sequence can hold.
+    together.
     """
-    if config.data.kind == "synthetic" and (needed := typical_workload(config).features + 2) > config.train.seq_length:
-        raise UserError(
-            f"a sample of these images needs {needed:,} tokens, more than --seq-length {config.train.seq_length:,}: "
-            f"set --seq-length to at least {needed}, or give fewer or smaller --images"
-        )
     space = space or Space()
     if config.parallel.schedule is not None:
         space = replace(space, schedule=(config.parallel.schedule,))

@@ -21,7 +21,7 @@ from megavlm.files import write_out
 from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.report import report
-from megavlm.planner.search import search
+from megavlm.planner.search import check_images, search
 from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
@@ -83,6 +83,7 @@ def plan(options: argparse.Namespace) -> int:
     """Search, write the configuration, and print the report last: its reader may stop early."""
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
+    check_images(config)
     stages = [profile(each) for each in options.stage_gpus]
     # What stages do together ends when the slowest has done it.
     hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(options.gpu or "h100")
