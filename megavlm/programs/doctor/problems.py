@@ -86,12 +86,6 @@ def problems(facts: Facts, needs: Needs) -> list[Problem]:
     return sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.level))
 
 
-def python(facts: Facts, needs: Needs) -> Iterator[Problem]:
-    if facts.python < (3, 11):
-        have = ".".join(map(str, facts.python))
-        yield Problem("error", f"Python {have} is too old: 3.11 or newer is needed", "make PYTHON=python3.11 install")
-
-
 def packages(facts: Facts, needs: Needs) -> Iterator[Problem]:
     """Yield missing packages and unsupported versions; Transformer Engine has its own rule."""
     for name, need in needs.items():
@@ -212,7 +206,6 @@ def rates(facts: Facts, needs: Needs) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Facts, Needs], Iterator[Problem]], ...] = (
-    python,
     packages,
     torch_and_driver,
     transformer_engine,

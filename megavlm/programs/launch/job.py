@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megavlm.command_line.commands import count
 
@@ -64,6 +67,35 @@ def agent(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -
         *(*program(), *(flag.replace("$", "$$") for flag in job.flags)),
     )
     return Command(words, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace)})
+
+
+class Children:
+    """Processes in sessions of their own, to which this one passes on the signals that it gets, from now on."""
+
+    def __init__(self) -> None:
+        self.asked = False  # whether a signal has come
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+
+    def start(self, command: Command, **more: Any) -> subprocess.Popen[bytes]:
+        """Start a command; `more` are arguments of Popen."""
+        environment = {**os.environ, **command.environment}
+        started = subprocess.Popen(command.words, env=environment, start_new_session=True, **more)
+        self._running.append(started)
+        if self.asked:  # before it was known
+            started.send_signal(signal.SIGTERM)
+        return started
+
+    def _pass_on(self, number: int, _: Any) -> None:
+        self.asked = True
+        for each in self._running:
+            if each.poll() is None:
+                each.send_signal(number)
+
+    def leave(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def add_agent_options(parser: argparse.ArgumentParser) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import socket
-import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megavlm.command_line.configuration import configured
 from megavlm.programs.launch.checks import check_job
-from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, agent, read_exit
+from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, agent, read_exit
 
 
 def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
@@ -27,7 +22,8 @@ def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
         if given.dry_run:
             print(*commands, sep="\n")
             return 0
-        statuses = run(commands, dict(os.environ))
+        children = Children()
+        statuses = [each.wait() for each in [children.start(command) for command in commands]]
         ended = read_exit(exit_file)
     return ended if ended is not None else int(any(statuses))
 
@@ -50,20 +46,3 @@ def free_port() -> int:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
         return port
-
-
-def run(commands: Sequence[Command], environment: dict[str, str]) -> list[int]:
-    """Run all commands beside one another, pass signals on to them, and return their exit statuses."""
-    agents = [
-        subprocess.Popen(command.words, env={**environment, **command.environment}, start_new_session=True)
-        for command in commands
-    ]
-
-    def pass_on(number: int, _: Any) -> None:
-        for each in agents:
-            if each.poll() is None:
-                each.send_signal(number)
-
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
-    return [each.wait() for each in agents]

@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from megavlm.command_line.configuration import configured
 from megavlm.errors import UserError
 from megavlm.programs.launch.attempt import Account, Decision, End, end_of
-from megavlm.programs.launch.job import SIGNALS, VARIABLE, Command, Job, add_agent_options, agent, read_exit
+from megavlm.programs.launch.job import VARIABLE, Children, Command, Job, add_agent_options, agent, read_exit
 from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Parts
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
@@ -42,25 +39,6 @@ _PORTS = 64  # torchruns of neighbouring attempts do not meet at one port
 
 class _Asked(Exception):
     """The platform asked for this machine."""
-
-
-class _Signals:
-    """Whether this machine was asked for; what comes is passed on to its agent, if one runs."""
-
-    def __init__(self) -> None:
-        self.agent: subprocess.Popen[bytes] | None = None
-        self.asked = False
-        for number in SIGNALS:
-            signal.signal(number, self._came)
-
-    def _came(self, number: int, _: Any) -> None:
-        self.asked = True
-        if self.agent is not None and self.agent.poll() is None:
-            self.agent.send_signal(number)
-
-    def look(self) -> None:
-        if self.asked:
-            raise _Asked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +61,12 @@ def main(argv: Sequence[str]) -> int:
 def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
     name = os.environ.get(JOB) or os.environ.get("CLOUD_ML_JOB_ID") or "job"
     account = Account.of(job.flags, name)
-    signals = _Signals()
+    children = Children()
+
+    def look() -> None:
+        if children.asked:
+            raise _Asked
+
     meeting: MeetingHost | Guest
     if node.number == 0:
         if "CLOUD_ML_JOB_ID" in os.environ:  # Vertex AI starts a container again whatever its status
@@ -99,34 +82,29 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
         meeting = Guest(node, name)
     try:
         while True:
-            number = meeting.begin(signals.look)
+            number = meeting.begin(look)
             if node.number == 0:
                 account.begin(max_crashes=max_crashes, unfinished="lost")
             print(f"attempt {number} of machine {node.number + 1} of {node.nodes} begins", flush=True)
             command = agent(job, node.number, address=node.address, port=node.port + 1 + number % _PORTS, grace=grace)
-            status = _attempt(command, meeting, signals, grace=grace)
-            decision = meeting.agree(MachinePart(status, gone=signals.asked))
+            status = _attempt(command, meeting, children, grace=grace)
+            decision = meeting.agree(MachinePart(status, gone=children.asked))
             if not decision.again:
                 return _status(decision, job=name)
             print(f"job {name} goes on: {decision.reason}", file=sys.stderr, flush=True)
-            signals.look()
+            look()
     finally:
         meeting.close()
 
 
-def _attempt(command: Command, meeting: MeetingHost | Guest, signals: _Signals, *, grace: int) -> int | None:
+def _attempt(command: Command, meeting: MeetingHost | Guest, children: Children, *, grace: int) -> int | None:
     """Run this machine's agent; return the status of the first rank that ended by itself, None if none did.
 
     When the part of another machine has ended by a crash, or with the machine, the ranks here cannot go on.
     """
     with tempfile.TemporaryDirectory() as folder:
         exit_file = Path(folder) / "exit"
-        running = subprocess.Popen(
-            command.words, env={**os.environ, **command.environment, VARIABLE: str(exit_file)}, start_new_session=True
-        )
-        signals.agent = running
-        if signals.asked:
-            running.send_signal(signal.SIGTERM)
+        running = children.start(Command(command.words, {**command.environment, VARIABLE: str(exit_file)}))
         limit: float | None = None
         while running.poll() is None:
             if limit is None and (over := meeting.over()) is not None:
@@ -134,7 +112,6 @@ def _attempt(command: Command, meeting: MeetingHost | Guest, signals: _Signals, 
             if limit is not None and time.monotonic() > limit:
                 _kill(running.pid)
             time.sleep(0.2)
-        signals.agent = None
         return 0 if running.returncode == 0 else read_exit(exit_file)
 
 

@@ -6,29 +6,27 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import signal
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, write_out
 from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
-from megavlm.programs.launch.job import SIGNALS, Command, Job
+from megavlm.programs.launch.job import Children, Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant
 from megavlm.resilience.status import STOPPED, read_status
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
 _ALIVE = 30.0  # seconds: a run touches its lock every five
 _FILE = "sweep.json"
+_LOOK = 0.1  # seconds between two looks at the runs that are under way
 
 
 def run_dir_of(variant: Variant) -> Path:
@@ -80,72 +78,44 @@ def noted(folder: Path) -> dict[str, list[str]]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
-class Runs:
-    """Runs that are under way. A signal is passed on to all of them, and no other is started after it."""
-
-    def __init__(self, processes: int, slots: int, gpus: Sequence[str] = ()) -> None:
-        self._processes = processes
-        self._slots: queue.SimpleQueue[str] = queue.SimpleQueue()  # GPUs of each; "" on a machine without
-        for slot in range(slots):
-            self._slots.put(",".join(gpus[slot * processes : (slot + 1) * processes]))
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self.stopping = False
-
-    def stop(self, number: int, _: Any = None) -> None:
-        self.stopping = True
-        for each in list(self._running):
-            if each.poll() is None:
-                each.send_signal(number)
-
-    def train(self, variant: Variant) -> int | None:
-        """Train a variant to its end; return the exit status of the run, None if it was not started."""
-        if self.stopping:
-            return None
-        slot, run_dir = self._slots.get(), run_dir_of(variant)
-        words = ("launch", "local", "--gpus-per-node", str(self._processes), "--", *variant.flags)
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output:
-                started = subprocess.Popen(
-                    (sys.executable, "-m", "megavlm", *words),
-                    env={**os.environ, **({"CUDA_VISIBLE_DEVICES": slot} if slot else {})},
-                    stdout=output,
-                    stderr=output,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                self._running.add(started)
-                status = started.wait()
-                self._running.discard(started)
-                return status
-        finally:
-            self._slots.put(slot)
-
-
 def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: Callable[[str], None]) -> int:
-    """Train variants, `parallel` at a time; return 0 if all finished, 75 if a signal stopped them, else 1."""
-    gpus = gpus_here()
-    if gpus and parallel * grid.processes > len(gpus):
+    """Train variants, `parallel` at a time, each with GPUs of its own; return 0 if all finished, 75 if a signal stopped
+    them, else 1. A signal is passed on to all that run, and no other is started after it.
+    """
+    gpus, size = gpus_here(), grid.processes
+    if gpus and parallel * size > len(gpus):
         raise UserError(
-            f"--parallel {parallel} variants of {grid.processes} processes need {parallel * grid.processes} GPUs, and "
-            f"{len(gpus)} are here: train fewer at a time"
+            f"--parallel {parallel} variants of {size} processes need {parallel * size} GPUs, and {len(gpus)} are "
+            "here: train fewer at a time"
         )
-    runs = Runs(grid.processes, parallel, gpus)
-    before = {number: signal.signal(number, runs.stop) for number in SIGNALS}
-    worst = 0
+    waiting, worst, children = list(variants), 0, Children()
+    free = [gpus[slot * size : (slot + 1) * size] for slot in range(parallel)]
+    running: dict[subprocess.Popen[bytes], tuple[Variant, list[str]]] = {}
     try:
-        with ThreadPoolExecutor(parallel) as threads:
-            waiting = {threads.submit(runs.train, variant): variant for variant in variants}
-            for number, done in enumerate(as_completed(waiting), start=1):
-                status, variant = done.result(), waiting[done]
-                if status is not None:
-                    how = {0: "finished", STOPPED: "stopped"}.get(status, f"failed with {status}: see its .out file")
-                    say(f"{number} of {len(variants)}: {variant.name} {how}")
-                worst = max(worst, 0 if status in (0, None, STOPPED) else 1)
+        while running or (waiting and not children.asked):
+            while waiting and free and not children.asked:
+                variant, own = waiting.pop(0), free.pop(0)
+                running[_started(children, grid, variant, own)] = variant, own
+            time.sleep(_LOOK)
+            for ended in [each for each in running if each.poll() is not None]:
+                variant, own = running.pop(ended)
+                free.append(own)
+                status, done = ended.returncode, len(variants) - len(waiting) - len(running)
+                how = {0: "finished", STOPPED: "stopped"}.get(status, f"failed with {status}: see its .out file")
+                say(f"{done} of {len(variants)}: {variant.name} {how}")
+                worst = max(worst, 0 if status in (0, STOPPED) else 1)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return STOPPED if runs.stopping else worst
+        children.leave()
+    return STOPPED if children.asked else worst
+
+
+def _started(children: Children, grid: Grid, variant: Variant, gpus: Sequence[str]) -> subprocess.Popen[bytes]:
+    run_dir = run_dir_of(variant)
+    words = (sys.executable, "-m", "megavlm", "launch", "local", "--gpus-per-node", str(grid.processes), "--")
+    command = Command((*words, *variant.flags), {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with open_to_append(run_dir.with_name(f"{run_dir.name}.out")) as output:
+        return children.start(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
 
 def gpus_here() -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.programs.launch.job import Job
+from megavlm.programs.launch.job import Children, Command, Job
 from megavlm.programs.sweep import sweep, training
 from megavlm.programs.sweep.grid import Grid, Variant, read_grid, variants_of
 from megavlm.programs.sweep.sweep import results
@@ -161,12 +162,25 @@ def test_an_array_job_is_one_command(tmp_path: Path):
 
 
 def test_variants_beside_one_another_have_gpus_of_their_own(tmp_path: Path, monkeypatch):
-    grid = grid_of(tmp_path, product={"lr": [1, 2]}, processes=2)
+    grid = grid_of(tmp_path, product={"lr": [1, 2, 3]}, processes=2)
     monkeypatch.setattr(training, "gpus_here", lambda: ["4", "5", "6"])
     with pytest.raises(UserError, match="--parallel 2 variants of 2 processes need 4 GPUs, and 3 are here"):
         training.train_here(grid, variants_of(grid), parallel=2, say=print)
-    runs = training.Runs(2, 2, ["4", "5", "6", "7"])
-    assert [runs._slots.get() for _ in range(2)] == ["4,5", "6,7"]
-    runs.stop(15)
-    assert runs.train(variants_of(grid)[0]) is None  # nothing starts after a signal
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(training, "gpus_here", lambda: ["4", "5", "6", "7"])
+    given, said = [], []
+
+    class Told(Children):
+        """Starts a shell in place of a run; the second one fails, and the third comes once a slot is free."""
+
+        def start(self, command: Command, **more: Any) -> Any:
+            given.append(command.environment["CUDA_VISIBLE_DEVICES"])
+            return super().start(Command(("sh", "-c", f"sleep 0.{len(given)}; exit {int(len(given) == 2)}")), **more)
+
+    monkeypatch.setattr(training, "Children", Told)
+    assert training.train_here(grid, variants_of(grid), parallel=2, say=said.append) == 1
+    assert given == ["4,5", "6,7", "4,5"]
+    assert said[:2] == ["1 of 3: lr-1 finished", "2 of 3: lr-2 failed with 1: see its .out file"]
+    Told.asked = True  # nothing starts after a signal
+    monkeypatch.setattr(Told, "__init__", lambda self: setattr(self, "_before", {}))
+    assert training.train_here(grid, variants_of(grid), parallel=2, say=print) == 75
+    assert len(given) == 3

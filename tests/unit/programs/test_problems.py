@@ -119,7 +119,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pip install 'megatron-core<0.20,>=0.16.1'",
     ),
     "no pyarrow": ({"packages": without("pyarrow")}, "note", "pyarrow is not installed", "pip install 'pyarrow'"),
-    "old Python": ({"python": (3, 9, 18)}, "error", "Python 3.9.18 is too old", "make PYTHON=python3.11"),
     "shared GPU": ({"devices": (replace(H200, used=70 * GIB),)}, "warning", "70.0 of 140 GiB", "nvidia-smi"),
     "throttled GPU": (
         {"rates": (Rate("matrix product, bf16", 300, 989, "TFLOP/s"),)},

@@ -72,7 +72,7 @@ def test_a_container_that_is_started_again_after_the_decision_ends_at_once(
         raise UserWarning
 
     monkeypatch.setattr(node, "MeetingHost", reached)
-    monkeypatch.setattr(node, "_Signals", object)  # they would be pytest's
+    monkeypatch.setattr(node, "Children", object)  # they would be pytest's
     argv = ["--gpus-per-node", "1", "--", "--run-dir", str(tmp_path), "--recipe", "demo"]
     if status is None:
         with pytest.raises(UserWarning):
