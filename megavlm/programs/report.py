@@ -24,7 +24,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.files import write_out
 from megavlm.html import colour, document, dot, section, table
-from megavlm.json_files import read_json
+from megavlm.json_files import read_own
 from megavlm.metrics.tags import tag_of
 from megavlm.metrics.trackers import settings_of
 from megavlm.programs.charts import Line, Point, chart, duration, short
@@ -105,10 +105,7 @@ def read_run(folder: Path) -> RunRecord:
     settings: Mapping[str, Any] = {}
     with suppress(UserError):  # written by a version with other options
         settings = settings_of(from_yaml_file(folder / "config.yaml"))
-    environment: Mapping[str, Any] = {}
-    with suppress(UserError):
-        environment = read_json(folder / "environment.json")
-    device = str(environment.get("device", "unknown"))
+    device = str(read_own(folder / "environment.json").get("device", "unknown"))
     return RunRecord(folder.resolve().name, records, events(folder), settings, device)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ from megavlm.files import open_to_append, replace_file
 from megavlm.inference.assistant import Assistant, Sampling
 from megavlm.inputs.bad_sample import BadSample, Skipped, SkipSummary
 from megavlm.json_files import read_json
-from megavlm.paths import open_regular
 from megavlm.programs.charts import duration
 from megavlm.programs.evaluation.task import Task
+from megavlm.resilience.events import json_lines
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
-_SECONDS = 10  # between two lines of progress
 _MOST_UNREADABLE = 0.05  # of a task's questions: a score of the others says nothing about the task
 
 
@@ -65,14 +65,11 @@ def ask(
     say: Callable[[str], None],
 ) -> None:
     """Answer questions batch by batch; one that cannot be asked is kept with the reason in place of an answer."""
-    began = said = time.monotonic()
+    began = time.monotonic()
     for place in range(0, len(work), batch_size):
         batch = work[place : place + batch_size]
         folder.append(_answers(assistant, batch, sampling, system))
-        done, now = place + len(batch), time.monotonic()
-        if now - said >= _SECONDS or done == len(work):
-            said = now
-            say(progress(done, len(work), now - began))
+        say(how_far(place + len(batch), len(work), time.monotonic() - began))
 
 
 def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str | None) -> Iterator[Answer]:
@@ -90,7 +87,7 @@ def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str 
             yield Answer(task.name, number, text)
 
 
-def progress(done: int, total: int, seconds: float) -> str:
+def how_far(done: int, total: int, seconds: float) -> str:
     """Return how far an evaluation is, how fast, and how much longer it takes at that rate."""
     rate = done / seconds if seconds else 0.0
     left = f", {duration((total - done) / rate)} left" if rate and done < total else ""
@@ -136,8 +133,10 @@ class AnswerFolder:
         """Return the answers by task and number; a line that was cut short when a process was killed is no answer."""
         found = {}
         for file in sorted(self.path.glob("answers-*.jsonl")):
-            for answer in _lines(file):
-                found[answer.task, answer.number] = answer
+            for line in json_lines(file):
+                with suppress(TypeError):  # of a line with other fields
+                    answer = Answer(**line)
+                    found[answer.task, answer.number] = answer
         return found
 
     def append(self, answers: Iterable[Answer]) -> None:
@@ -147,13 +146,3 @@ class AnswerFolder:
             if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":
                 file.write(b"\n")
             file.write(lines.encode("utf-8", "surrogatepass"))
-
-
-def _lines(file: Path) -> Iterator[Answer]:
-    with open_regular(file) as opened:
-        lines = opened.read().splitlines()
-    for line in lines:
-        try:
-            yield Answer(**json.loads(line))
-        except (ValueError, TypeError):
-            continue

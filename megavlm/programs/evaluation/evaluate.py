@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megavlm.command_line.commands import Parser, count, reported
+from megavlm.command_line.commands import Parser, count, progress, reported
 from megavlm.errors import UserError
 from megavlm.files import check_folder, replace_file
 from megavlm.inference.folders import model_folder
@@ -31,6 +31,7 @@ from megavlm.programs.inference.options import add_model_options, assistant_of, 
 from megavlm.rules.extensions import without_extensions
 from megavlm.world import World, world_of
 
+_SECONDS = 10.0  # between two lines of progress
 _PAUSE = 1.0  # seconds between two looks at the answers of other processes
 
 
@@ -102,7 +103,7 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
                 sampling=sampling,
                 system=given.system,
                 batch_size=given.batch_size,
-                say=_note if world.rank == 0 else lambda line: None,
+                say=progress(_SECONDS) if world.rank == 0 else lambda line: None,
             )
         if world.rank == 0:
             while remaining(tasks, folder):  # other processes still answer theirs

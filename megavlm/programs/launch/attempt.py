@@ -20,14 +20,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megavlm.checkpoint.folders import complete
 from megavlm.command_line.configuration import configured
 from megavlm.command_line.parsing import parse
 from megavlm.errors import DeviceFault, UserError
 from megavlm.files import replace_file
-from megavlm.paths import read_bytes
+from megavlm.json_files import read_json
 from megavlm.programs.launch.job import read_exit
 from megavlm.resilience.events import events
 
@@ -169,9 +169,9 @@ class Account:
         if not os.path.lexists(self._file):
             return [], None
         try:
-            written: dict[str, Any] = json.loads(read_bytes(self._file, at_most=_LARGEST))
+            written = read_json(self._file, at_most=_LARGEST)
             return [Attempt(**each) for each in written["attempts"]], written["open"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (UserError, TypeError, KeyError) as error:
             raise UserError(
                 f"{self._file}, the account of the job's attempts, is damaged ({error}): delete it"
             ) from error

@@ -17,14 +17,15 @@ from typing import Literal
 
 from megavlm.errors import UserError
 from megavlm.files import open_to_append, write_out
+from megavlm.json_files import read_own
 from megavlm.programs.doctor.machine import output_of
 from megavlm.programs.launch import slurm
 from megavlm.programs.launch.job import Children, Command, Job
 from megavlm.programs.sweep.grid import Grid, Variant
+from megavlm.resilience.lock import silent_since
 from megavlm.resilience.status import STOPPED, read_status
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
-_ALIVE = 30.0  # seconds: a run touches its lock every five
 _FILE = "sweep.json"
 _LOOK = 0.1  # seconds between two looks at the runs that are under way
 
@@ -38,10 +39,7 @@ def state_of(variant: Variant) -> State:
     run_dir = run_dir_of(variant)
     state = read_status(run_dir).get("state")
     if state == "running":
-        try:
-            return "running" if time.time() - (run_dir / "lock").stat().st_mtime < _ALIVE else "to do"
-        except OSError:
-            return "to do"
+        return "running" if (run_dir / "lock").exists() and silent_since(run_dir) is None else "to do"
     return state if state in ("stopped", "failed", "finished") else "to do"
 
 
@@ -74,8 +72,7 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
 
 def noted(folder: Path) -> dict[str, list[str]]:
     """Return the flags that were written down, by variant."""
-    file = folder / _FILE
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    return read_own(folder / _FILE)
 
 
 def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: Callable[[str], None]) -> int:
