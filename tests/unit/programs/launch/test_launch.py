@@ -93,6 +93,9 @@ def test_a_slurm_job_is_one_command():
         slurm.specification(job, ["--nodes=3"])
 
 
+VERTEX, ON_GCS = "vertex --nodes 2 --region r --image i --machine a3-megagpu-8g", "--run-dir /gcs/bucket/run"
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -108,6 +111,13 @@ def test_a_slurm_job_is_one_command():
         ("local --nodes 2 --time 3 -- --tp 1", "--time is no option of this program"),
         ("slurm --nodes 2 --recipe demo", "--recipe is no option of this program: flags of the run come after --"),
         ("local --nodes 1 --gpus-per-node 2 -- --tp 3 --no-sp", "ask for as many by --nodes and --gpus-per-node"),
+        (f"{VERTEX} --strategy CHEAP -- {ON_GCS}", "CHEAP"),
+        (f"{VERTEX} --timeout soon -- {ON_GCS}", "soon must be a whole number of seconds"),
+        (f"{VERTEX} --label team -- {ON_GCS}", "--label team must be NAME=VALUE"),
+        (f"{VERTEX} --spot -- {ON_GCS}", "--spot is no option of this program"),
+        (f"{VERTEX} -- {ON_GCS} --config run.yaml", "--config run.yaml is on this machine: name a --staging-bucket"),
+        (f"{VERTEX} --machine a2-highgpu-2g -- {ON_GCS} --tp 4", "--tp 4 is wider than a node of 2 GPUs"),
+        ("vertex --nodes 2 --machine a3-megagpu-8g", "required: --region, --image"),
     ],
 )
 def test_a_mistake_ends_here_and_not_in_the_queue(

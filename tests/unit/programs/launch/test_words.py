@@ -9,12 +9,11 @@ from pathlib import Path
 import yaml
 from torch.distributed.elastic.utils import macros
 
-from megavlm.command_line.parsing import parse
-from megavlm.programs.launch import kubernetes, vertex
+from megavlm.programs.launch import kubernetes
 from megavlm.programs.launch.job import Command, Job, agent
 from megavlm.programs.sweep.grid import Grid, variants_of
 from megavlm.programs.sweep.training import flags_folder, write_flags
-from tests.support.cloud import changed, kubernetes_options, vertex_options
+from tests.support.cloud import kubernetes_options
 
 ROOT = Path(__file__).parents[4]
 NASTY = (
@@ -125,16 +124,3 @@ def test_kubernetes_and_torchrun_pass_values_on() -> None:
     assert tuple(map(by_kubernetes, container["args"]))[-len(NASTY) :] == NASTY
     assert [by_kubernetes(each["value"]) for each in container["env"]][: len(NASTY)] == list(NASTY)
     assert tuple(by_torchrun(list(agent(job, 0, address="a", port=1).words)))[-len(NASTY) :] == NASTY
-
-
-def test_vertex_refuses_what_it_would_expand() -> None:
-    options = vertex_options("a", "us-central1", "host.dev/p/r:1", "a3-highgpu-8g", base_output_dir="gs://bucket/a")
-    config = parse(["--run-dir", "/gcs/bucket/run"])
-    assert list(vertex.complaints(config, Job(1, 8, ()), options)) == []
-    (line,) = vertex.complaints(config, Job(1, 8, ("--name", "a\n$(X)")), options)
-    assert "Vertex AI puts variables where $( stands" in line
-    assert "\n" not in line
-    away = changed(options, base_output_dir="gs://bucket/../../x")
-    assert any("--base-output-dir" in each for each in vertex.complaints(config, Job(1, 8, ()), away))
-    outside = parse(["--run-dir", "/gcs/../run"])
-    assert any("--run-dir" in each for each in vertex.complaints(outside, Job(1, 8, ()), options))
