@@ -99,7 +99,7 @@ def prepare(
     records = open_records(source, pairs=False)
     count = len(records)
     order = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
-    recipe = {
+    recipe: dict[str, Any] = {
         "source": str(Path(source.path).resolve()),
         "kind": source.kind,
         "image_root": source.image_root,
