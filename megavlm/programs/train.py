@@ -18,7 +18,7 @@ from megavlm.programs.launch.job import note_cause, note_exit
 from megavlm.programs.main import survive_lost_output
 from megavlm.resilience.signals import listen, under_torchrun
 from megavlm.resilience.status import STOPPED, read_status, wait_as_spare
-from megavlm.train.start import start
+from megavlm.train.start import dry_run, start
 from megavlm.world import World, world_of
 
 _FEWEST_FILES, _MOST_FILES = 256, 65536
@@ -34,8 +34,6 @@ def train(argv: Sequence[str], *, began: float | None = None) -> None:
     launched = enter_world()
     config, world = to_train(argv, launched=launched)
     if config.run.dry_run:
-        from megavlm.train.dry_run import dry_run
-
         return dry_run(config, world=world)
     if under_torchrun():
         refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megavlm.planner.fit import fit
 from megavlm.planner.hardware import PROFILES
 from megavlm.programs.calibrate import SIZES, config_of
 from tests.support.pool import Pools
@@ -24,6 +23,8 @@ def measured(run_dir: str) -> Any:
 
 
 def test_layers_are_timed_and_fitted(pools: Pools, tmp_path: Path) -> None:
+    from megavlm.train.calibration import fit
+
     for forward, backward, optimizer_rate, hardware, told in pools(2).run(measured, str(tmp_path / "run")):
         # patch_embed, 2 vision layers, norm, projector, embedding, 2 language layers, norm, output
         assert len(forward) == 10

@@ -17,7 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.metrics.secrets import without_secrets
 from megavlm.programs.launch.job import Job
-from megavlm.train.dry_run import memory_complaint
+from megavlm.train.start import memory_complaint
 
 PROFILES = Path("launch/profiles")
 # File systems of one machine. A folder on any other (nfs, lustre, gpfs, beegfs, ceph, wekafs, fuse.…) may be shared.

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megavlm.planner.fit import TimedLayer, fit, predicted
 from megavlm.planner.hardware import Rates
+from megavlm.train.calibration import TimedLayer, fit, predicted
 
 
 def drawn(rates: Rates, *, noise: float) -> list[TimedLayer]:
