@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "megavlm", ROOT / "tests"
 # None of these may grow; lower one with each change that takes away. The goal stands behind it.
 CEILINGS = {
-    "code lines of the package": 41_721,  # 40,000
-    "modules": 382,  # 380
+    "code lines of the package": 41_712,  # 40,000
+    "modules": 380,  # 380
     "code lines of the largest module": 285,
     "options": 299,
     "flags": 148,  # 150
