@@ -70,11 +70,15 @@ def families() -> tuple[Family, ...]:
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return `model_type` of a config.json, with that of its vision tower where a family is for this tower alone."""
-    tower = config.get("vision_config")
-    kind = f"{config.get('model_type')}/{tower.get('model_type') if isinstance(tower, Mapping) else None}"
-    known = any(kind in family.model_types for family in families())
-    return kind if known else config.get("model_type")
+    """Return `model_type` of a config.json, with its architecture or the type of its vision tower where a family is for
+    these alone.
+    """
+    tower, architectures = config.get("vision_config"), config.get("architectures")
+    inner = [*architectures] if isinstance(architectures, list) else []
+    inner += [tower.get("model_type")] if isinstance(tower, Mapping) else []
+    kinds = [f"{config.get('model_type')}/{kind}" for kind in inner]
+    known = {kind for family in families() for kind in family.model_types}
+    return next((kind for kind in kinds if kind in known), config.get("model_type"))
 
 
 def family_of(settings: Settings) -> Family:
@@ -103,8 +107,8 @@ def processor_from(
 
     Newer folders hold the options as `image_processor` inside `processor_config.json`: give that file then. `fast` is
     `Processor.fast`, `video` what a `video_preprocessor_config.json` says, if there is one, and `model_type` is the
-    folder's, which decides how videos are prepared where no class of video processors is named. Raises UserError, in
-    one line, for what is not supported.
+    folder's, which decides between families with one class of image processors, and how videos are prepared where no
+    class of video processors is named. Raises UserError, in one line, for what is not supported.
     """
     name, options = class_of(preprocessor_config)
     found = [reader for family in families() for reader in family.image_processors]

@@ -77,9 +77,11 @@ def average_pool(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Tenso
 
 
 def _blocks(patches: Tensor, grids: tuple[Grid, ...], factor: int) -> Iterator[Tensor]:
-    """Yield each image as [rows/factor, factor, columns/factor, factor, H]."""
+    """Yield each image as [rows/factor, factor, columns/factor, factor, H], without patches that fill no block."""
     for (rows, columns), image in zip(grids, patches.split([r * c for r, c in grids]), strict=True):
-        yield image.view(rows // factor, factor, columns // factor, factor, -1)
+        high, wide = rows // factor, columns // factor
+        whole = image.view(rows, columns, -1)[: high * factor, : wide * factor]
+        yield whole.unflatten(1, (wide, factor)).unflatten(0, (high, factor))
 
 
 def images_of(patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:

@@ -37,11 +37,13 @@ class Mlp(Connector):
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
         """Return rows × columns ÷ N²: pixel shuffle merges N × N neighbouring patches into one feature.
 
-        Raises UserError when N does not divide both sides of the grid.
+        A convolution leaves out rows and columns at the end that fill no block, as one without padding does. Raises
+        UserError when it finds no block, and for other merges when N does not divide both sides of the grid.
         """
         rows, columns = grid
         side = projector.pixel_shuffle
-        if rows % side or columns % side:
+        uneven = projector.merge != "convolution" and (rows % side or columns % side)
+        if uneven or min(grid) < side:
             raise UserError(
                 f"a grid of {rows}×{columns} patches cannot be merged {side}×{side}: change the image "
                 f"size, model.vision.patch_size or model.projector.pixel_shuffle {side}"
