@@ -74,15 +74,15 @@ _VISION: dict[str, Any] = {
 def config(settings: Settings) -> ModelConfig:
     """Glm4vConfig and Glm46VConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
-    return whole_model(settings, _language(text, tied=is_tied(settings, text)), image_token=151343)
+    return _model(settings, language(text, kind="qwen2", tied=is_tied(settings, text)), image_token=151343)
 
 
 def moe_config(settings: Settings) -> ModelConfig:
     """Glm4vMoeConfig."""
     text = with_defaults(settings.section("text_config"), _MOE_TEXT)
-    language = _moe_language(text, tied=is_tied(settings, text))
-    model = whole_model(settings, language, image_token=151363)
-    return replace(model, experts=glm_experts(text, layers=language.num_layers))
+    text_model = _moe_language(text, tied=is_tied(settings, text))
+    model = _model(settings, text_model, image_token=151363)
+    return replace(model, experts=glm_experts(text, layers=text_model.num_layers))
 
 
 def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
@@ -101,32 +101,37 @@ def is_tied(settings: Settings, text: Settings) -> bool:
     return bool(settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
 
 
-def whole_model(settings: Settings, language: LanguageConfig, *, image_token: int) -> ModelConfig:
+def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> ModelConfig:
     """Return the model of a config.json with this language model; `image_token` is the default of its class."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
-    if tower.need("out_hidden_size") != language.hidden_size:
-        refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {language.hidden_size}")
     return ModelConfig(
         vision=_vision(tower),
-        projector=ProjectorConfig(
-            kind="gated",
-            hidden_size=tower.need("intermediate_size"),
-            pixel_shuffle=tower.get("spatial_merge_size", 2),
-            merge="convolution",
-            merge_channels=language.hidden_size,
-            merge_bias=True,
-            bias=False,
-        ),
-        language=language,
+        projector=merger(tower, text, inner=tower.need("intermediate_size")),
+        language=text,
         image_token=settings.get("image_token_id", image_token),
     )
 
 
-def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Glm4vTextConfig: a Qwen2 with norms after attention and MLP, of whose heads a part rotates."""
+def merger(tower: Settings, text: LanguageConfig, *, inner: int) -> ProjectorConfig:
+    """Return the merger: a convolution to the text's width, then a gated MLP whose inner layer is `inner` wide."""
+    if tower.need("out_hidden_size") != text.hidden_size:
+        refuse(tower, "out_hidden_size", f"features must be as wide as the language model, {text.hidden_size}")
+    return ProjectorConfig(
+        kind="gated",
+        hidden_size=inner,
+        pixel_shuffle=tower.get("spatial_merge_size", 2),
+        merge="convolution",
+        merge_channels=text.hidden_size,
+        merge_bias=True,
+        bias=False,
+    )
+
+
+def language(text: Settings, *, kind: str, tied: bool) -> LanguageConfig:
+    """Glm4vTextConfig: like one of `kind`, with norms after attention and MLP, and heads of which a part rotates."""
     rope = {**text.get("rope_scaling", {}), **text.get("rope_parameters", {})}
     return replace(
-        text_model(text, kind="qwen2", tied=tied, section=(8, 12, 12), interleaved=False),
+        text_model(text, kind=kind, tied=tied, section=(8, 12, 12), interleaved=False),
         post_norms=True,
         rotary_interleaved=True,
         rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)),
@@ -151,11 +156,24 @@ def _vision(tower: Settings) -> VisionConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    return {**whole_table(model, prefixes), **_own_names(model.language, prefixes.language)}
+    return {
+        **_vision_table(model.vision, prefixes.vision),
+        **merger_table(model, prefixes),
+        **text_table(model, prefixes),
+    }
 
 
-def whole_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+def moe_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     """Return the table of a model whose language model has Llama's names."""
+    return {
+        **_vision_table(model.vision, prefixes.vision),
+        **merger_table(model, prefixes),
+        **language_table(model, prefixes),
+    }
+
+
+def merger_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """Return the table of the merger."""
     projector = {
         "projector.linear_in": "proj",
         "projector.linear_gate": "gate_proj",
@@ -166,12 +184,10 @@ def whole_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     kernel, visual = (model.language.hidden_size, width, side, side), prefixes.vision
     names = {name: linear(name, f"{visual}merger.{hf_name}", bias=False) for name, hf_name in projector.items()}
     return {
-        **_vision_table(model.vision, visual),
         "projector.convolution.weight": Rename(f"{visual}downsample.weight", view=kernel),
         "projector.convolution.bias": Rename(f"{visual}downsample.bias"),
         **{name: rule for each in names.values() for name, rule in each.items()},
         **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
-        **language_table(model, prefixes),
     }
 
 
@@ -193,11 +209,11 @@ def _vision_table(vision: VisionConfig, prefix: str) -> Table:
     return names | linear(VISION_NORM, f"{prefix}post_layernorm", bias=False)
 
 
-def _own_names(language: LanguageConfig, prefix: str) -> Table:
-    """Return the layers' tensors that GLM-4 names in its own way."""
-    names: Table = {}
-    for number in range(language.num_layers):
-        layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
+def text_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """Return the table of a language model, of whose tensors GLM-4 names some in its own way."""
+    names = language_table(model, prefixes)
+    for number in range(model.language.num_layers):
+        layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefixes.language}layers.{number}."
         names |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_self_attn_layernorm", bias=False)
         names |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}post_attention_layernorm", bias=False)
         names |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_mlp_layernorm", bias=False)
@@ -312,7 +328,7 @@ MOE = replace(
     name="glm4v_moe",
     model_types=("glm4v_moe",),
     config=moe_config,
-    table=whole_table,
+    table=moe_table,
     not_in_peft=("gate_proj", "up_proj", "down_proj"),
     unused=(r"model\.(language_model\.)?layers\.(46|92)\..*",),  # layers that predict further tokens
 )

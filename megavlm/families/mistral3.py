@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megavlm.config.schema import ModelConfig, ProjectorConfig
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.families import llava, pixtral
 from megavlm.families.pixtral import IMAGE, PROCESSOR, inputs, vision, vision_table
 from megavlm.families.shared.chat import NamedTemplate
@@ -26,18 +26,23 @@ def config(settings: Settings) -> ModelConfig:
     )
     return ModelConfig(
         vision=vision(tower),
-        projector=ProjectorConfig(
-            kind="mlp",
-            pixel_shuffle=settings.get("spatial_merge_size", 2),
-            merge="convolution",
-            input_norm=True,
-            norm_before_merge=True,
-            normalization="RMSNorm",
-            norm_epsilon=language_model.norm_epsilon,
-            bias=settings.get("multimodal_projector_bias", False),
-        ),
+        projector=merger(settings, language_model, bias=settings.get("multimodal_projector_bias", False)),
         language=language_model,
         image_token=settings.get("image_token_index", settings.get("image_token_id", 10)),
+    )
+
+
+def merger(settings: Settings, language: LanguageConfig, *, bias: bool) -> ProjectorConfig:
+    """Return the projector: a norm of patches with the epsilon of the text, a convolution, an MLP."""
+    return ProjectorConfig(
+        kind="mlp",
+        pixel_shuffle=settings.get("spatial_merge_size", 2),
+        merge="convolution",
+        input_norm=True,
+        norm_before_merge=True,
+        normalization="RMSNorm",
+        norm_epsilon=language.norm_epsilon,
+        bias=bias,
     )
 
 

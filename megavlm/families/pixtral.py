@@ -119,6 +119,11 @@ class RowsOfFeatures(Processor):
     row_end: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
 
+    @property
+    def factor(self) -> int:
+        """Return the side of a feature in pixels, of which an image's sides are multiples."""
+        return self.patch_size * self.projector.pixel_shuffle
+
     def layout(self, height: int, width: int, *, images: int = 1) -> Layout:
         tile = self._tile(*self._resized((height, width)))
         rows, columns = (patches // self.projector.pixel_shuffle for patches in tile.grid)
@@ -129,13 +134,12 @@ class RowsOfFeatures(Processor):
         return [self._resize(pixels, *self._resized((pixels.shape[0], pixels.shape[1])))]
 
     def _resized(self, size: Size) -> Size:
-        """Return the sides, rounded up to whole features. Raises BadSample for an image that shrinks to nothing."""
+        """Return the sides, as multiples of `factor`. Raises BadSample for an image that shrinks to nothing."""
         ratio = max(size[0] / self.edge, size[1] / self.edge, 1)
         height, width = (int(side / ratio) for side in size)
         if not height or not width:
             raise BadSample(Reason.TOO_NARROW, f"{size[0]}×{size[1]} pixels would shrink to {height}×{width}")
-        factor = self.patch_size * self.projector.pixel_shuffle
-        return -(-height // factor) * factor, -(-width // factor) * factor
+        return -(-height // self.factor) * self.factor, -(-width // self.factor) * self.factor
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

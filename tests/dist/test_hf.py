@@ -32,6 +32,9 @@ LATER = (
     "cosmos3",
     "paddleocr-vl",
     "video-llama-3",
+    "qianfan-ocr",
+    "lighton-ocr",
+    "glm-ocr",
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {

@@ -18,10 +18,11 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Segment
 from tests.support import hf
+from tests.support.covering import slow
 from tests.support.gates import hold
 from tests.support.harness import Single, difference
 from tests.support.processors import CASES, picture
-from tests.support.whole_models import whole_folder
+from tests.support.whole_models import PROCESSORS, whole_folder
 
 TALK = ("Which is the largest?", "A cat and a dog.", "How many?", "7, it is blue.")
 
@@ -41,7 +42,12 @@ def write_record(folder: Path, sizes: list[tuple[int, int]]) -> tuple[Path, list
 @pytest.mark.parametrize(
     ("name", "sizes"),
     # An image among others is only looked at whole by LLaVA-OneVision; to other families it is one more image.
-    [*((name, [(60, 90)]) for name in CASES), ("onevision", [(90, 60), (90, 60)]), ("qwen2-vl", [(90, 60), (90, 60)])],
+    [
+        *((name, [(60, 90)]) for name in CASES),
+        *(slow(name, [(60, 90)]) for name in PROCESSORS),
+        ("onevision", [(90, 60), (90, 60)]),
+        ("qwen2-vl", [(90, 60), (90, 60)]),
+    ],
 )
 def test_a_record_gives_the_logits_that_transformers_gives(
     name: str, sizes: list[tuple[int, int]], single: Single, tmp_path: Path

@@ -40,6 +40,7 @@ def read(model_type: str, **values: Any) -> ModelConfig:
 
 
 SILU = {"hidden_act": "silu"}
+ARCHITECTURES = [f"{name}ForConditionalGeneration" for name in ("Mistral3", "LightOnOcr", "LightOnOCR")]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio = 'anyres' is not supported: only"),
     ("llava_onevision", {"vision_feature_layer": [-2, -1]}, "features of several layers are not known here"),
@@ -64,6 +65,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_param",
     ),
     ("llava", {"vision_config": {"model_type": "pixtral", "hidden_act": "gelu"}}, "hidden_act"),
+    ("lighton_ocr", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),
+    ("qianfan_ocr", {"vision_config": {"use_qk_norm": True}}, "use_qk_norm"),
+    ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias"),
 ]
 
 
@@ -132,6 +136,13 @@ def test_where_files_say_that_embeddings_are_tied(top: dict[str, Any], text: dic
     sections = [{f"{name}_word_embeddings": value for name, value in given.items()} for given in (top, text)]
     model = read("mistral3", **sections[0], text_config=sections[1], vision_config=SILU)
     assert model.language.tie_embeddings is tied
+
+
+def test_an_architecture_may_be_another_than_the_type_says() -> None:
+    """Published files of LightOnOCR say Mistral 3, and that the architecture is another, whose embeddings are tied."""
+    folder = {"model_type": "mistral3", "vision_config": SILU, "text_config": {"model_type": "qwen3"}}
+    ties = [read(**folder, architectures=[name]).language.tie_embeddings for name in ARCHITECTURES]
+    assert ties == [False, True, True]
 
 
 def test_yarn_is_read_as_transformers_computes_it() -> None:

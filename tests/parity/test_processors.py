@@ -27,6 +27,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -62,11 +63,21 @@ class Case:
 
 
 def case(
-    image_processor: Any, model: ModelConfig, kind: Any, around: tuple[str, str] = ("", ""), **options: Any
+    image_processor: Any,
+    model: ModelConfig,
+    kind: Any,
+    around: tuple[str, str] = ("", ""),
+    model_type: str | None = None,
+    **options: Any,
 ) -> Case:
     """Return a case with a processor of this kind, whose template writes `around` before and after an image."""
     theirs = bare(kind, image_processor=image_processor, **options)
-    return Case(image_processor, model, lambda pixels, index: theirs.replace_image_token(pixels, index).join(around))
+
+    def prompt(pixels: Any, index: int) -> str:
+        written: str = theirs.replace_image_token(pixels, index)
+        return written.join(around)
+
+    return Case(image_processor, model, prompt, model_type)
 
 
 def llava(image_processor: Any, *, tower: str, strategy: str) -> Case:
@@ -151,6 +162,18 @@ def pixtral(merge: int) -> Case:
     )
 
 
+def lighton(longest: int) -> Case:
+    """Return a case whose images have sides of whole patches, of which two by two make a feature."""
+    return case(
+        pil.PixtralImageProcessorPil(size={"longest_edge": longest}, patch_size=4),
+        model_of(4, merge=2, convolution=True),
+        LightOnOcrProcessor,
+        model_type="lighton_ocr",
+        effective_patch_size=8,
+        image_token="<|image_pad|>",
+    )
+
+
 def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
     tile = image_processor.max_image_size["longest_edge"]
     return case(
@@ -231,6 +254,7 @@ CASES: dict[str, Case] = {
     "glm4v": glm(shortest_edge=2 * 3137 + 1, longest_edge=2 * 60 * 28**2 + 1),
     "pixtral": pixtral(1),
     "mistral3": pixtral(2),
+    "lighton": lighton(60),
     "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor, patch=8),
     "smolvlm-512": idefics(
         SmolVLMImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}),
@@ -293,6 +317,10 @@ def assert_same(case: Case, images: list[Pixels]) -> None:
             ours.layout(*images[0].shape[:2])
         return
     for index, image in enumerate(images):
+        if not case.prompt(pixels, index):  # it has no token
+            with pytest.raises(BadSample):
+                ours.layout(*image.shape[:2])
+            return
         layout = ours.layout(*image.shape[:2], images=len(images))
         assert str(layout.prompt) == case.prompt(pixels, index)
         assert layout.features == str(layout.prompt).count(ours.image_token)

@@ -16,6 +16,7 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import Dee
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -31,9 +32,12 @@ from tests.support.tokenizers import TEMPLATES
 Pixels = NDArray[np.uint8]
 
 
-def model_of(patch: int, *, merge: int = 1, most: int | None = None, frames: int = 1) -> ModelConfig:
+def model_of(
+    patch: int, *, merge: int = 1, most: int | None = None, frames: int = 1, convolution: bool = False
+) -> ModelConfig:
     """A model as far as image processors look at it."""
-    projector = ProjectorConfig(pixel_shuffle=merge, anyres_max_tiles=most)
+    kind: Any = "convolution" if convolution else "concatenate"
+    projector = ProjectorConfig(pixel_shuffle=merge, merge=kind, anyres_max_tiles=most)
     return ModelConfig(vision=VisionConfig(patch_size=patch, temporal_patch_size=frames), projector=projector)
 
 
@@ -133,6 +137,25 @@ CASES = {
         model_of(14, merge=2),
         options={"image_seq_length": 1},
         marks={**AROUND, "context_image_token": "<IMG_CONTEXT>"},
+    ),
+    "qianfan": Whole(
+        transformers.QianfanOCRProcessor,
+        GotOcr2ImageProcessorPil(size=TILE, min_patches=1, max_patches=6, crop_to_patches=True),
+        TEMPLATES["internvl"].replace("<IMG_CONTEXT>", "<image>"),
+        "qwen",
+        {
+            **{"image_seq_length": 1, **AROUND, "image_token": "<IMG_CONTEXT>", "video_token": None},
+            **{"image_placeholder_token": "<image>", "video_processor": None},
+        },
+        model_of(14, merge=2),
+    ),
+    "lighton": Whole(
+        LightOnOcrProcessor,
+        image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 77}, patch_size=7),
+        TEMPLATES["internvl"].replace("<IMG_CONTEXT>\\n", "<|image_pad|>"),
+        "qwen",
+        {"patch_size": 7, "spatial_merge_size": 2, "effective_patch_size": 14, "image_token": "<|image_pad|>"},
+        model_of(7, merge=2, convolution=True),
     ),
     "qwen2-vl": Whole(
         transformers.Qwen2VLProcessor,

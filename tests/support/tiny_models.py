@@ -31,6 +31,7 @@ YARN = {
     **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1},
 }
 QWEN2 = {"model_type": "qwen2", **TEXT}
+QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 12}
 QWEN3_MOE = {  # weights of a token's experts that add up to less than 1
     **{"model_type": "qwen3_moe", **TEXT, "head_dim": 12, "norm_topk_prob": False, "num_experts": 6},
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
@@ -78,6 +79,7 @@ EXAONE = {
 # Six of a head's twelve channels rotate, a pair with each axis of a position.
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 GLM = {**QWEN_VL, "hidden_size": 48, "rope_parameters": GLM_ROPE, "rms_norm_eps": 1e-4}
+GLM_OCR = {**GLM, "head_dim": 16, "rope_parameters": {**GLM_ROPE, "mrope_section": [1, 2, 1]}}
 GLM_EXPERTS = {  # after one dense layer, and two that every token takes
     **{"head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4},
     **{"moe_intermediate_size": 40, "routed_scaling_factor": 1.75, "first_k_dense_replace": 1},
@@ -110,6 +112,7 @@ GLM_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "image_size": 24, "rms_norm_ep
 ROTARY_TOWER = {name: value for name, value in TOWER.items() if name != "image_size"} | {"patch_size": 4}
 # Positions of six by six patches, and another epsilon than the projector's.
 PADDLE_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-3}
+GLM_OCR_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "rms_norm_eps": 1e-3}
 MARKS: dict[str, Any] = {"image_token_id": 60, "video_token_id": 59}
 QWEN_MARKS = {**MARKS, "vision_start_token_id": 58, "vision_end_token_id": 57}
 TILES: dict[str, Any] = {
@@ -141,8 +144,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "internvl-6b": _of(
         "internvl",
         {**INTERN, "norm_type": "rms_norm", "use_qk_norm": True},
-        {"model_type": "qwen3", **TEXT, "head_dim": 12},
+        QWEN3,
         **{"image_token_id": 60, **TIED},
+    ),
+    # A norm after the last layer; no layers that are left out at random.
+    "qianfan-ocr": _of(
+        "qianfan_ocr", {**INTERN, "use_mean_pooling": False, "drop_path_rate": 0.0}, QWEN3, image_token_id=60
     ),
     "llava-next": _of("llava_next", {**CLIP, **TILE}, MISTRAL, **TILES),
     # Untied with SigLIP's pooling head, which no feature comes from; tied without.
@@ -177,6 +184,8 @@ MODELS: dict[str, dict[str, Any]] = {
         {**MISTRAL, "model_type": "ministral3", "rms_norm_eps": 1e-2, "rope_parameters": YARN},
         **{"image_token_index": 60, "multimodal_projector_bias": True, **TIED},
     ),
+    # Tied by default; the projector's norm has the text's epsilon.
+    "lighton-ocr": _of("lighton_ocr", PIXTRAL, {**QWEN3, "rms_norm_eps": 1e-2}, image_token_id=60),
     "qwen2-vl": _of("qwen2_vl", QWEN2_TOWER, QWEN_VL, tie_word_embeddings=False, **QWEN_MARKS),
     "qwen2.5-vl": _of(
         "qwen2_5_vl",
@@ -206,6 +215,7 @@ MODELS: dict[str, dict[str, Any]] = {
         EXAONE,
         **{"tie_word_embeddings": False, **MARKS},
     ),
+    "glm-ocr": _of("glm_ocr", GLM_OCR_TOWER, GLM_OCR, **MARKS),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(
@@ -269,7 +279,8 @@ IMAGES: dict[str, Any] = {
     # tile; images that are not alone are their base tiles.
     "llava-onevision": ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]]),
     **dict.fromkeys(
-        ("llava", "internvl", "gemma3", "deepseek"), ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]])
+        ("llava", "internvl", "qianfan", "gemma3", "deepseek"),
+        ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]]),
     ),
     # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
     **dict.fromkeys(
@@ -280,9 +291,11 @@ IMAGES: dict[str, Any] = {
         ("pixtral", "mistral3", "ministral3", "video-llama"),
         ([[(16, 16), (24, 8)], []], [[], []], [[(8, 16)], [(16, 8)]]),
     ),
+    # Of 5 × 3 patches of 4 pixels there are 2 × 1 features.
+    "lighton": ([[(16, 16), (20, 12)], []], [[], []], [[(12, 20)], [(16, 8)]]),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
-        ("qwen", "cosmos3", "glm4v", "exaone", "paddleocr"),
+        ("qwen", "cosmos3", "glm", "exaone", "paddleocr"),
         ([[(24, 40), (8, 8)], [(32, 16)]], [[(16, 16)], []], [[], []]),
     ),
 }
@@ -312,7 +325,7 @@ def _at_layouts(name: str) -> Any:
         return images_of(model, VIDEOS)[:2]
     if name != model:
         return (*images_of(model, VIDEOS), images[1])
-    if name.startswith(("qwen", "cosmos3", "glm4v", "exaone", "paddleocr")):
+    if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr")):
         return (*images, [[], [(16, 8)]])
     if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
         return images

@@ -22,6 +22,8 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_9"},
     ),
     "internvl": ("internvl", {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
+    "qianfan": ("qianfan-ocr", {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
+    "lighton": ("lighton-ocr", {"image_size": 28, "patch_size": 7}, {"tie_word_embeddings": False}),
     "gemma3": ("gemma3", {"image_size": 56, "patch_size": 7}, {}),
     "mistral3": ("mistral3", {"image_size": 28, "patch_size": 7}, {}),
     "deepseek-vl": ("deepseek-vl", {"image_size": 28, "patch_size": 14}, {}),
@@ -35,10 +37,11 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
     "exaone4.5": ("exaone4.5", {"patch_size": 14, "window_size": 56}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
+    "glm-ocr": ("glm-ocr", {"patch_size": 14}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
 }
 # Whose processor a model has that has none of its own.
-PROCESSORS = {"qwen3-vl-moe": "qwen3-vl", "cosmos3": "qwen3-vl", "glm4v-moe": "glm4v"}
+PROCESSORS = {"qwen3-vl-moe": "qwen3-vl", "cosmos3": "qwen3-vl", "glm4v-moe": "glm4v", "glm-ocr": "glm4v"}
 
 
 def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:

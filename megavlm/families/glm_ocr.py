@@ -1,0 +1,92 @@
+"""GLM-OCR: GLM-4.1V's merger and text behind another tower, which normalises queries and keys and has rotary positions
+alone, with biases in all of its layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megavlm.arch.layers import VISION_LAYER, VISION_NORM
+from megavlm.config.schema import ModelConfig, VisionConfig
+from megavlm.families import glm4v
+from megavlm.families.shared.family import NamePrefixes
+from megavlm.families.shared.qwen_vl import attention_table, patch_embed_table, vision_sizes, with_defaults
+from megavlm.families.shared.settings import Settings
+from megavlm.families.shared.table import Concat, Table, linear
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 59392,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
+_VISION: dict[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "out_hidden_size": 1536,
+    "num_heads": 16,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """GlmOcrConfig."""
+    text = with_defaults(settings.section("text_config"), _TEXT)
+    tower = with_defaults(settings.section("vision_config"), _VISION)
+    language = glm4v.language(text, kind="llama", tied=glm4v.is_tied(settings, text))
+    return ModelConfig(
+        vision=_vision(tower),
+        projector=glm4v.merger(tower, language, inner=tower.need("out_hidden_size") * tower.get("in_channels", 3)),
+        language=language,
+        image_token=settings.get("image_token_id", 59280),
+    )
+
+
+def _vision(tower: Settings) -> VisionConfig:
+    """GlmOcrVisionConfig."""
+    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
+    tower.require("attention_bias", True, why="the tower is known with biases")
+    sizes = {**vision_sizes(tower), "norm_epsilon": tower.need("rms_norm_eps")}
+    return VisionConfig(
+        **sizes,
+        image_size=tower.square("image_size", 336) // sizes["patch_size"] * sizes["patch_size"],
+        position_embedding="rope2d",
+        normalization="RMSNorm",
+        activation="swiglu",
+        qk_norm="head",
+    )
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    vision, visual = model.vision, prefixes.vision
+    names = patch_embed_table(vision, visual)
+    for number in range(vision.num_layers):
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
+        names |= attention_table(vision, layer, hf_layer, norm_bias=False)
+        names |= linear(f"{layer}self_attention.q_layernorm", f"{hf_layer}attn.q_norm", bias=False)
+        names |= linear(f"{layer}self_attention.k_layernorm", f"{hf_layer}attn.k_norm", bias=False)
+        for leaf in ("weight", "bias"):
+            gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
+            names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
+        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
+    names |= linear(VISION_NORM, f"{visual}post_layernorm", bias=False)
+    return {**names, **glm4v.merger_table(model, prefixes), **glm4v.text_table(model, prefixes)}
+
+
+assert glm4v.FAMILY.videos is not None
+
+FAMILY = replace(
+    glm4v.FAMILY,
+    name="glm_ocr",
+    model_types=("glm_ocr",),
+    config=config,
+    table=table,
+    videos=replace(glm4v.FAMILY.videos, model_types=("glm_ocr",)),
+    unused=(r"model\.language_model\.layers\.16\..*",),  # a layer that predicts further tokens
+)
