@@ -25,14 +25,14 @@ IMAGE = "<image_placeholder>"
 
 
 def config(settings: Settings) -> ModelConfig:
-    """DeepseekVLConfig. Only the outer tie_word_embeddings counts."""
+    """DeepseekVLConfig. Files from before Transformers 5, as published ones are, tie as the text's section says."""
     tower, text = settings.section("vision_config"), settings.section("text_config")
     tower.require("model_type", "siglip_vision_model", why="only SigLIP towers are known here")
     text.require("model_type", "llama", why="only Llama is known here")
     return ModelConfig(
         vision=siglip(tower, feature_layer=-1, post_norm=True),
         projector=ProjectorConfig(kind="mlp"),
-        language=language(text, tied=settings.get("tie_word_embeddings", True)),
+        language=language(text, tied=settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         image_token=settings.get("image_token_id", 100015),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +186,28 @@ def test_a_tied_output_layer_may_be_in_the_file_as_well(single: Single, tmp_path
     assert f"{head} differs from {embedding}, to which tie_word_embeddings ties it" in problem
 
 
+def silent(said: dict[str, Any]) -> dict[str, Any]:
+    """As published folders of DeepSeek-VL: Transformers ties by default, but not weights that differ."""
+    del said["tie_word_embeddings"], said["text_config"]["tie_word_embeddings"]
+    return said
+
+
+def flat(said: dict[str, Any]) -> dict[str, Any]:
+    """As published folders of PaddleOCR-VL, which Transformers takes for tied whatever they say."""
+    return {**said.pop("text_config"), **said, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(("name", "tied", "published"), [("deepseek-vl", False, silent), ("paddleocr-vl", True, flat)])
+def test_settings_where_published_folders_have_them(
+    name: str, tied: bool, published: Any, single: Single, tmp_path: Path
+) -> None:
+    folder = hf.save(tiny(name, tie_word_embeddings=tied), tmp_path / "hf")
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(published(said)))
+    hf.assert_round_trip(folder, tmp_path, single)
+    assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
+
+
 def test_experts_as_transformers_saves_what_it_has_read(single: Single, tmp_path: Path) -> None:
     """Transformers transposes what was published, and saves what it has read as it holds it."""
     theirs = transformers.Qwen3VLMoeForConditionalGeneration(config_of("qwen3-vl-moe"))
@@ -229,7 +252,6 @@ def test_the_balance_loss_is_transformers_where_one_layer_has_experts(single: Si
 
 # What no feature comes from: pooling heads, the last layer of CLIP and the norm of its class token.
 IDLE = {
-    "deepseek_vl": 12_595_200,
     "gemma3": 15_238_352,
     "llava": 12_598_272,
     "llava_next": 12_598_272,
