@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 285,
     "options": 299,
     "flags": 148,  # 150
-    "code lines of tests": 33_627,  # 33,000
+    "code lines of tests": 33_641,  # 33,000
     "words of documentation": 44_788,  # 45,000
 }
 _NO_CODE = {
