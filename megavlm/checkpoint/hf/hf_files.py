@@ -283,6 +283,14 @@ class StreamedFile:
         self._file.close()
 
 
+def _architecture(folder: Path) -> str:
+    """Return the class that the config.json of a folder names, "" where it names none."""
+    match read_json(folder / "config.json").get("architectures"):
+        case [str(name), *_] if name.endswith("ForConditionalGeneration"):
+            return name
+    return ""
+
+
 def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32) -> Any:
     """Return the model in evaluation mode, on the CPU; `dtype` "auto" is the type of the files.
 
@@ -295,8 +303,10 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
         raise UserError("Transformers, which runs the model, is not installed: pip install transformers") from error
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
+    # Architectures that share a type of config.json are told apart by their names alone.
+    kind = getattr(transformers, _architecture(folder), transformers.AutoModelForImageTextToText)
     try:
-        return transformers.AutoModelForImageTextToText.from_pretrained(
+        return kind.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         ).eval()
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
