@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megavlm.arch.image_tokens import tokens_per_grid
+from megavlm.arch.kind import FP32
 from megavlm.arch.scenario import Scenario
+from megavlm.config.derived import masks_all_layers
 
 QUERIES = 512  # per span
 
@@ -48,14 +50,31 @@ def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: i
 
 def mask_bytes(scenario: Scenario) -> float:
     """Return the bytes of the attention masks of a micro-batch, which all layers of a chunk share; 0 without masks."""
+    return float(sum(span.scores for span in _typical_spans(scenario)) * scenario.bytes_each)
+
+
+def score_bytes(scenario: Scenario, heads: int) -> float:
+    """Return the bytes of scores that the backward pass of attention with bounded ones has at a time, 0 without a
+    bound: tanh, softmax, its gradient and their product, of the largest span, in fp32.
+    """
+    if scenario.model.language.attention_softcap is None:
+        return 0.0
+    largest = max(span.scores for span in _typical_spans(scenario))
+    return 4.0 * largest * heads // scenario.dims.row_split.heads * FP32
+
+
+def _typical_spans(scenario: Scenario) -> Iterator[Span]:
     language, vision, work = scenario.model.language, scenario.model.vision, scenario.work
     side = vision.image_size // vision.patch_size
     longest = tokens_per_grid((side, side), scenario.model.projector) if language.bidirectional_images else 0
     windows = {language.window_size} - {None}
-    if language.bidirectional_images and (language.window_size is None or language.full_attention_layers):
+    if masks_all_layers(language) and (language.window_size is None or language.full_attention_layers):
         windows.add(None)
     length = max(1, work.token_squares // max(1, work.tokens))  # tokens of a sample
+    if language.bidirectional_prefix:
+        longest = length
     tokens = work.tokens * scenario.dims.cp  # masks are of whole rows
     bounds = [*range(0, tokens, length), tokens]
-    spans = (span for window in windows for span in spans_of(bounds, window=window, longest=longest))
-    return float(sum(span.scores for span in spans) * scenario.bytes_each)
+    for window in windows:
+        reach = max(window, longest) if language.bidirectional_prefix and window is not None else window
+        yield from spans_of(bounds, window=reach, longest=longest)

@@ -152,8 +152,13 @@ def sequence_multiple(part: str, config: Config, *, tp: int) -> int:
 
 
 def masks_attention(language: LanguageConfig) -> bool:
-    """Return whether some layers attend by masks: in sliding windows, or both ways inside an image."""
-    return language.window_size is not None or language.bidirectional_images
+    """Return whether some layers attend by masks: in sliding windows, or as all layers do."""
+    return language.window_size is not None or masks_all_layers(language)
+
+
+def masks_all_layers(language: LanguageConfig) -> bool:
+    """Return whether all layers attend by masks: both ways inside an image or a prefix, or with bounded scores."""
+    return language.bidirectional_images or language.bidirectional_prefix or language.attention_softcap is not None
 
 
 def attends_in_window(language: LanguageConfig, layer: int) -> bool:

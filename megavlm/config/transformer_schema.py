@@ -211,6 +211,14 @@ class LanguageConfig:
         "Factor of attention scores before the softmax; default: 1 / √(width of an attention head).",
         valid=POSITIVE,
     )
+    attention_softcap: float | None = option(
+        None,
+        "Bound c of attention scores x before the softmax, as c · tanh(x / c) (Gemma 2); default: none.",
+        valid=POSITIVE,
+    )
+    final_softcap: float | None = option(
+        None, "Bound c of logits x, as c · tanh(x / c) (Gemma 2); default: none.", valid=POSITIVE
+    )
     embedding_scale: float = option(
         1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).", valid=POSITIVE
     )
@@ -253,5 +261,8 @@ class LanguageConfig:
     )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
+    )
+    bidirectional_prefix: bool = option(
+        False, "Let the tokens before a sample's first trained one attend to one another both ways (PaliGemma)."
     )
     tie_embeddings: bool = option(False, "Share one weight between the input embedding and the output layer.")

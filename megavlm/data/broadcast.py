@@ -177,6 +177,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
         "tile_groups": [(group.grid, group.size, group.kind) for group in sizes.tile_groups],
         "lengths": batch.text.lengths,
         "row_counts": batch.text.row_counts,
+        "prefixes": batch.text.prefixes,
     }
 
 
@@ -193,7 +194,9 @@ def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
         dtype, shape = fields["patches"]
         images = ImageBatch(sizes, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
     counts = tuple((tokens, trained) for tokens, trained in fields["row_counts"])
-    return MicroBatch(TextBatch(**tensors, lengths=tuple(fields["lengths"]), row_counts=counts), sizes, images)
+    prefixes = tuple((first, count) for first, count in fields["prefixes"])
+    text = TextBatch(**tensors, lengths=tuple(fields["lengths"]), prefixes=prefixes, row_counts=counts)
+    return MicroBatch(text, sizes, images)
 
 
 class _Reader:

@@ -131,7 +131,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
     loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
     positions = np.empty((3 if spec.mrope else 1, len(rows), seq_length), dtype=np.int64)
     sources = np.zeros((len(rows), seq_length), dtype=np.int64)
-    bounds, merge = [0], spec.projector.pixel_shuffle
+    bounds, prefixes, merge = [0], [], spec.projector.pixel_shuffle
     for number, row in enumerate(rows):
         end = 0
         for sample in row:
@@ -149,6 +149,8 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
                 else np.arange(len(sample))
             )
             bounds.append(number * seq_length + end)
+            prefix = int(sample.trained.argmax()) if sample.trained.any() else len(sample)
+            prefixes.append((number * seq_length + start, prefix))
         # Padding goes on counting, as a sequence of its own where others are kept apart.
         positions[:, number, end:] = (
             positions[:, number, end - 1 : end].max(initial=-1) + 1 + np.arange(seq_length - end)
@@ -168,6 +170,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
         trained_positions=torch.from_numpy(np.flatnonzero(loss_mask) if loss_mask.any() else np.zeros(1, np.int64)),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
         lengths=tuple(len(sample) for row in rows for sample in row),
+        prefixes=tuple(prefixes),
         row_counts=tuple(
             (sum(map(len, row)), _terms(row, spec) if spec.pooling is not None else int(trained))
             for row, trained in zip(rows, loss_mask.sum(1), strict=True)

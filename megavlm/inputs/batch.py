@@ -112,6 +112,8 @@ class TextBatch:
     # stays on the host, which reads it.
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()  # the number of tokens of each sample, without padding
+    # of each sample: its first token's index into the flattened [B·S], and how many tokens come before a trained one
+    prefixes: tuple[tuple[int, int], ...] = ()
     # of each sequence: its tokens without padding, and its trained ones or, of embedded texts, its terms of the loss
     row_counts: tuple[tuple[int, int], ...] = ()
     sources: Tensor | None = None  # [B, S] int64: the data set of each token; None if there is only one
@@ -155,7 +157,7 @@ class DealtImages:
 class ContextPart:
     """What a context-parallel rank knows of whole rows, while `MicroBatch.text` has its part of them alone.
 
-    Whole remain `TextBatch.cu_seqlens`, `TextBatch.lengths` and `TextBatch.row_counts`, too.
+    Whole remain `cu_seqlens`, `lengths`, `prefixes` and `row_counts` of `TextBatch`, too.
     """
 
     tokens: Tensor  # [B, S] int64: those of whole rows

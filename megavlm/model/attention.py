@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megavlm.arch.tensor_split import HeadSplit
 from megavlm.arch.transformer import logits_at_once
-from megavlm.model.masks import attend_in_spans
+from megavlm.model.masks import attend_in_spans, bounded_attention
 from megavlm.model.packing import Packing, attend_in_all, fits_one_call, in_rows, in_sequence
 from megavlm.model.rotary import Rotary, Rotation
 
@@ -116,10 +116,11 @@ class CoreAttention(nn.Module):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
-        self.scale = softmax_scale
+        self.scale, self.softcap = softmax_scale, softcap
 
     def forward(
         self,
@@ -141,7 +142,7 @@ class CoreAttention(nn.Module):
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
             return out.permute(2, 0, 1, 3).flatten(2)
         if packed_seq_params.cached is not None:
-            return packed_seq_params.cached.attend(self, query, key, value, scale=self.scale)
+            return packed_seq_params.cached.attend(self, query, key, value, scale=self.scale, softcap=self.softcap)
         q, k, v = (in_sequence(packed_seq_params, x) for x in (query, key, value))
         if packed_seq_params.masked:
             with sdpa_kernel(ANY_SHAPE):
@@ -171,6 +172,9 @@ class CoreAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
         """Return [B, N, S, D] from [B, heads, S, D] each."""
+        if self.softcap is not None:
+            assert mask is not None, "all layers have masks"
+            return bounded_attention(query, key, value, mask=mask, scale=self.scale, softcap=self.softcap)
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": causal,

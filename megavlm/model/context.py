@@ -13,7 +13,7 @@ from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid,
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
 from megavlm.arch.workload import window_patches
-from megavlm.config.derived import sequence_multiple, sequence_parallel
+from megavlm.config.derived import masks_all_layers, sequence_multiple, sequence_parallel
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import order_of
@@ -21,7 +21,7 @@ from megavlm.inputs.batch import Continuation, MicroBatch
 from megavlm.model.context_attention import causal_spans
 from megavlm.model.delta_rule import Sequences
 from megavlm.model.language import add_features
-from megavlm.model.masks import CachedAttention, image_runs, masked_spans
+from megavlm.model.masks import CachedAttention, image_runs, masked_spans, prefix_runs
 from megavlm.model.packing import Packing, packed
 from megavlm.model.rotary import Rotation, rope, rotation
 from megavlm.model.router import RoutedRows
@@ -74,7 +74,7 @@ class MicroBatchContext:
         """Return the sequences and masks of layers without a window; None if each row is one causal sequence."""
         if self.batch.continuation is not None:
             return self._cached(self.batch.continuation, window=None)
-        if self.config.model.language.bidirectional_images:
+        if masks_all_layers(self.config.model.language):
             return self._masked_packing(window=None)
         context = self.groups.context
         if self.batch.context is not None and context.split.groups > 1:
@@ -105,8 +105,9 @@ class MicroBatchContext:
         spans = masked_spans(
             self._bounds,
             window=window,
-            runs=self._image_runs,
-            longest=max(self._image_tokens),
+            runs=self._runs,
+            longest=max(self._run_lengths),
+            beyond=self.config.model.language.bidirectional_prefix,
             device=self.device,
             dtype=DTYPES[self.config.precision.dtype],
         )
@@ -115,23 +116,28 @@ class MicroBatchContext:
     def _cached(self, rows: Continuation, *, window: int | None) -> Packing:
         """Return the packing of attention to a key/value cache, with a window of this many tokens (None: without)."""
         samples, length = self.batch.text.tokens.shape
-        runs = None if self._image_runs is None else self._image_runs.view(samples, length)
-        return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs))
+        runs = None if self._runs is None else self._runs.view(samples, length)
+        beyond = self.config.model.language.bidirectional_prefix
+        return Packing(qkv_format="sbhd", cached=CachedAttention(rows, length, window, runs, beyond=beyond))
 
     @cached_property
-    def _image_runs(self) -> Tensor | None:
-        """Return the number of each token's run of image tokens, [B·S]; None if all attention is causal."""
+    def _runs(self) -> Tensor | None:
+        """Return the number of each token's run of image tokens or prefix, [B·S]; None if all attention is causal."""
         model = self.config.model
+        if model.language.bidirectional_prefix:
+            return prefix_runs(self.batch.text.prefixes, self._bounds[-1], self.device)
         if not model.language.bidirectional_images:
             return None
         assert model.image_token is not None, "refused by the configuration rules"
-        return image_runs(self.batch.row_tokens, model.image_token, self._image_tokens)
+        return image_runs(self.batch.row_tokens, model.image_token, self._run_lengths)
 
     @cached_property
-    def _image_tokens(self) -> list[int]:
-        """Return the number of tokens of each image with bidirectional attention; [0] without such images."""
+    def _run_lengths(self) -> list[int]:
+        """Return the number of tokens of each image or prefix with bidirectional attention; [0] without one."""
         model = self.config.model
         counts = self.batch.row_image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
+        if model.language.bidirectional_prefix:
+            counts = [count for _, count in self.batch.text.prefixes]
         return counts or [0]
 
     @property

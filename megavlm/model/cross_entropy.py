@@ -39,12 +39,12 @@ CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tenso
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, *, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return −log softmax(logits)[label] of each position, and m and s of its softmax exp(x − m)/s: [T] fp32 each.
 
     The logits [T, W], in any precision, are overwritten with the gradient of the loss: (softmax − 1[label]) · `unit_of`
-    their type. A label [T] in no rank's columns has logit 0.
+    their type; of logits that `bounded` bent, with that of those before. A label [T] in no rank's columns has logit 0.
     """
     columns, held = own_columns(labels, first=group.rank() * logits.shape[1], width=logits.shape[1])
     predicted = label_logits(logits, columns, held)
@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(
     largest, sums, predicted = over_ranks(largest, sums, predicted, group)
     unit = torch.full_like(sums, unit_of(logits.dtype))
     for piece in in_pieces(logits, largest, sums, columns, held, unit):
-        write_gradient(*piece)
+        write_gradient(*piece, softcap=softcap)
     return sums.log() - (predicted - largest), largest, sums
 
 
@@ -114,11 +114,20 @@ def over_ranks(largest: Tensor, sums: Tensor, predicted: Tensor, group: dist.Pro
 
 
 def write_gradient(
-    logits: Tensor, largest: Tensor, sums: Tensor, columns: Tensor, held: Tensor, gradient: Tensor
+    logits: Tensor,
+    largest: Tensor,
+    sums: Tensor,
+    columns: Tensor,
+    held: Tensor,
+    gradient: Tensor,
+    *,
+    softcap: float | None = None,
 ) -> None:
-    """Overwrite the logits x with (exp(x − m)/s − 1[label]) · gradient."""
+    """Overwrite the logits x with (exp(x − m)/s − 1[label]) · gradient, times the slope of `bounded`, 1 − (x/c)²."""
     scaled = (logits - largest[:, None]).exp_()
     scaled[torch.arange(len(columns), device=columns.device), columns] -= sums.where(held, 0.0)
+    if softcap is not None:
+        scaled *= (1 - (logits.float() / softcap).square_()).clamp_(min=0.0)  # padding is far below −c
     torch.mul(scaled, (gradient / sums)[:, None], out=logits)
 
 
@@ -138,6 +147,7 @@ class LossOptions:
     chunk: int
     cross_entropy: CrossEntropy
     sums_in_place: bool = False
+    softcap: float | None = None  # of `bounded`
     weight_gradients: WeightGradients | None = None  # delays the weight's gradient; None: not delayed
 
 
@@ -171,7 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if reached else None
         for start in range(0, max(1, len(hidden)), options.chunk):
             part = slice(start, start + options.chunk)
-            logits = _logits(hidden[part], weight, real=options.real)
+            logits = _logits(hidden[part], weight, real=options.real, softcap=options.softcap)
             terms.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
@@ -228,10 +238,10 @@ def _compute_again(
     rows = block_rows(len(weight), len(hidden), chunk=options.chunk)
     for start in range(0, len(weight), rows):
         block = weight[start : start + rows]
-        logits = _logits(hidden, block, real=options.real - start)
+        logits = _logits(hidden, block, real=options.real - start, softcap=options.softcap)
         columns, held = own_columns(labels, first=options.group.rank() * len(weight) + start, width=len(block))
         for piece in in_pieces(logits, largest, sums, columns, held, arrives):
-            write_gradient(*piece)
+            write_gradient(*piece, softcap=options.softcap)
         add(logits, slice(start, start + rows))
         del logits, piece  # before those of the next block are computed
 
@@ -260,9 +270,14 @@ def block_rows(width: int, positions: int, *, chunk: int) -> int:
     return min(width, -(-width // (chunks * _ALIGNED)) * _ALIGNED)
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, real: int) -> Tensor:
-    """Return the logits h·W. Columns from `real` on are padding, with a softmax and a gradient of 0."""
-    logits = hidden @ weight.t()
+def bounded(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return c · tanh(x / c) of logits x with the bound c, in their place; without one the logits."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _logits(hidden: Tensor, weight: Tensor, *, real: int, softcap: float | None) -> Tensor:
+    """Return the logits h·W, `bounded`. Columns from `real` on are padding, with a softmax and a gradient of 0."""
+    logits = bounded(hidden @ weight.t(), softcap)
     if real < len(weight):
         logits[:, max(0, real) :] = torch.finfo(logits.dtype).min
     return logits

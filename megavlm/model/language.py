@@ -92,6 +92,7 @@ class Output(MegatronModule):
         own_weight: bool,
         cross_entropy: CrossEntropy,
         chunk: int,
+        softcap: float | None = None,
     ) -> None:
         """Build the output layer. `chunk` positions have logits in memory at a time while the loss is computed."""
         super().__init__(config=layer_config)
@@ -114,6 +115,7 @@ class Output(MegatronModule):
             chunk=chunk,
             cross_entropy=cross_entropy,
             sums_in_place=self.linear.gradient_accumulation_fusion,
+            softcap=softcap,
         )
 
     def forward(
@@ -141,7 +143,9 @@ class Output(MegatronModule):
         hidden = self._whole(hidden)
         if at is not None:
             hidden = hidden[at, torch.arange(len(at), device=hidden.device)][None]
-        return F.linear(hidden, self.linear.weight if weight is None else weight)
+        logits = F.linear(hidden, self.linear.weight if weight is None else weight)
+        cap = self.options.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions, [S, B, H]."""

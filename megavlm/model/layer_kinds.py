@@ -113,6 +113,7 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
         own_weight=own,
         cross_entropy=cross_entropy_of(builder.config),
         chunk=builder.config.execution.loss_chunk_tokens,
+        softcap=model.language.final_softcap,
     )
 
 

@@ -249,8 +249,11 @@ def _compiled_rotary(interleaved: bool) -> Rotary:
 def cross_entropy_of(config: Config) -> CrossEntropy:
     """Return the cross entropy of logits: Transformer Engine's kernel with its layers, else PyTorch's operations.
 
-    The kernel rounds probabilities to the logits' type before they are scaled, which fp16 is too narrow for.
+    The kernel rounds probabilities to the logits' type before they are scaled, which fp16 is too narrow for, and leaves
+    no logits from which the slope of their bound could be computed.
     """
+    if (softcap := config.model.language.final_softcap) is not None:
+        return partial(vocab_parallel_cross_entropy, softcap=softcap)
     if implementation(config) == "te" and config.precision.dtype != "fp16":
         from megatron.core.extensions import transformer_engine
 

@@ -62,12 +62,13 @@ def masked_spans(
     longest: int,
     device: torch.device,
     dtype: torch.dtype,
+    beyond: bool = False,
     step: int = QUERIES,
 ) -> tuple[MaskedSpan, ...]:
     """Return the spans of the sequences between `bounds` (0, …, T), with their masks.
 
     A token attends to tokens of its own sequence: to those before it and itself, and to all of its run. Where there is
-    a window, those before the last `window` tokens are left out, of its run as well.
+    a window, those before the last `window` tokens are left out, of its run as well unless runs go `beyond` windows.
 
     Args:
         runs: of `image_runs`; None where no token attends to later ones.
@@ -77,18 +78,77 @@ def masked_spans(
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, non_blocking=True)
     places = torch.arange(bounds[-1], device=device)
     masked = []
-    for span in spans_of(bounds, window=window, longest=longest, step=step):
+    reach = max(window, longest) if beyond and window is not None else window
+    for span in spans_of(bounds, window=reach, longest=longest, step=step):
         queries, keys = (slice(part.start, part.stop) for part in (span.queries, span.keys))
         query, key = places[queries, None], places[None, keys]
         allowed = key <= query
+        near = True if window is None else key > query - window
+        if beyond:
+            allowed &= near
         if runs is not None:
             allowed |= (runs[queries, None] == runs[None, keys]) & (runs[queries, None] > 0)
         allowed &= sequence[queries, None] == sequence[None, keys]
-        if window is not None:
-            allowed &= key > query - window
+        if not beyond:
+            allowed &= near
         mask = torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, -torch.inf)
         masked.append(MaskedSpan(queries, keys, mask))
     return tuple(masked)
+
+
+def prefix_runs(prefixes: Sequence[tuple[int, int]], length: int, device: torch.device) -> Tensor:
+    """Return the number of the prefix that each of `length` tokens is in, [T] int64; 0 behind a prefix.
+
+    Args:
+        prefixes: of each sample the place of its first token, and the tokens of its prefix.
+    """
+    runs = torch.zeros(length, dtype=torch.int64)
+    for number, (first, count) in enumerate(prefixes, start=1):
+        runs[first : first + count] = number
+    return runs.to(device, non_blocking=True)
+
+
+class _Bounded(torch.autograd.Function):
+    """Attention with scores c · tanh(x / c), x = scale · q·kᵀ. Scores are computed again in the backward pass.
+
+    With t = tanh(x / c), p = softmax(c · t) and δ the gradient of the output, that of x is
+    p · (δ·vᵀ − Σ p · δ·vᵀ) · (1 − t²).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scale, ctx.softcap = scale, softcap
+        _, weights = _Bounded.scores(query, key, mask, scale, softcap)
+        return weights.to(value.dtype) @ value
+
+    @staticmethod
+    def scores(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+        """Return t and p, in fp32."""
+        bent = (query.float() @ key.float().mT).mul_(scale / softcap).tanh_()
+        return bent, torch.softmax((bent * softcap).add_(mask), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask = ctx.saved_tensors
+        bent, weights = _Bounded.scores(query, key, mask, ctx.scale, ctx.softcap)
+        of_value = weights.to(value.dtype).mT @ grad
+        of_scores = grad.float() @ value.float().mT  # first of the weights
+        of_scores.sub_((of_scores * weights).sum(-1, keepdim=True)).mul_(weights)
+        of_scores.mul_(bent.square_().neg_().add_(1)).mul_(ctx.scale)
+        of_scores = of_scores.to(query.dtype)
+        return of_scores @ key, of_scores.mT @ query, of_value, None, None, None
+
+
+def bounded_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Return the attention [B, N, S, D] of heads [B, N, S or keys, D]; the mask is added behind the bound of scores."""
+    given = query.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = _Bounded.apply(query, key, value, mask, given, softcap)
+    return out
 
 
 def attend_in_spans(
@@ -122,16 +182,31 @@ class CachedAttention:
     # the first.
     runs: Tensor | None = None
     step: int = QUERIES  # of a span
+    beyond: bool = False  # whether a run reaches beyond the window
 
-    def attend(self, layer: object, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        layer: object,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Add to the cache and attend: query [S, B, N, D], key and value [S, B, G, D] → [S, B, N·D]."""
         cached = self.rows.cache.add(layer, self.places, key.transpose(0, 1), value.transpose(0, 1))
         repeats = query.shape[2] // key.shape[2]  # torch's kernels with masks do not support groups
         keys, values = (x.repeat_interleave(repeats, dim=2).transpose(1, 2) for x in cached)
-        outputs = [
-            F.scaled_dot_product_attention(part.permute(1, 2, 0, 3), keys, values, attn_mask=mask, scale=scale)
-            for part, mask in zip(query.split(self.step), self._masks(), strict=True)
-        ]
+        outputs = []
+        for part, mask in zip(query.split(self.step), self._masks(), strict=True):
+            heads = part.permute(1, 2, 0, 3)
+            if softcap is None:
+                out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=scale)
+            else:
+                added = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+                out = bounded_attention(heads, keys, values, mask=added, scale=scale, softcap=softcap)
+            outputs.append(out)
         out = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -156,10 +231,13 @@ class CachedAttention:
         places = self.places[:, queries, None]
         keys = torch.arange(self.rows.cache.length, device=places.device)
         allowed = keys <= places
+        near = True if self.window is None else keys > places - self.window
+        if self.beyond:
+            allowed &= near
         if self.runs is not None:
             own = self.runs[:, queries, None]
             together = (own == self.runs[:, None, :]) & (own > 0)
             allowed[..., : self.positions] |= together & (self.rows.starts == 0)[:, None, None]
-        if self.window is not None:
-            allowed &= keys > places - self.window
+        if not self.beyond:
+            allowed &= near
         return allowed[:, None]

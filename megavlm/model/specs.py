@@ -27,7 +27,7 @@ from megavlm.arch.connector import connector_of
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, vision_split
-from megavlm.config.derived import attends_in_window, has_experts, is_linear, sequence_parallel
+from megavlm.config.derived import attends_in_window, has_experts, is_linear, masks_all_layers, sequence_parallel
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
@@ -223,12 +223,17 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     modules = modules_of(f"{LANGUAGE_LAYER}{number}", config, groups)
     split = language_split(language, groups.dims.tp)
     core: Any = modules.core_attention
-    if language.bidirectional_images or attends_in_window(language, number) or groups.context.split.groups > 1:
+    if masks_all_layers(language) or attends_in_window(language, number) or groups.context.split.groups > 1:
         core = CoreAttention
     if "language" in clipped_parts(config):
         core = LogitAttention
+    params: dict[str, Any] = {}
+    if language.attention_softcap is not None:
+        params |= {"softcap": language.attention_softcap}
     if groups.dims.cp > 1:
-        core = ModuleSpec(module=across_context(core), params={"context": groups.context})
+        core = across_context(core)
+        params |= {"context": groups.context}
+    core = ModuleSpec(module=core, params=params) if params else core
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
     if not language.input_norms:
         modules = replace(

@@ -26,7 +26,7 @@ from megavlm.arch.kinds import (
     waiting_bytes,
 )
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
-from megavlm.arch.masks import mask_bytes
+from megavlm.arch.masks import mask_bytes, score_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape
@@ -213,9 +213,10 @@ def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none"
 
 def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> float:
     e = scenario.bytes_each
+    scores = score_bytes(scenario, layer_sizes(name, scenario).heads) if kind_of(name) == LANGUAGE_LAYER else 0.0
     if is_transformer(name) and recompute == "full":
         # One layer at a time is computed anew; its input replaces its gradient.
-        return saved_bytes(name, scenario) + _expert_bytes(name, scenario)
+        return saved_bytes(name, scenario) + _expert_bytes(name, scenario) + scores
     if name == OUTPUT:
         if objective_of(scenario.model).embeds:
             return 2 * hidden_bytes(name, scenario)
@@ -224,7 +225,8 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
         kept = scenario.trains(OUTPUT) and not computes_logits_again(scenario)
         work = min(LOSS_WORK, logits / e * FP32)
         return max(work, weight) if kept else weight + logits + work
-    return 2 * hidden_bytes(name, scenario) + _expert_bytes(name, scenario)  # gradients that arrive, and that leave
+    # Gradients that arrive, and that leave.
+    return 2 * hidden_bytes(name, scenario) + _expert_bytes(name, scenario) + scores
 
 
 def _expert_bytes(name: str, scenario: Scenario) -> float:

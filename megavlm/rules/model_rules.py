@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.config.derived import rotary_channels
-from megavlm.config.lora_config import adapted_parts, adapts_experts, frozen_parts, unmatched
+from megavlm.config.lora_config import adapted_parts, adapts_experts, clipped_parts, frozen_parts, unmatched
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
@@ -103,6 +103,11 @@ def language_model(config: Config) -> Iterator[str]:
     if is_set(language, "num_query_groups") and heads % groups:
         whole = f"model.language.num_attention_heads {heads}"
         yield no_divisor("model.language.num_query_groups", groups, whole, heads)
+    option = "model.language.attention_softcap"
+    if language.attention_softcap is not None and config.model.attention_dropout:
+        yield f"{option} and --attention-dropout cannot be combined: set one of them to its default"
+    if language.attention_softcap is not None and "language" in clipped_parts(config):
+        yield f"{option} and --qk-clip, which bounds scores too, cannot be combined: leave one of them out"
     values, keys = language.linear_num_value_heads, language.linear_num_key_heads
     if language.linear_attention_layers and values % keys:
         whole = f"model.language.linear_num_value_heads {values}"

@@ -55,6 +55,11 @@ EXAONE = (
     "model.language.window_size=32 model.language.full_attention_layers=[3] model.language.no_rope_layers=[3] "
     "model.vision.num_query_groups=2 model.vision.position_embedding=rope2d"
 )
+PALIGEMMA = (
+    "--seq-length 256 --set model.language.window_size=32 model.language.full_attention_layers=[3] "
+    "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=50 "
+    "model.language.final_softcap=30 model.language.activation=geglu"
+)
 QFORMER = (
     "--set model.projector.pixel_shuffle=1 --projector-kind qformer --set "
     "model.projector.connectors.qformer.num_layers=6 model.projector.connectors.qformer.hidden_size=192 "
@@ -72,6 +77,7 @@ CASES = {
     "qwen3.5": (1, QWEN3_5),
     "tp2-qwen3.5-bf16": (2, f"--tp 2 {QWEN3_5} --precision bf16"),
     "exaone4.5": (1, EXAONE),
+    "paligemma": (1, PALIGEMMA),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),

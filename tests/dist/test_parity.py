@@ -86,6 +86,7 @@ FAST = [
     ("tp2-pp2-vpp2", "c-abstractor", ""),
     ("tp4", "qwen3.5", "no-sp"),
     ("tp4", "exaone4.5", ""),
+    ("tp2-pp2", "paligemma", "loss-chunks"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

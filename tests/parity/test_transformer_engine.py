@@ -79,8 +79,8 @@ HYBRID = base(
     linear_attention_layers=(0,), linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
     linear_value_head_dim=12, linear_conv_kernel_dim=4, attention_output_gate=True, qk_norm=True,
 )  # fmt: skip
-# Norms of outputs alone, and of two layers one that does not rotate.
-OUTPUTS = base(input_norms=False, post_norms=True, qk_norm=True, no_rope_layers=(1,))
+# Norms of outputs alone, bounded logits, and of two layers one that does not rotate.
+OUTPUTS = base(input_norms=False, post_norms=True, qk_norm=True, no_rope_layers=(1,), final_softcap=1.5)
 CONFIGS = {
     "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "hybrid": HYBRID,
     "mixture": MIXTURE, "outputs": OUTPUTS,

@@ -59,6 +59,12 @@ MODELS = {
     "--projector-kind linear --set model.projector.bias=false model.projector.merge=average "
     "model.projector.input_norm=true model.projector.normalization=RMSNorm "
     "model.projector.apply_layernorm_1p=true",
+    # Prompts that reach beyond windows of seven tokens, bounded scores and logits.
+    "paligemma": "--set model.language.window_size=7 model.language.full_attention_layers=[1,3] "
+    "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=0.5 "
+    "model.language.final_softcap=1.5 model.language.apply_layernorm_1p=true model.language.activation=geglu "
+    "model.language.num_query_groups=2 model.language.tie_embeddings=true --init-method-std 0.1 "
+    "--projector-kind linear",
     # Half of a head rotates by neighbouring channels, a pair each with time, height and width. Patches are normalised
     # before a convolution merges them, as in Mistral 3.
     "glm4v": "--set model.vision.pre_norm=true model.vision.norm_before_position=true "
