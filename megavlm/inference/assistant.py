@@ -152,7 +152,12 @@ class Assistant:
             each.expand(*each.shape[:-2], *places.shape).gather(-1, places.expand(*each.shape[:-2], *places.shape))
             for each in (batch.text.tokens, batch.text.positions)
         )
-        shifted = replace(batch, text=replace(batch.text, tokens=tokens, positions=positions))
+        prefixes = tuple(
+            (first + shift, count)
+            for (first, count), shift in zip(batch.text.prefixes, shifts[:, 0].tolist(), strict=True)
+        )
+        text = replace(batch.text, tokens=tokens, positions=positions, prefixes=prefixes)
+        shifted = replace(batch, text=text)
         return self.model.inputs(shifted, (torch.arange(width) >= shifts).long())
 
     def _own_answers(

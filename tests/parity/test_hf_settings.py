@@ -54,6 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"mm_tokens_per_image": 9}, "mm_tokens_per_image"),
     ("exaone4_5", {"text_config": {"sliding_window": None}}, "sliding_window = None is not supported"),
     ("exaone4_5", {"text_config": {"layer_types": ["full_attention"]}}, "layers are known with full_attention and"),
+    ("paligemma", {"text_config": {"model_type": "gemma"}}, "model_type = 'gemma' is not supported: PaliGemma 2 alone"),
+    ("paligemma", {"text_config": {"model_type": "gemma2"}, "projection_dim": 8}, "projection_dim = 8 is not"),
     ("glm46v", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
     ("glm46v", {"vision_config": {"out_hidden_size": 2048}}, "out_hidden_size"),
     ("mistral3", {"vision_config": {**SILU, "model_type": "siglip_vision_model"}}, "model_type"),

@@ -46,6 +46,11 @@ GEMMA = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
 }
+# Bounds that scores and logits of random weights come near to.
+GEMMA2 = {
+    **{**GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
 QWEN_VL = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 512},
@@ -172,6 +177,9 @@ MODELS: dict[str, dict[str, Any]] = {
         boi_token_index=58,
         eoi_token_index=59,
     ),
+    "paligemma": _of(
+        "paligemma", {**SIGLIP, "vision_use_head": False}, GEMMA2, image_token_index=60, projection_dim=32
+    ),
     "pixtral": _of("llava", PIXTRAL, {**MISTRAL, "rms_norm_eps": 1e-5}, **FULL, vision_feature_layer=-1),
     # The projector's norm has the text's epsilon, another than the tower's: large, so that it shows.
     "mistral3": _of(
@@ -279,7 +287,7 @@ IMAGES: dict[str, Any] = {
     # tile; images that are not alone are their base tiles.
     "llava-onevision": ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]]),
     **dict.fromkeys(
-        ("llava", "internvl", "qianfan", "gemma3", "deepseek"),
+        ("llava", "internvl", "qianfan", "gemma3", "deepseek", "paligemma"),
         ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]]),
     ),
     # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.

@@ -133,7 +133,7 @@ def expand(
     spans = ((written.moved(start), written.moved(end)) for start, end in trained)
     ids, mask = tokens.ids, covered(spans) & ~covered(written.pictures)
     begin = tokenizer.begin
-    if begin is not None and not written.text.startswith(tokenizer.specials.get("bos_token", "\0")):
+    if begin is not None and tokenizer.specials.get("bos_token", "\0") not in written.text:
         ids, mask = np.concatenate(([begin], ids)), np.concatenate(([False], mask))
         starts, ends = np.concatenate(([0], starts)), np.concatenate(([0], ends))
     if len(mask):

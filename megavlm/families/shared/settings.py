@@ -37,7 +37,8 @@ _SETTINGS: dict[str, Expected] = {
     **_each(_LAYERS, "num_hidden_layers depth"),
     **_each(
         _WIDTH,
-        "hidden_size intermediate_size out_hidden_size embed_dim moe_intermediate_size shared_expert_intermediate_size",
+        "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
+        "shared_expert_intermediate_size",
     ),
     **_each(_HEADS, "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads"),
     **_each(whole(1, 2**14), "head_dim linear_key_head_dim linear_value_head_dim"),
@@ -64,7 +65,7 @@ _SETTINGS: dict[str, Expected] = {
     "vision_feature_layer": _LAYER | listed(_LAYER, 1, 2_000),
     "image_grid_pinpoints": listed(listed(_SIDE, 2, 2), 1, 1_024),
     "downsample_ratio": number(1 / 64, 1),
-    "query_pre_attn_scalar": number(1e-3, 1e9),
+    **_each(number(1e-3, 1e9), "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
     **_each(
         whole(1, 2_000), "sliding_window_pattern _sliding_window_pattern decoder_sparse_step full_attention_interval"
     ),

@@ -1,0 +1,139 @@
+"""PaliGemma 2: SigLIP, a linear projector and Gemma 2, whose scores and logits have bounds.
+
+A sample is a prompt, whose tokens attend to one another both ways, and the one answer to it that is trained. The text
+is plain: images, then `<bos>`, the question and a line break.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
+from megavlm.families.shared.chat import NamedTemplate
+from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
+from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.language import language_table, types_of_layers
+from megavlm.families.shared.qwen_vl import with_defaults
+from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.vision import siglip, siglip_table
+from megavlm.inputs.reader import HALF_PIXELS, ProcessorReader, build_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megavlm.inputs.batch import MicroBatch
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
+
+
+def config(settings: Settings) -> ModelConfig:
+    """PaliGemmaConfig with a Gemma2Config."""
+    text = settings.section("text_config")
+    text.require("model_type", "gemma2", why="PaliGemma 2 alone is known here")
+    language = _language(text, tied=settings.get("tie_word_embeddings", True))
+    if settings.get("projection_dim", 2048) != language.hidden_size:
+        refuse(settings, "projection_dim", f"features must be as wide as the language model, {language.hidden_size}")
+    return ModelConfig(
+        vision=siglip(with_defaults(settings.section("vision_config"), _VISION), feature_layer=-1, post_norm=True),
+        projector=ProjectorConfig(kind="linear", pixel_shuffle=1),
+        language=language,
+        image_token=settings.get("image_token_index", settings.get("image_token_id", 256000)),
+    )
+
+
+def _language(text: Settings, *, tied: bool) -> LanguageConfig:
+    """Gemma2Config."""
+    text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
+    text.require("attention_bias", False, why="biases in attention are not known here")
+    text.require("use_bidirectional_attention", True, why="PaliGemma's prompts attend both ways")
+    if text.values.get("sliding_window", 4096) is None:
+        refuse(text, "sliding_window", "Gemma 2 needs a number of tokens")
+    layers, width = text.get("num_hidden_layers", 26), text.get("hidden_size", 2304)
+    usual = ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
+    rope = text.section("rope_parameters")
+    if rope.get("rope_type", "default") != "default":
+        refuse(text, "rope_parameters", "positions of Gemma 2 are not scaled")
+    return LanguageConfig(
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=text.get("intermediate_size", 9216),
+        num_attention_heads=text.get("num_attention_heads", 8),
+        num_query_groups=text.get("num_key_value_heads", 4),
+        kv_channels=text.get("head_dim", 256),
+        vocab_size=text.get("vocab_size", 256000),
+        max_positions=text.get("max_position_embeddings", 8192),
+        norm_epsilon=text.get("rms_norm_eps", 1e-6),
+        rotary_base=float(rope.get("rope_theta", text.get("rope_theta", 1e4))),
+        post_norms=True,
+        apply_layernorm_1p=True,
+        activation="geglu",
+        softmax_scale=text.get("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=_bound(text, "attn_logit_softcapping", 50.0),
+        final_softcap=_bound(text, "final_logit_softcapping", 30.0),
+        embedding_scale=width**0.5,
+        window_size=text.get("sliding_window", 4096),
+        full_attention_layers=types_of_layers(text, usual, "full_attention", "sliding_attention"),
+        bidirectional_prefix=True,
+        tie_embeddings=tied,
+    )
+
+
+def _bound(text: Settings, name: str, default: float) -> float | None:
+    """Return a bound; null is none."""
+    return None if text.values.get(name, default) is None else float(text.get(name, default))
+
+
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    return {
+        **siglip_table(model.vision, prefixes.vision),
+        **linear("projector.linear_fc1", f"{prefixes.projector}linear", bias=True),
+        **language_table(model, prefixes),
+    }
+
+
+def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the model's inputs; the tokens of prompts are of type 0."""
+    import torch
+
+    types = torch.ones_like(batch.text.tokens)
+    for first, count in batch.text.prefixes:
+        types.view(-1)[first : first + count] = 0
+    return {"input_ids": batch.text.tokens, "token_type_ids": types, **pixel_values(batch, model.vision)}
+
+
+CHAT = NamedTemplate(
+    "paligemma",
+    """\
+{% for message in messages %}{% if message.role == 'assistant' %}\
+{% for part in message.content %}{{ part.text }}{% endfor %}{{ eos_token }}{% else %}\
+{% for part in message.content %}{% if part.type == 'image' %}<image>{% endif %}{% endfor %}\
+{{ bos_token if loop.first }}\
+{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '\\n' }}\
+{% endif %}{% endfor %}""",
+)
+
+FAMILY = Family(
+    name="paligemma",
+    model_types=("paligemma",),
+    config=config,
+    table=table,
+    inputs=inputs,
+    name_prefixes=llava_prefixes(*NESTED_TOWERS),
+    unused=(r".*vision_tower\.(vision_model\.)?head\..*", r".*position_ids"),
+    image_processors=(
+        ProcessorReader(
+            ("Siglip",),
+            {**HALF_PIXELS, "size": {"height": 224, "width": 224}},
+            build_whole,
+            model_types=("paligemma",),
+        ),
+    ),
+    chat_template=CHAT,
+)
