@@ -3,7 +3,7 @@
     python benchmarks/goodput.py simulate --gpus 1024 --stall 2 --restart 300 --detection 90
     python benchmarks/goodput.py run --minutes 20 --every 120
 
-Failures of a job are those of `young_daly.py`, whose formula the simulation checks.
+Failures of a job are those of `megavlm/resilience/young_daly.py`, whose formula the simulation checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package, too
 
 import record
-from young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
+
+from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 
 
 def simulated(job: FailingJob, interval: float, *, failures: int, seed: int) -> float:

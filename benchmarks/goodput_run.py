@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from young_daly import FailingJob
-
 from megavlm.programs.goodput import summary
 from megavlm.programs.history import history_of, records_of
 from megavlm.resilience.events import events
+from megavlm.resilience.young_daly import FailingJob
 from tests.support.data_files import sources_of, write_all
 from tests.support.torchrun import Launched, last_iteration
 

@@ -1,4 +1,4 @@
-"""Published facts of GPUs and of the clouds' machines: peaks and data sheets, read from `devices.toml`."""
+"""Published facts of GPUs and of the clouds' machines: peaks, data sheets, prices, read from `devices.toml`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DataSheet:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine type of a cloud."""
+    """A machine type of a cloud. Prices are dollars per hour; None where it is not sold so, or none is known."""
 
     name: str
     gpu: str  # a profile of `hardware.PROFILES`
@@ -51,6 +51,9 @@ class Machine:
     network_gbit: float  # per direction, of all GPUs of a machine
     memory_gb: float  # of the host
     source: str
+    on_demand: float | None = None
+    spot: float | None = None
+    priced: str = "no price is known"  # where, when and by whom the prices were stated
 
 
 _FACTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))

@@ -19,9 +19,11 @@ from megavlm.errors import UserError
 from megavlm.families import PUBLISHED, published_model
 from megavlm.files import write_out
 from megavlm.planner.candidates import Space
+from megavlm.planner.devices import MACHINES
 from megavlm.planner.hardware import PROFILES, profile
 from megavlm.planner.report import report
 from megavlm.planner.search import check_images, search
+from megavlm.programs.plan_costs import add_cost_options, costs, machine_of
 from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
@@ -58,10 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     device.add_argument(
         "--gpu",
         "--profile",
-        "--machine",
         dest="gpu",
-        help=f"Device: {', '.join(PROFILES)}; a cloud's machine type with its network, as a3-megagpu-8g; or a JSON "
-        "file from megavlm calibrate; default: h100.",
+        help=f"Device: {', '.join(PROFILES)}, or a JSON file from megavlm calibrate; default: h100.",
+    )
+    device.add_argument(
+        "--machine",
+        metavar="TYPE",
+        help="Plan for a cloud's machines instead of --gpu, with their network, and say what the run costs on them: "
+        f"{', '.join(MACHINES)}.",
     )
     device.add_argument(
         "--stage-gpus",
@@ -76,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-offload", action="store_true", help="Exclude layouts that fit only with --offload.")
     parser.add_argument("--top", type=count, default=10, metavar="N", help="Number of layouts to rank.")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="Write the configuration of the best layout.")
+    add_cost_options(parser.add_argument_group("cost, with --machine"))
     return parser
 
 
@@ -84,9 +91,11 @@ def plan(options: argparse.Namespace) -> int:
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
     check_images(config)
+    machine = machine_of(options)
+    name = options.gpu or "h100" if machine is None else machine.name
     stages = [profile(each) for each in options.stage_gpus]
     # What stages do together ends when the slowest has done it.
-    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(options.gpu or "h100")
+    hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
     space = Space()
     if options.placement is not None:
         space = replace(space, placement=(options.placement,))
@@ -109,6 +118,8 @@ def plan(options: argparse.Namespace) -> int:
     batch, length = config.train.global_batch_size, config.train.seq_length
     print(f"a step has {several(batch, 'sequence')} (--gbs) of {length:,} tokens, {batch * length:,} in all")
     print(report(outcome))
+    if outcome.best and machine is not None:
+        print("", *costs(options, config, outcome.best[0], machine), sep="\n")
     return 0 if outcome.best else 1
 
 

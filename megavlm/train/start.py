@@ -17,6 +17,7 @@ from megavlm.planner.auto import complaint, device_of, explain, predict, verdict
 from megavlm.planner.hardware import profile
 from megavlm.planner.host_memory import host_line
 from megavlm.planner.memory import table as memory_table
+from megavlm.planner.start_time import starting_line
 from megavlm.resilience.signals import StopRequest
 from megavlm.rules.check import check
 from megavlm.rules.defaults import resolve, start_table
@@ -72,6 +73,7 @@ def dry_run(config: Config, *, world: int) -> None:
         from megavlm.data.survey import samples_line
 
         print(samples_line(config))
+    print(starting_line(config, dims, hardware, step.seconds, name=name, resumes=continued is not None))
     if (iterations := config.train.train_iters) is not None:
         minutes, steps = round(step.seconds * iterations / 60), several(iterations, "iteration")
         took = f"{steps} of {step.seconds:.3g} s on {name}, as the planner estimates them (--hardware)"

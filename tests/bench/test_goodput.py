@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import goodput
-from young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
+
+from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 
 JOB = FailingJob(1024, LLAMA3_PER_GPU_HOUR, stall=30.0, restart=300.0, detection=90.0)
 
