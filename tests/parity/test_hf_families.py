@@ -130,6 +130,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     ("name", "beside"),
     [
         ("qwen3.5", ["mtp.layers.0.input_layernorm.weight"]),
+        slow("glm-ocr", ["model.language_model.layers.16.eh_proj.weight"]),
         pytest.param("exaone4.5", ["mtp.layers.0.input_layernorm.weight"], marks=pytest.mark.slow),
         ("cosmos3", ["layers.0.self_attn.add_q_proj.weight", "layers.0.mlp_moe_gen.up_proj.weight", "proj_in.bias"]),
     ],
