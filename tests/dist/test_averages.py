@@ -17,10 +17,10 @@ from tests.support.covering import slow
 from tests.support.flags import HALF
 from tests.support.pool import Pools
 from tests.support.tiny_models import FAMILIES, square
-from tests.support.training import SMALL, started, train, train_composed
+from tests.support.training import LEAN, started, train, train_composed
 
 RUN = [
-    *SMALL,
+    *LEAN,
     *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --set model.language.tie_embeddings=true".split(),
 ]
 FULL = "--data-parallel-sharding full"
@@ -65,7 +65,7 @@ def test_averages_are_those_of_the_weights_of_each_step(pools: Pools, tmp_path: 
 
 @pytest.mark.slow
 def test_averages_go_on_at_another_layout(pools: Pools, tmp_path: Path):
-    argv = [*SMALL, "--ema-decay", "0.9"]
+    argv = [*LEAN, "--ema-decay", "0.9"]
     pools(1).run(train, argv, str(tmp_path / "whole"))
     pools(2).run(train, [*argv, "--tp", "2", *HALF], str(tmp_path / "halves"))
     pools(2).run(train, [*argv, *FULL.split()], str(tmp_path / "halves"))
@@ -80,7 +80,7 @@ def test_averages_go_on_at_another_layout(pools: Pools, tmp_path: Path):
 
 @pytest.mark.parametrize("sharding", ["optimizer", slow("none")])
 def test_averages_may_begin_at_a_checkpoint_without(pools: Pools, tmp_path: Path, sharding: str):
-    argv = [*SMALL, "--data-parallel-sharding", sharding, "--save-interval", "1", "--keep-checkpoints", "0"]
+    argv = [*LEAN, "--data-parallel-sharding", sharding, "--save-interval", "1", "--keep-checkpoints", "0"]
     pools(1).run(train, [*argv, *HALF], str(tmp_path))
     pools(1).run(train, [*argv, "--ema-decay", "0.5", "--train-iters", "3"], str(tmp_path))
     _, before, after = (folder for _, folder in sorted(folders.complete(tmp_path / "checkpoints")))
@@ -124,7 +124,7 @@ def losses_of_averages(argv: Sequence[str], run_dir: str) -> list[float]:
     ],
 )
 def test_evaluations_may_use_averages_and_leave_no_trace(pools: Pools, tmp_path: Path, world: int, flags: str):
-    argv = [*SMALL, *"--no-save --ema-decay 0.8 --lr 1e-2 --lr-warmup-iters 0".split()]
+    argv = [*LEAN, *"--no-save --ema-decay 0.8 --lr 1e-2 --lr-warmup-iters 0".split()]
     ours = pools(world).run(losses_of_averages, [*argv, *flags.split()], str(tmp_path / "many"))
     (theirs,) = pools(1).run(losses_of_averages, argv, str(tmp_path / "one"))
     assert abs(theirs[0] - theirs[1]) > 1e-3  # averages are other weights

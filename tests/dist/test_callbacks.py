@@ -8,14 +8,11 @@ from megavlm.checkpoint import folders
 from megavlm.metrics.tags import tag_of
 from megavlm.resilience.status import read_status
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics
+from tests.support.training import SHALLOW, metrics
 from tests.support.user_callbacks import diary, train_to_error
 
 HERE = "tests.support.user_callbacks"
-THREE = [
-    *SMALL,
-    *"--train-iters 3 --lr-warmup-iters 1 --set model.vision.num_layers=2 model.language.num_layers=2".split(),
-]
+THREE = [*SHALLOW, "--train-iters", "3"]
 
 
 def saved(run_dir: Path) -> str | None:

@@ -11,7 +11,7 @@ from tests.support.flags import FOUR, TWO
 from tests.support.forked import context, run_program
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY
-from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LEAN, SMALL, assert_same_curve, metrics, train, without_wall_time
 
 BF16 = "--precision bf16"
 
@@ -31,7 +31,7 @@ def on_disk(argv: list[str], folder: Path) -> list[str]:
     ],
 )
 def test_a_resumed_run_is_bit_for_bit_that_of_host_memory(pools: Pools, tmp_path: Path, world: int, flags: str) -> None:
-    argv = [*SMALL, *flags.split()]
+    argv = [*LEAN, *flags.split()]
     pools(world).run(train, [*argv, *FOUR, "--offload", "optimizer"], str(tmp_path / "host"))
     for length in (TWO, FOUR):
         pools(world).run(train, on_disk([*argv, *length], tmp_path / "disk"), str(tmp_path / "halves"))

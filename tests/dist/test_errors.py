@@ -18,7 +18,7 @@ from megavlm.checkpoint.manifest import write_manifest
 from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import write_sums
-from tests.support.training import SHALLOW, SMALL, train
+from tests.support.training import LEAN, SHALLOW, train
 
 
 def program(*argv: str, output: Path) -> tuple[int | None, str]:
@@ -58,7 +58,7 @@ def test_bad_numbers_end_with_status_3(tmp_path: Path):
         "--train-iters 30 --lr 1e30 --clip-grad 0 --lr-warmup-iters 0 --set numerics.max_consecutive_skips=2 --no-save"
     ).split()
     run_dir = tmp_path / "run"
-    status, output = program(*SMALL, *explodes, "--run-dir", str(run_dir), output=tmp_path / "output")
+    status, output = program(*LEAN, *explodes, "--run-dir", str(run_dir), output=tmp_path / "output")
     assert status == 3, output
     (line,) = lines_of_ours(output)
     assert "this is bad step 2 in a row (numerics.max_consecutive_skips)" in line
@@ -70,7 +70,7 @@ def test_bad_numbers_end_with_status_3(tmp_path: Path):
 
 def test_every_rank_ends_with_status_2_and_one_speaks():
     """As a user starts it. A rank that waited for the others would wait for --distributed-timeout-minutes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *torchrun, "pretrain_vlm.py", "--tp", "2", "--pp", "2"]
     command += ["--distributed-timeout-minutes", "600"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -78,7 +78,7 @@ def test_every_rank_ends_with_status_2_and_one_speaks():
     assert done.returncode != 0
     (line,) = lines_of_ours(output)
     assert line in output.rpartition("Root Cause")[2], output  # torchrun's report ends with it
-    assert len(re.findall(r"exitcode +: 2 ", output)) == 3, output
+    assert len(re.findall(r"exitcode +: 2 ", output)) == 2, output
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,6 @@ def apart(argv: list[str], folder: str) -> str:
 
 
 def test_a_run_folder_that_ranks_do_not_share_is_refused_by_all(pools, tmp_path: Path):
-    told = pools(2).run(apart, [*SMALL, "--tp", "2"], str(tmp_path))
+    told = pools(2).run(apart, [*LEAN, "--tp", "2"], str(tmp_path))
     assert all("is not the same folder on" in each for each in told), told
     assert not list(tmp_path.glob("0/shared-*"))

@@ -14,11 +14,11 @@ from megavlm.programs import convert
 from tests.support.covering import fast_and_slow
 from tests.support.extensions import EXAMPLES, PACKAGES, POOLED, forget, install, train_with_examples
 from tests.support.pool import Pools
-from tests.support.training import SMALL, THREE, assert_same_curve, metrics
+from tests.support.training import LEAN, SMALL, THREE, assert_same_curve, metrics
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--lr 1e-3 --lr-warmup-iters 2 --set model.projector.pixel_shuffle=1".split()
-ARGV = [*SMALL[: SMALL.index("--images-per-sample")], *SIZES]
+ARGV = [*SMALL[: SMALL.index("--images-per-sample")], *LEAN[len(SMALL) :], *SIZES]
 DOTS = "--extension counting_dots --data dots --dots-most 5 --callback dots_log --dots-log-every 2".split()
 LAYOUTS = {
     "tp2-pp2": (4, "--tp 2 --pp 2"),

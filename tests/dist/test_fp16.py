@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.covering import slow
 from tests.support.pool import Pools
-from tests.support.training import LONG, SMALL, metrics, train, without_wall_time
+from tests.support.training import LEAN, SMALL, metrics, train, without_wall_time
 
 # A gradient of a logit lies within ±1 and fp16 ends at 65504: at a scale of 2^18 the first steps must be skipped.
 FP16 = (
@@ -28,7 +28,7 @@ FP16 = (
     ],
 )
 def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path: Path, world: int, layout: str):
-    argv = [*SMALL, *LONG, *FP16, *layout.split()]
+    argv = [*LEAN, "--train-iters", "14", *FP16, *layout.split()]
     pools(world).run(train, argv, str(tmp_path / "whole"))
     records = metrics(tmp_path / "whole")
     skipped = [record for record in records if not record["updated"]]
@@ -50,7 +50,7 @@ def test_overflow_skips_steps_and_resume_keeps_the_scale(pools: Pools, tmp_path:
 
 
 def test_curve_is_that_of_fp32(pools: Pools, tmp_path: Path):
-    argv = [*SMALL, "--no-save"]
+    argv = [*LEAN, "--no-save"]
     pools(1).run(train, argv, str(tmp_path / "fp32"))
     pools(1).run(train, [*argv, "--precision", "fp16"], str(tmp_path / "fp16"))
     half, single = metrics(tmp_path / "fp16"), metrics(tmp_path / "fp32")

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from tests.support.covering import slow
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, started, train, without_wall_time
+from tests.support.training import LEAN, assert_same_curve, metrics, started, train, without_wall_time
 
 SAVING = [
-    *SMALL,
+    *LEAN,
     *"--precision bf16 --fp8 hybrid --fp8-recipe delayed --set precision.fp8_amax_history_len=3".split(),
-    *(
-        "--train-iters 4 --set model.vision.num_layers=1 model.language.num_layers=3 model.language.hidden_size=64"
-    ).split(),
+    *"--train-iters 4 --set model.language.hidden_size=64".split(),
 ]
 
 

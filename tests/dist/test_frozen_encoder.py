@@ -9,9 +9,9 @@ import pytest
 from tests.support.covering import slow
 from tests.support.flags import HALF
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LEAN, assert_same_curve, metrics, train, without_wall_time
 
-FROZEN = [*SMALL, *"--placement colocated --freeze vision projector --pp 2".split()]
+FROZEN = [*LEAN, *"--placement colocated --freeze vision projector --pp 2".split()]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.covering import slow
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import LEAN, metrics, train, without_wall_time
 
 
 def train_with_fused_adam(argv: list[str], run_dir: str) -> None:
@@ -43,7 +43,7 @@ OFFLOAD = "--offload optimizer"
     "flags", ["--precision bf16", slow(f"{OFFLOAD} --precision bf16"), slow("--data-parallel-sharding none")]
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: str) -> None:
-    argv = [*SMALL, *DROPOUT, *SHORT, *flags.split()]
+    argv = [*LEAN, *DROPOUT, *SHORT, *flags.split()]
     pools(2).run(train_with_fused_adam, argv, str(tmp_path / "whole"))
     pools(2).run(train_with_fused_adam, [*argv, "--train-iters", "2"], str(tmp_path / "halves"))
     pools(2).run(train_with_fused_adam, argv, str(tmp_path / "halves"))
@@ -53,7 +53,7 @@ def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, flags: st
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_a_fused_adam(pools: Pools, tmp_path: Path) -> None:
     """And the other way round: the same numbers as with one of them from beginning to end."""
-    argv = [*SMALL, *SHORT]
+    argv = [*LEAN, *SHORT]
     pools(2).run(train, argv, str(tmp_path / "whole"))
     for runs, length in ((train, "1"), (train_with_fused_adam, "3"), (train, "4")):
         pools(2).run(runs, [*argv, "--train-iters", length], str(tmp_path / "parts"))

@@ -41,7 +41,7 @@ def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, "--num-workers 1"),
+        (2, ""),
         slow(2, "--tp 2 --num-workers 1"),
         slow(4, "--tp 2 --num-workers 1"),
         slow(2, "--pp 2 --vpp 2 --placement colocated"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import LEAN, metrics, train, without_wall_time
 
 ASKED = "--train-iters 4 --no-save --profile --profile-step-start 1 --profile-step-end 3".split()
 
@@ -25,7 +25,7 @@ def ranges(run_dir: Path, rank: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def interleaved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir: Path = tmp_path_factory.mktemp("interleaved")
-    pools(2).run(train, [*SMALL, *ASKED, *"--pp 2 --vpp 2 --profile-ranks 1".split()], str(run_dir))
+    pools(2).run(train, [*LEAN, *ASKED, *"--pp 2 --vpp 2 --profile-ranks 1".split()], str(run_dir))
     return run_dir
 
 
@@ -39,7 +39,7 @@ def test_only_what_was_asked_for_is_traced(interleaved: Path) -> None:
 
 
 def test_tracing_changes_no_number_and_names_the_encoder(pools: Pools, tmp_path: Path) -> None:
-    argv = [*SMALL, *"--train-iters 4 --no-save --placement colocated".split()]
+    argv = [*LEAN, *"--train-iters 4 --no-save --placement colocated".split()]
     pools(1).run(train, argv, str(tmp_path / "plain"))
     traced = [*argv, *"--profile --profile-step-start 2 --profile-step-end 99".split()]
     pools(1).run(train, traced, str(tmp_path / "traced"))

@@ -14,7 +14,7 @@ import pytest
 from tests.support.covering import slow
 from tests.support.flags import DROPOUT, FOUR, HALF, PADDED, TWO
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, started, train
+from tests.support.training import LEAN, SMALL, assert_resumed, assert_same_curve, metrics, started, train
 
 NONE, ZERO_2 = "--data-parallel-sharding none", "--data-parallel-sharding optimizer_gradients"
 FULL, COLOCATED = "--data-parallel-sharding full", "--pp 2 --placement colocated"
@@ -50,7 +50,7 @@ CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half 
     ],
 )
 def test_same_layout_resumes_bit_for_bit(pools: Pools, tmp_path: Path, world: int, flags: str):
-    argv = [*SMALL, *DROPOUT, *flags.split()]
+    argv = [*LEAN, *DROPOUT, *flags.split()]
     pools(world).run(train, [*argv, *FOUR], str(tmp_path / "whole"))
     for length in (TWO, FOUR):
         pools(world).run(train, [*argv, *length], str(tmp_path / "halves"))
@@ -197,8 +197,8 @@ def train_with_lazy_counts(argv: list[str], run_dir: str) -> None:
 
 def test_steps_are_known_where_rank_0_trains_nothing(pools: Pools, tmp_path: Path):
     """An adapter in the last stage alone."""
-    lora = "--pp 2 --lora-rank 4 --lora-targets language.layers.3.q_proj --freeze vision projector"
-    argv = [*SMALL, *lora.split()]
+    lora = "--pp 2 --lora-rank 4 --lora-targets language.layers.2.q_proj --freeze vision projector"
+    argv = [*LEAN, *lora.split()]
     pools(2).run(train, argv, str(tmp_path / "whole"))
     pools(2).run(train_with_lazy_counts, [*argv, *HALF], str(tmp_path / "halves"))
     pools(2).run(train_with_lazy_counts, argv, str(tmp_path / "halves"))

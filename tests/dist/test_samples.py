@@ -12,11 +12,11 @@ from tests.support.covering import slow
 from tests.support.data_files import write_held_out
 from tests.support.html import told
 from tests.support.pool import Pools
-from tests.support.training import SMALL, train
+from tests.support.training import LEAN, train
 
 # Larger weights than training begins with, and a high rate: answers differ from prompt to prompt and change.
 RUN = [
-    *SMALL,
+    *LEAN,
     *"--images-per-sample 1 --image-sizes --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
     *"--init-method-std 0.2 --packing-window 16 --num-workers 0 --no-save".split(),
 ]

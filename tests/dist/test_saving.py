@@ -19,15 +19,9 @@ from megavlm.checkpoint import folders, manifest
 from tests.support.covering import fast_and_slow, slow
 from tests.support.forked import PATIENCE, context, run_program, start_program, status_of
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, metrics, train, without_wall_time
 
-TINY = [
-    *SMALL,
-    *(
-        "--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1 --save-interval 2 "
-        "--keep-checkpoints 0"
-    ).split(),
-]
+TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 0".split()]
 
 
 def kinds(run_dir: Path) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.covering import fast_and_slow, short_and_long, slow
 from tests.support.flags import MODELS
-from tests.support.training import SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LEAN, SMALL, assert_same_curve, metrics, train, without_wall_time
 
 # Schedule, processes, model, options.
 FAST = [
@@ -61,14 +61,14 @@ OPTIONS = {
     "colocated-passes": (2, "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2"),
     "encode-ahead": (2, "--placement colocated --encode-ahead --freeze vision projector"),
     "loss-chunks": (2, "--set execution.loss_chunk_tokens=2 model.language.tie_embeddings=true"),
-    "late-embedding": (2, "--pipeline-cuts 7 --set model.language.tie_embeddings=true"),
+    "late-embedding": (2, "--pipeline-cuts 5 --set model.language.tie_embeddings=true"),
 }
 
 
 @pytest.mark.parametrize("option", fast_and_slow(["experts-tp"], OPTIONS))
 def test_zero_bubble_changes_no_number(pools, tmp_path, option):
     world, options = OPTIONS[option]
-    argv = [*SMALL, "--no-save", "--pp", "2", *options.split(), "--schedule"]
+    argv = [*LEAN, "--no-save", "--pp", "2", *options.split(), "--schedule"]
     for schedule in ("1f1b", "zb-h1"):
         pools(world).run(train, [*argv, schedule], str(tmp_path / schedule))
     ours, theirs = ([(step["loss"], step["grad_norm"]) for step in metrics(tmp_path / s)] for s in ("zb-h1", "1f1b"))
@@ -211,7 +211,7 @@ def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedu
     all micro-batches counted, steps with another number of them would reduce too early, and lose gradients, or never.
     """
     argv = [
-        *SMALL,
+        *LEAN,
         *"--no-save --train-iters 3 --overlap-grad-reduce --set parallel.ddp_bucket_size=4000 --pp 2".split(),
     ]
     argv += ["--vpp", str(vpp), "--schedule", schedule]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
 from tests.support.pool import Pools
-from tests.support.training import SMALL, THREE, assert_same_curve, metrics, started, train, without_wall_time
+from tests.support.training import LEAN, SMALL, THREE, assert_same_curve, metrics, started, train, without_wall_time
 
 GRADIENTS, FULL = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 
@@ -237,7 +237,7 @@ def test_adapters_train_in_frozen_layers_that_ranks_share(
     pools: Pools, tmp_path: Path, precision: str, tolerance: float
 ):
     """bf16: a layer's frozen weights are shared in bf16 and its adapters in fp32, gathered together."""
-    argv = [*SMALL, "--no-save", "--lora-rank", "4", "--freeze", "vision", "--precision", precision]
+    argv = [*LEAN, "--no-save", "--lora-rank", "4", "--freeze", "vision", "--precision", precision]
     for kind in ("optimizer", "full"):
         pools(2).run(train, [*argv, "--data-parallel-sharding", kind], str(tmp_path / kind))
     for ours, theirs in zip(metrics(tmp_path / "full"), metrics(tmp_path / "optimizer"), strict=True):

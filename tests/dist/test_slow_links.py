@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.covering import fast_and_slow, slow
 from tests.support.pool import Pools
-from tests.support.training import SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, started, train
+from tests.support.training import LEAN, SMALL, TEXT_TO_LEARN, assert_within_a_hundredth, metrics, started, train
 
 BF16 = "--precision bf16"
 FULL = "--data-parallel-sharding full"
@@ -208,8 +208,8 @@ def test_runs_are_close_to_exact_ones(pools: Pools, tmp_path: Path, world: int, 
     words = flags.split()
     exact = [*words, "--compress-gradients", "none", "--compress-weights", "none"]
     exact = [word.replace("compress_group_size=2", "compress_group_size=null") for word in exact]
-    pools(world).run(train, [*SMALL, "--no-save", *words], str(tmp_path / "coded"))
-    pools(world).run(train, [*SMALL, "--no-save", *exact], str(tmp_path / "exact"))
+    pools(world).run(train, [*LEAN, "--no-save", *words], str(tmp_path / "coded"))
+    pools(world).run(train, [*LEAN, "--no-save", *exact], str(tmp_path / "exact"))
     coded, plain = metrics(tmp_path / "coded"), metrics(tmp_path / "exact")
     assert len(coded) == len(plain) == 4
     for ours, theirs in zip(coded, plain, strict=True):

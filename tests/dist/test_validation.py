@@ -12,14 +12,13 @@ from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
 from tests.support.pool import Pools
-from tests.support.training import SMALL, metrics, train, without_wall_time
+from tests.support.training import LEAN, metrics, train, without_wall_time
 
 # Few steps of a high rate: each validation has another loss. Batches of 8 sequences, so that the last one is not full.
 RUN = [
-    *SMALL,
+    *LEAN,
     *"--images-per-sample 1 --image-sizes --train-iters 4 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
     *"--global-batch-size 8 --packing-window 16 --num-workers 0 --eval-interval 2".split(),
-    *"--set model.vision.num_layers=1 model.language.num_layers=3".split(),
 ]
 
 

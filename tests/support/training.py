@@ -22,6 +22,9 @@ SMALL = (
     "model.language.vocab_size=97 --images-per-sample 1 0 2 1 --image-sizes 16 24 --lr 1e-3 --lr-warmup-iters 2"
 ).split()
 
+# A layer of the tower and three of the language model: as many as two stages of two chunks each need.
+LEAN = [*SMALL, *"--set model.vision.num_layers=1 model.language.num_layers=3".split()]
+
 # One layer of each part: most of a run is what surrounds the steps.
 SHALLOW = [*SMALL, *"--set model.vision.num_layers=1 model.language.num_layers=1 --lr-warmup-iters 1".split()]
 

@@ -53,7 +53,7 @@ def test_there_are_thirteen_channels_and_the_first_three_are_the_photo() -> None
     assert rows[0, 0] == -rows[-1, 0] < 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_budget_is_spent_within_the_bounds_in_the_order_of_relevance(data: st.DataObject) -> None:
     count, fewest = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 70))

@@ -108,14 +108,14 @@ def is_none_as_text(value: object) -> bool:
     return isinstance(value, str) and value.lower() == "none"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(overrides())
 def test_yaml_is_exact(values: dict[Option, Any]) -> None:
     config = config_of(values)
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(overrides())
 def test_flags_are_exact(values: dict[Option, Any]) -> None:
     values = {option: value for option, value in values.items() if not is_none_as_text(value) or option.kind.choices}
@@ -123,7 +123,7 @@ def test_flags_are_exact(values: dict[Option, Any]) -> None:
     assert parse(argv) == without_idle(config_of(values), by_path(values))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(overrides(), overrides())
 def test_flags_override_a_file(below: dict[Option, Any], above: dict[Option, Any]) -> None:
     # A published model's name brings sizes, also in place of the file's.
@@ -162,7 +162,7 @@ FLAGS = st.sampled_from(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(
         FLAGS
@@ -189,7 +189,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(options()), JSON)
 def test_any_value_is_taken_or_refused_in_one_line(option: Option, value: object) -> None:
     data: object = value
@@ -199,7 +199,7 @@ def test_any_value_is_taken_or_refused_in_one_line(option: Option, value: object
     assert message is None or (is_one_line(message) and option.key in message), message
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(JSON)
 def test_any_data_is_taken_or_refused_in_one_line(data: object) -> None:
     message = refusal(from_dict, data)
@@ -207,7 +207,7 @@ def test_any_data_is_taken_or_refused_in_one_line(data: object) -> None:
 
 
 @given(st.binary(max_size=40) | st.text(alphabet="ab:{}[]&*!-? \n'\"#|>%@<0.", max_size=40).map(str.encode))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @example(b"[" * 2000)
 @example(b"a: &a {b: *a}")
 @example(b"train: !!bool maybe")

@@ -38,7 +38,7 @@ def batches(draw: st.DrawFn) -> tuple[MicroBatch, RowSplit]:
     return MicroBatch(text, ImageSizes()), split
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, RowSplit]) -> None:
     batch, split = drawn
@@ -56,7 +56,7 @@ def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, RowSplit]
     assert sorted(found.tolist()) == batch.text.feature_positions.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_every_trained_token_has_its_loss_in_one_part(drawn: tuple[MicroBatch, RowSplit]) -> None:
     batch, split = drawn

@@ -114,7 +114,7 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     spec = CollateSpec.of(config, source)
     loaders = [
         RankLoader(source.sampler(config, collator), collator, dp_rank=1, dp_size=2, micro_batch_size=1, balance=True)
-        for collator in (source.collator(spec), source.collator(spec, pool=WorkerPool(source, 2, timeout=300)))
+        for collator in (source.collator(spec), source.collator(spec, pool=WorkerPool(source, 1, timeout=300)))
     ]
     for _ in range(3):
         first, second = (loader.next_step() for loader in loaders)
