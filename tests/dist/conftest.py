@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +22,24 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture(scope="session")
-def alone(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
-    """Return the metrics of a run on one process, which is computed once."""
-    curves: dict[Any, list[dict[str, Any]]] = {}
+def run_once(pools: Pools, tmp_path_factory: pytest.TempPathFactory):
+    """Return the folder of a run, which is made when it is first asked for."""
+    made: dict[Any, Path] = {}
 
-    def curve(argv: Sequence[str], run: Callable[..., Any] = train) -> list[dict[str, Any]]:
-        if (run, *argv) not in curves:
-            run_dir = str(tmp_path_factory.mktemp("one"))
-            pools(1).run(run, [*argv, "--no-save"], run_dir)
-            curves[run, *argv] = metrics(run_dir)
-        return curves[run, *argv]
+    def folder(world: int, argv: Sequence[str], run: Callable[..., Any] = train) -> Path:
+        if (key := (world, run, *argv)) not in made:
+            run_dir = tmp_path_factory.mktemp("once")
+            pools(world).run(run, list(argv), str(run_dir))
+            made[key] = run_dir
+        return made[key]
 
-    return curve
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(run_once):
+    """Return the metrics of a run on one process."""
+    return lambda argv, run=train: metrics(run_once(1, [*argv, "--no-save"], run))
 
 
 @pytest.fixture(scope="session")

@@ -57,10 +57,8 @@ def argv_of(data: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Pools, data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    assert pools(1).run(extensions.train_with_examples, argv_of(data), str(run_dir)) == [None]
-    return run_dir
+def whole(run_once, data: list[str]) -> Path:
+    return run_once(1, argv_of(data), extensions.train_with_examples)
 
 
 @pytest.mark.slow

@@ -76,10 +76,8 @@ def statistics(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train_model, flags(folder), str(run_dir))
-    return run_dir
+def whole(run_once, folder: Path) -> Path:
+    return run_once(1, flags(folder), train_model)
 
 
 def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, folder: Path, whole: Path) -> None:

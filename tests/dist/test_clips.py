@@ -88,10 +88,8 @@ def flags(folder: Path, source: Path | None = None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train_model, [*flags(folder), "--no-save"], str(run_dir))
-    return run_dir
+def whole(run_once, folder: Path) -> Path:
+    return run_once(1, [*flags(folder), "--no-save"], train_model)
 
 
 @pytest.mark.slow

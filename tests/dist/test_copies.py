@@ -33,10 +33,8 @@ def complaint(argv: list[str], run_dir: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(2).run(train, [*TINY, "--tp", "2", "--train-iters", "6"], str(run_dir))
-    return run_dir
+def whole(run_once) -> Path:
+    return run_once(2, [*TINY, "--tp", "2", "--train-iters", "6"])
 
 
 def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path, tmp_path: Path) -> None:

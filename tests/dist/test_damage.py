@@ -21,22 +21,14 @@ TINY = [*SHALLOW, *"--save-interval 1 --keep-checkpoints 0".split()]
 
 
 @pytest.fixture(scope="module")
-def three(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(run_once) -> Path:
     """A run of one process with checkpoints of iterations 1, 2 and 3."""
-    run_dir = tmp_path_factory.mktemp("three")
-    pools(1).run(train, [*TINY, "--train-iters", "3"], str(run_dir))
-    return run_dir
+    return run_once(1, [*TINY, "--train-iters", "3"])
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    pools(1).run(
-        train,
-        [*TINY, "--no-save", "--save-interval", "0", *"--keep-checkpoints 2 --train-iters 4".split()],
-        str(run_dir),
-    )
-    return run_dir
+def undisturbed(run_once) -> Path:
+    return run_once(1, [*TINY, "--no-save", "--save-interval", "0", *"--keep-checkpoints 2 --train-iters 4".split()])
 
 
 def resume(argv: list[str], run_dir: str) -> tuple[str, str]:

@@ -19,10 +19,8 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def one(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("demo")
-    pools(1).run(train, SHORT, str(run_dir))
-    return run_dir
+def one(run_once) -> Path:
+    return run_once(1, SHORT)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "--tp 2"), slow(4, "--tp 2 --pp 2"), slow(4, "--pp 2 --vpp 2")])

@@ -82,11 +82,9 @@ def test_every_rank_ends_with_status_2_and_one_speaks():
 
 
 @pytest.fixture(scope="module")
-def finished(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(run_once) -> Path:
     """A finished run of one process with a checkpoint at iteration 8."""
-    run_dir = tmp_path_factory.mktemp("finished")
-    pools(1).run(train, SHALLOW, str(run_dir))
-    return run_dir
+    return run_once(1, SHALLOW)
 
 
 def resume(run_dir: Path, *argv: str) -> tuple[int | None, str]:

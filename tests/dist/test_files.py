@@ -29,10 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    pools(1).run(train, [*FILES, *sources_of(folder), "--no-save"], str(run_dir))
-    return run_dir
+def whole(run_once, folder: Path) -> Path:
+    return run_once(1, [*FILES, *sources_of(folder), "--no-save"])
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,9 @@ PAIRS_FP16 = [
 
 
 @pytest.fixture(scope="module")
-def embeddings(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def embeddings(run_once) -> list[dict[str, Any]]:
     """The records of one process that trains embeddings in fp16."""
-    run_dir = tmp_path_factory.mktemp("embeddings")
-    pools(1).run(train, PAIRS_FP16, str(run_dir))
-    return metrics(run_dir)
+    return metrics(run_once(1, PAIRS_FP16))
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ SAVING = [
 
 
 @pytest.fixture(scope="module")
-def delayed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def delayed(run_once) -> Path:
     """Four steps of four micro-batches with delayed scaling, which keeps a checkpoint."""
-    run_dir = tmp_path_factory.mktemp("delayed")
-    pools(1).run(train, SAVING, str(run_dir))
-    return run_dir
+    return run_once(1, SAVING)
 
 
 def test_delayed_scaling_resumes_bit_for_bit(pools: Pools, delayed: Path, tmp_path: Path) -> None:

@@ -53,10 +53,8 @@ def _rounded(weight: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def gathered(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("gathered")
-    pools(2).run(_trained, GATHERED, str(run_dir))
-    return run_dir
+def gathered(run_once) -> Path:
+    return run_once(2, GATHERED, _trained)
 
 
 def test_a_run_begins_with_true_master_weights(pools: Pools, tmp_path: Path) -> None:

@@ -15,10 +15,8 @@ FROZEN = [*LEAN, *"--placement colocated --freeze vision projector --pp 2".split
 
 
 @pytest.fixture(scope="module")
-def plain(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("plain")
-    pools(2).run(train, [*FROZEN, "--no-save"], str(run_dir))
-    return run_dir
+def plain(run_once) -> Path:
+    return run_once(2, [*FROZEN, "--no-save"])
 
 
 def test_encoding_ahead_changes_no_bit_even_across_a_stop(pools: Pools, plain: Path, tmp_path: Path):

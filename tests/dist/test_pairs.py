@@ -32,10 +32,8 @@ def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(pools: Pools, argv: list[str], tmp_path_factory: pytest.TempPathFactory):
-    run_dir = tmp_path_factory.mktemp("alone")
-    pools(1).run(train, [*argv, "--no-save"], str(run_dir))
-    return metrics(run_dir)
+def alone(run_once, argv: list[str]):
+    return metrics(run_once(1, [*argv, "--no-save"]))
 
 
 @pytest.mark.parametrize(

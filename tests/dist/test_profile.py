@@ -23,10 +23,8 @@ def ranges(run_dir: Path, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def interleaved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir: Path = tmp_path_factory.mktemp("interleaved")
-    pools(2).run(train, [*LEAN, *ASKED, *"--pp 2 --vpp 2 --profile-ranks 1".split()], str(run_dir))
-    return run_dir
+def interleaved(run_once) -> Path:
+    return run_once(2, [*LEAN, *ASKED, *"--pp 2 --vpp 2 --profile-ranks 1".split()])
 
 
 def test_only_what_was_asked_for_is_traced(interleaved: Path) -> None:

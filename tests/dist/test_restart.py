@@ -21,10 +21,8 @@ RUN = [*TINY, *"--tp 2 --train-iters 24 --save-interval 4".split()]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    pools(2).run(train, RUN, str(run_dir))
-    return run_dir
+def undisturbed(run_once) -> Path:
+    return run_once(2, RUN)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +66,9 @@ def assert_written_once(checkpoint: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def half(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def half(run_once) -> Any:
     """Return the folder of half a run, which is trained once."""
-
-    @cache
-    def run_dir(world: int, flags: str) -> Path:
-        folder = tmp_path_factory.mktemp("half")
-        pools(world).run(train, [*SMALL, *PADDED.split(), *HALF, *flags.split()], str(folder))
-        return folder
-
-    return run_dir
+    return lambda world, flags: run_once(world, [*SMALL, *PADDED.split(), *HALF, *flags.split()])
 
 
 BOTH = "--tp 2 --pp 2"

@@ -43,17 +43,9 @@ def said(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run on one process with some flags, made once."""
-    known: dict[str, Path] = {}
-
-    def run(flags: str = "") -> Path:
-        if flags not in known:
-            known[flags] = tmp_path_factory.mktemp("one")
-            pools(1).run(train, [*RUN, *sources(folder), *ASKED, *flags.split()], str(known[flags]))
-        return known[flags]
-
-    return run
+def one(run_once, folder: Path):
+    """A run on one process with some flags."""
+    return lambda flags="": run_once(1, [*RUN, *sources(folder), *ASKED, *flags.split()])
 
 
 FROZEN = "--freeze vision projector"

@@ -86,10 +86,8 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    pools(1).run(train, [*TINY, "--train-iters", "6"], str(run_dir))
-    return run_dir
+def undisturbed(run_once) -> Path:
+    return run_once(1, [*TINY, "--train-iters", "6"])
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,9 @@ def assert_same_validation(ours: list[dict[str, Any]], theirs: list[dict[str, An
 
 
 @pytest.fixture(scope="module")
-def one(pools: Pools, folder: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run on one process with some flags, made once."""
-    known: dict[tuple[bool, str], Path] = {}
-
-    def run(flags: str = "", *, split: bool = False) -> Path:
-        if (split, flags) not in known:
-            known[split, flags] = tmp_path_factory.mktemp("one")
-            argv = [*RUN, *sources(folder, split=split), "--no-save", *flags.split()]
-            pools(1).run(train, argv, str(known[split, flags]))
-        return known[split, flags]
-
-    return run
+def one(run_once, folder: Path):
+    """A run on one process with some flags."""
+    return lambda flags="", split=False: run_once(1, [*RUN, *sources(folder, split=split), "--no-save", *flags.split()])
 
 
 FROZEN = "--freeze vision projector"
