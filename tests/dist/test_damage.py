@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -191,11 +192,8 @@ def save_on_a_full_disk(argv: list[str], run_dir: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         return limited(*args, **kwargs)
 
-    writer.write_share = write_share
-    try:
+    with patch.object(writer, "write_share", write_share):
         return resume(argv, run_dir)[1]
-    finally:
-        writer.write_share = limited
 
 
 def test_a_save_that_fails_says_why_in_words(pools: Pools, tmp_path: Path) -> None:
@@ -223,8 +221,6 @@ def test_a_resume_with_other_data_is_refused_or_accepted_by_name(pools: Pools, t
 
 def poison(argv: list[str], run_dir: str) -> tuple[int, str]:
     """Train with a NaN in one of rank 1's moments after iteration 2; return the exit status and the user's error."""
-    from unittest.mock import patch
-
     import torch.distributed as dist
 
     from megavlm.train.engine import Engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -29,12 +30,8 @@ def train_without_encoder(argv: list[str], run_dir: str) -> None:
     """Fails where the encoder runs."""
     from megavlm.pipeline.encoder import EncoderRunner
 
-    run = EncoderRunner._run
-    EncoderRunner._run = None  # type: ignore[assignment,method-assign]
-    try:
+    with patch.object(EncoderRunner, "_run", None):
         train(argv, run_dir)
-    finally:
-        EncoderRunner._run = run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, ""), (2, "--vision-tp 2"), slow(4, "--cp 2")])
@@ -61,11 +58,8 @@ def train_with_files_that_vanish(argv: list[str], run_dir: str) -> None:
         asked += 1
         return None if dist.get_rank() == 1 and asked % 3 == 0 else get(self, key)
 
-    FeatureCache.get = vanishing  # type: ignore[method-assign]
-    try:
+    with patch.object(FeatureCache, "get", vanishing):
         train(argv, run_dir)
-    finally:
-        FeatureCache.get = get  # type: ignore[method-assign]
 
 
 def test_ranks_of_an_encoder_run_it_together_where_one_finds_no_file(pools: Pools, plain: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -64,11 +65,8 @@ def train_with_a_slow_rank(argv: list[str], run_dir: str) -> None:
             time.sleep(0.5)
         return original(loader)
 
-    DataLoader.next_step = slowly
-    try:
+    with patch.object(DataLoader, "next_step", slowly):
         train(argv, run_dir)
-    finally:
-        DataLoader.next_step = original
 
 
 def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(pools: Pools, tmp_path: Path):
@@ -115,11 +113,8 @@ def where_ranks_are(argv: list[str], run_dir: str) -> Report:
                 watching.join()
         return original(chunk, *args, **kwargs)
 
-    VLMChunk.forward = forward
-    try:
+    with patch.object(VLMChunk, "forward", forward):
         train(argv, run_dir)
-    finally:
-        VLMChunk.forward = original
     return found[0]
 
 

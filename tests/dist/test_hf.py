@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,11 +84,8 @@ def bytes_read(reference: Any, layout: str) -> int:
         counted.append(tensor.numel() * tensor.element_size())
         read_into(descriptor, tensor, offset)
 
-    hf_files.read_into = counting
-    try:
+    with patch.object(hf_files, "read_into", counting):
         close(run_at(reference, layout))
-    finally:
-        hf_files.read_into = read_into
     return sum(counted)
 
 

@@ -21,7 +21,7 @@ from megavlm.storage.store import Store, StoreError
 from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import committed
-from tests.support.object_stores import EMULATORS, Emulator
+from tests.support.object_stores import EMULATORS
 from tests.support.training import SHALLOW, metrics, without_wall_time
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def faulty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     kind = EMULATORS[request.param]
     if missing := [name for name in kind.needs if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {' and '.join(missing)}: make store-tools")
-    server: Emulator = kind()
+    server = kind()
     proxy = FaultProxy(server.address)
     env = server.env(proxy.url)
     for name, value in env.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -27,12 +28,8 @@ def train_until_full(argv: list[str], run_dir: str) -> str:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return original(engine, *args, **kwargs)
 
-    Engine.train_step = step
-    try:
-        with pytest.raises(UserError) as raised:
-            train(argv, run_dir)
-    finally:
-        Engine.train_step = original
+    with patch.object(Engine, "train_step", step), pytest.raises(UserError) as raised:
+        train(argv, run_dir)
     return str(raised.value)
 
 

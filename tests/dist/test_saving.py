@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import signal
@@ -34,15 +33,10 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
     """Train with a writer that misbehaves on the last rank, in the save of iteration 2; return the user's error."""
     import torch.distributed as dist
 
-    from megavlm import backend
     from megavlm.checkpoint import saving, writer
     from megavlm.checkpoint.staging import SaveError, Staging
-    from megavlm.command_line.parsing import parse
     from megavlm.errors import UserError
-    from megavlm.parallel.groups import destroy_groups
     from megavlm.resilience.phases import Phases
-    from megavlm.train.build import build
-    from megavlm.train.loop import fit
 
     original, log = writer.write_share, Path(run_dir) / "written"
     here = dist.get_rank() == dist.get_world_size() - 1
@@ -65,23 +59,19 @@ def with_writer(argv: list[str], run_dir: str, how: str) -> str:
                 raise SaveError("__0_0.distcp cannot be written: the disk is full")
         return original(folder, *args, **kwargs)
 
-    destroy_groups()
-    patience = saving.PATIENCE
-    saving.PATIENCE = 3.0 if how == "hangs once" else patience
-    writer.write_share = write_share
-    enter = mock.patch.object(Phases, "enter", autospec=True, side_effect=Phases.enter)
     full = OSError(errno.ENOMEM, "Cannot allocate memory") if how == "no memory" and here else None
-    copies = mock.patch.object(Staging, "copy", side_effect=full) if full is not None else contextlib.nullcontext()
-    try:
-        quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-        with quiet[0], quiet[1], copies, enter as entered:
-            fit(build(parse([*argv, "--run-dir", run_dir]), backend.activate()))
-        if how == "hangs once" and "waits for the writer" not in str(entered.mock_calls):
-            return "the watchdog would take the wait for a writer for a hang"
-    except UserError as error:
-        return str(error)
-    finally:
-        writer.write_share, saving.PATIENCE = original, patience
+    with (
+        mock.patch.object(writer, "write_share", write_share),
+        mock.patch.object(saving, "PATIENCE", 3.0 if how == "hangs once" else saving.PATIENCE),
+        mock.patch.object(Staging, "copy", side_effect=full) if full is not None else contextlib.nullcontext(),
+        mock.patch.object(Phases, "enter", autospec=True, side_effect=Phases.enter) as entered,
+    ):
+        try:
+            train(argv, run_dir)
+        except UserError as error:
+            return str(error)
+    if how == "hangs once" and "waits for the writer" not in str(entered.mock_calls):
+        return "the watchdog would take the wait for a writer for a hang"
     return ""
 
 
@@ -141,8 +131,6 @@ def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, ho
 
 def asked_in_a_save(argv: list[str], run_dir: str) -> str:
     """Train until rank 0 alone is asked to stop while the state of iteration 2 is copied; return why the run ends."""
-    from unittest.mock import patch
-
     import torch.distributed as dist
 
     from megavlm.errors import Stopped
@@ -161,7 +149,7 @@ def asked_in_a_save(argv: list[str], run_dir: str) -> str:
         if dist.get_rank() == 0 and position.iteration == 2:
             requests[0].ask("the test", warning=True)
 
-    with patch.object(StopRequest, "training", beginning), patch.object(Saves, "save", saving):
+    with mock.patch.object(StopRequest, "training", beginning), mock.patch.object(Saves, "save", saving):
         try:
             train(argv, run_dir)
         except Stopped as stopped:
@@ -191,11 +179,8 @@ def with_a_commit_that_is_killed(argv: list[str], run_dir: str, where: str) -> N
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    setattr(module, name, killing)
-    try:
+    with mock.patch.object(module, name, killing):
         train(argv, run_dir)
-    finally:
-        setattr(module, name, original)
 
 
 @pytest.mark.parametrize(("where", "counts"), [("in it", False), slow("after", True)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,20 +86,13 @@ def farthest_from_reference(argv: Sequence[str], run_dir: str, steps: int) -> di
     """Train in float64 on this process; return how far each weight is from the reference's, at most, in units of the
     distance that it went; and so its average.
     """
-    from megavlm import backend
-    from megavlm.command_line.parsing import parse
-    from megavlm.parallel.groups import destroy_groups
-    from megavlm.rules.check import check
-    from megavlm.train.build import build
     from megavlm.train.loop import close
     from tests.support.float64 import float64
     from tests.support.qk_clip_reference import clip, watched_logits
+    from tests.support.training import started
 
-    with float64(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        config = parse([*argv, "--clip-grad", "0", "--data-parallel-sharding", "none", "--run-dir", run_dir])
-        check(config, world=1)
-        destroy_groups()
-        run = build(config, backend.activate())
+    with float64():
+        run = started([*argv, "--clip-grad", "0", "--data-parallel-sharding", "none"], run_dir)
         chunk = run.engine.chunks[0].module
         ours = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
         begun = {name: param.detach().clone() for name, param in ours.items()}

@@ -8,25 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from typing import ClassVar, Protocol
-
-
-class Emulator(Protocol):
-    """A server that speaks a protocol, as a process."""
-
-    needs: ClassVar[tuple[str, ...]]  # modules
-    protocol: ClassVar[str]
-    address: str  # host:port
-
-    def env(self, url: str) -> dict[str, str]:
-        """The variables with which a client goes to `url` in place of the cloud."""
-
-    def make_bucket(self, name: str) -> None: ...
-
-    def close(self) -> None: ...
+from typing import ClassVar
 
 
 class _Server:
+    """A server that speaks a protocol, as a process; `needs` are modules, `address` is host:port."""
+
     def __init__(self, command: list[str], port: int) -> None:
         self.address = f"127.0.0.1:{port}"
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
