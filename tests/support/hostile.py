@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import BadSample
+from megavlm.inputs.bad_sample import BadSample, Reason
 
 LONGEST = 2_000  # characters of a message
 
@@ -27,3 +29,10 @@ def refusal(read: Callable[[], Any]) -> Exception | None:
     except (UserError, BadSample) as error:
         return error
     return None
+
+
+def reason_of(read: Callable[..., Any], *args: Any, **options: Any) -> Reason:
+    """Call a reader; return the reason for which its sample is a bad one."""
+    with pytest.raises(BadSample) as raised:
+        read(*args, **options)
+    return raised.value.reason

@@ -17,6 +17,7 @@ from megavlm.data.records.media import file_below
 from megavlm.data.records.shapes import SHAPES, record_of, shape_of
 from megavlm.data.types import Conversation, ImageRef, Turn
 from megavlm.inputs.bad_sample import BadSample, Reason
+from tests.support.hostile import reason_of
 
 
 def find(name: str) -> ImageRef:
@@ -220,6 +221,4 @@ def test_deep_nesting_stops_nothing(name: str) -> None:
     for _ in range(5000):
         nested = [nested] if name == "content" else {"image": nested}
     record = llava(said("user", nested if name == "content" else "x"), ANSWER, image=nested)
-    with pytest.raises(BadSample) as caught:
-        record_of(record, "llava", find)
-    assert caught.value.reason == Reason.NOT_A_RECORD
+    assert reason_of(record_of, record, "llava", find) is Reason.NOT_A_RECORD
