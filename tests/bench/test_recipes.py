@@ -60,9 +60,7 @@ def test_a_recipe_is_a_run_that_fits(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_command_of_a_recipe_is_for_its_own_model(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_of_a_recipe_is_for_its_own_model(path, capsys, monkeypatch, tmp_path):
     """What a user types, with nothing in the hub's cache: a dry run has a verdict, and no other model is trained."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -63,9 +63,7 @@ def whole(run_once, data: list[str]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", fast_and_slow(["tp2"], LAYOUTS))
-def test_every_layout_gives_the_numbers_of_one_process(
-    pools: Pools, data: list[str], whole: Path, tmp_path: Path, layout: str
-) -> None:
+def test_every_layout_gives_the_numbers_of_one_process(pools, data, whole, tmp_path, layout):
     world, flags = LAYOUTS[layout]
     argv = [*argv_of(data), *flags.split(), "--no-save"]
     assert set(pools(world).run(extensions.train_with_examples, argv, str(tmp_path))) == {None}
@@ -73,9 +71,7 @@ def test_every_layout_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_and_on_another_layout(
-    pools: Pools, data: list[str], whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_bit_for_bit_and_on_another_layout(pools, data, whole, tmp_path):
     for world, flags in ((1, []), (2, ["--tp", "2"])):
         folder, argv = str(tmp_path / str(world)), argv_of(data)
         assert pools(1).run(extensions.train_with_examples, [*argv, "--train-iters", "2"], folder) == [None]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,16 +90,12 @@ def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, 
 @pytest.mark.parametrize(
     ("world", "layout"), [(4, "--tp 2 --pp 2 --vpp 2"), (2, "--tp 2 --placement colocated"), (2, "--num-workers 1")]
 )
-def test_any_layout_gives_the_numbers_of_one_process(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path, world: int, layout: str
-) -> None:
+def test_any_layout_gives_the_numbers_of_one_process(pools, folder, whole, tmp_path, world, layout):
     pools(world).run(train_model, [*flags(folder), *layout.split(), "--no-save"], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole))
 
 
-def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(pools, folder, whole, tmp_path):
     """Transformers loads it, and `--init-from` reads images as the run did, without being told."""
     pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path / "halves"))
     pools(1).run(train_model, flags(folder), str(tmp_path / "halves"))
@@ -120,9 +114,7 @@ def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(
 @pytest.mark.parametrize(
     ("how", "expected"), [("zeros", lambda w: (w, 0 * w[:, :2])), ("repeat", lambda w: (w * 0.6, w * 0.6))]
 )
-def test_new_channels_have_zeros_or_the_given_weights_in_turn(
-    folder: Path, how: str, expected: Callable[[Any], Any]
-) -> None:
+def test_new_channels_have_zeros_or_the_given_weights_in_turn(folder, how, expected):
     pretrained = replace(Pretrained.of(folder / "hf", *ALL_PARTS), new_channels=how)
     given = transformers.LlavaForConditionalGeneration.from_pretrained(folder / "hf").state_dict()[KERNEL]
     side = given.shape[-1]

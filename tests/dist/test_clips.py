@@ -93,9 +93,7 @@ def whole(run_once, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(pools, folder, whole, tmp_path):
     pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path))
     pools(2).run(train_model, [*flags(folder), "--num-workers", "1"], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole))
@@ -108,9 +106,7 @@ def test_two_replicas_with_workers_and_a_stop_train_on_the_same_clips(
 
 
 @pytest.mark.slow
-def test_a_frozen_encoder_encodes_clips_ahead_or_finds_their_features(
-    pools: Pools, folder: Path, tmp_path: Path
-) -> None:
+def test_a_frozen_encoder_encodes_clips_ahead_or_finds_their_features(pools, folder, tmp_path):
     argv = [*flags(folder), *FROZEN]
     pools(2).run(train_model, [*argv, "--no-save"], str(tmp_path / "plain"))
     pools(2).run(train_model, [*argv, "--encode-ahead", "--train-iters", "2"], str(tmp_path / "ahead"))

@@ -44,9 +44,7 @@ SIGLIP = transformers.SiglipModel(transformers.SiglipConfig(vision_config=TOWER,
         slow(CLIP, "-2", transformers.Qwen3Config(**TEXT), id="clip-qwen3"),
     ],
 )
-def test_compose_train_and_export(
-    pools: Pools, tower: transformers.PreTrainedModel, layer: str, text: transformers.PreTrainedConfig, tmp_path: Path
-) -> None:
+def test_compose_train_and_export(pools, tower, layer, text, tmp_path):
     hold_composed(pools, tower, text, tmp_path, layer=layer)
 
     exported = tmp_path / "exported"
@@ -124,9 +122,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("connector", fast_and_slow(("qformer", "linear"), CONNECTORS))
-def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(
-    pools: Pools, connector: str, tmp_path: Path
-) -> None:
+def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(pools, connector, tmp_path):
     """A run that takes the parts and adapts the language model alone writes the others as they came, byte for byte."""
     vision = hf.save(CLIP, tmp_path / "vision")
     text = transformers.LlamaConfig(**TEXT)

@@ -24,7 +24,6 @@ from megavlm.programs.inference import chat
 from tests.support import hf, tokenizers
 from tests.support.covering import fast_and_slow, slow
 from tests.support.flags import MODELS
-from tests.support.pool import Pools
 from tests.support.processors import picture
 from tests.support.tiny_models import TEXT, TOWER, tiny
 from tests.support.training import train_composed
@@ -73,9 +72,7 @@ def begun(root: Path, tower: str, language: str) -> list[str]:
         *(("clip", "mistral"), ("siglip", "qwen3"), ("llava", "llama")),
     ],
 )
-def test_transformers_alone_answers_on_the_export(
-    pools: Pools, tower: str, language: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_alone_answers_on_the_export(pools, tower, language, tmp_path, capsys):
     pools(1).run(train_composed, begun(tmp_path, tower, language), str(tmp_path / "run"))
     out = tmp_path / "exported"
     assert convert.main(["export", str(tmp_path / "run"), str(out)]) == 0
@@ -100,9 +97,7 @@ KINDS = [name for name, each in registered("connectors").items() if isinstance(e
 
 
 @pytest.mark.parametrize("kind", fast_and_slow(("qformer", "linear"), KINDS))
-def test_every_other_connector_answers_by_megavlms_own_model(
-    pools: Pools, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_other_connector_answers_by_megavlms_own_model(pools, kind, tmp_path, capsys):
     argv = [
         *begun(tmp_path, "clip", "qwen2"),
         "--projector-kind",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,9 +37,7 @@ def argv_of(model: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("case", "model"), fast_and_slow(FAST, product(CASES, CONNECTORS)))
-def test_a_connector_gives_the_numbers_of_one_process(
-    pools: Pools, alone: Any, tmp_path: Path, case: str, model: str
-) -> None:
+def test_a_connector_gives_the_numbers_of_one_process(pools, alone, tmp_path, case, model):
     world, changes, flags = CASES[case]
     argv = [*argv_of(model), *THREE, "--no-save", *changes.split()]
     more = flags.replace("CACHE", str(tmp_path / "cache")).split()

@@ -167,9 +167,7 @@ REDUCTIONS = {"ours": 2, "te": 1}  # a chunk, beside the kernel's own
     ("world", "vocabulary", "sequence_parallel"),
     [(1, 400, False), (2, 399, False), (2, 399, True)],  # 399: the last rank has a column of padding
 )
-def test_loss_and_gradients_are_those_of_fp32_logits(
-    pools: Pools, impl: str, world: int, vocabulary: int, sequence_parallel: bool
-) -> None:
+def test_loss_and_gradients_are_those_of_fp32_logits(pools, impl, world, vocabulary, sequence_parallel):
     allowed = {"fp32": 1e-6, "bf16": BF16[impl], "fp16": 2**-10}
     for precision in PRECISIONS[impl]:
         for chunk in CHUNKS:

@@ -87,9 +87,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loaded(
-    pools: Pools, three: Path, undisturbed: Path, tmp_path: Path, file: str, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loaded(pools, three, undisturbed, tmp_path, file, damage):
     run_dir = tmp_path / "run"
     shutil.copytree(three, run_dir)
     newest = folders.folder_for(run_dir / "checkpoints", 3)

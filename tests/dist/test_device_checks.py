@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +11,6 @@ import torch
 from megavlm.errors import DeviceFault
 from megavlm.resilience.events import events
 from tests.support.faults import Fault, train_with
-from tests.support.pool import Pools
 from tests.support.training import SMALL
 
 SHORT = (
@@ -61,9 +59,7 @@ FLIPS = [
 
 
 @pytest.mark.parametrize(("world", "layout", "rank", "line"), FLIPS)
-def test_copies_that_differ_are_named(
-    pools: Pools, tmp_path: Path, world: int, layout: list[str], rank: int, line: str
-) -> None:
+def test_copies_that_differ_are_named(pools, tmp_path, world, layout, rank, line):
     argv = [*SMALL, *SHORT, *COPIES, *layout]
     ends = pools(world).run(train_with_a_flipped_bit, argv, str(tmp_path), rank, "language.norm.weight")
     assert all(f"iteration 3: {line}" in end for end in ends), ends

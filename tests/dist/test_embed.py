@@ -13,7 +13,6 @@ import pytest
 from tests.support.covering import slow
 from tests.support.data_files import write_pairs
 from tests.support.flags import MODELS
-from tests.support.pool import Pools
 from tests.support.training import metrics, started, train_composed
 
 ROOT = Path(__file__).parents[2]
@@ -77,9 +76,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 @pytest.mark.parametrize(
     ("pooling", "whole"), [("last", False), slow("mean", True), slow("last --lora-rank 4 --freeze vision", True)]
 )
-def test_an_export_embeds_as_training_does(
-    pools: Pools, folder: Path, tmp_path: Path, pooling: str, whole: bool, capsys: pytest.CaptureFixture[str]
-):
+def test_an_export_embeds_as_training_does(pools, folder, tmp_path, pooling, whole, capsys):
     """`whole`: with sentence-transformers, too, whose import takes as long as the rest."""
     from megavlm.programs.inference.embed import main
 
@@ -125,9 +122,7 @@ COMPOSED = "--vision-from {} --language-from {}"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [IN_PARTS, COMPOSED], ids=["parts", "composed"])
-def test_an_export_of_composed_parts_embeds_as_training_does(
-    pools: Pools, folder: Path, tmp_path: Path, model: str
-) -> None:
+def test_an_export_of_composed_parts_embeds_as_training_does(pools, folder, tmp_path, model):
     from safetensors.torch import load_file
 
     from megavlm.programs.convert import main as convert

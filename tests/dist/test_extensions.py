@@ -85,9 +85,7 @@ def acme(tmp_path: Path) -> tuple[Path, Path]:
     return llava, folder
 
 
-def test_a_family_of_an_extension_begins_with_its_folder_and_leaves_as_it_came(
-    pools: Pools, acme: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_of_an_extension_begins_with_its_folder_and_leaves_as_it_came(pools, acme, tmp_path, capsys):
     """At TP2·PP2 it has the numbers of a LLaVA with the same weights on one process."""
     from safetensors.torch import load_file
 

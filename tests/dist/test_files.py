@@ -44,9 +44,7 @@ def whole(run_once, folder: Path) -> Path:
         slow(2, "--tp 2 --placement colocated"),
     ],
 )
-def test_any_layout_trains_on_the_same_samples(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path, world: int, layout: str
-) -> None:
+def test_any_layout_trains_on_the_same_samples(pools, folder, whole, tmp_path, world, layout):
     pools(world).run(train, [*FILES, *sources_of(folder), *layout.split(), "--no-save"], str(tmp_path))
     ours, expected = metrics(tmp_path), metrics(whole)
     assert_same_curve(ours, expected)
@@ -97,9 +95,7 @@ def test_every_rank_hears_what_is_wrong_with_the_data(pools: Pools) -> None:
     assert pools(2).run(complaint) == ["ein Bär fraß train.jsonl"] * 2
 
 
-def test_resume_is_exact_with_other_replicas_and_workers(
-    pools: Pools, folder: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_resume_is_exact_with_other_replicas_and_workers(pools, folder, whole, tmp_path):
     argv = [*FILES, *sources_of(folder)]
     pools(1).run(train, [*argv, "--train-iters", "3", "--num-workers", "2"], str(tmp_path / "one"))
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -143,9 +139,7 @@ def test_tars_resume_exactly_and_on_other_replicas(pools: Pools, folder: Path, t
     assert_same_curve(metrics(tmp_path / "other"), whole)
 
 
-def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(
-    pools: Pools, folder: Path, tmp_path: Path
-) -> None:
+def test_too_many_bad_samples_end_the_run_and_leave_nothing_in_the_way(pools, folder, tmp_path):
     damaged = tmp_path / "data"
     shutil.copytree(folder, damaged)
     lines = (damaged / "train.jsonl").read_bytes().splitlines()

@@ -87,9 +87,7 @@ def embeddings(run_once) -> list[dict[str, Any]]:
     ("world", "layout"),
     [slow(2, ""), slow(2, "--pp 2 --vpp 2"), slow(2, "--pp 2 --schedule zb-h1"), slow(4, "--tp 2 --pp 2")],
 )
-def test_embeddings_skip_the_steps_of_one_process_in_every_layout(
-    pools: Pools, embeddings: list[dict[str, Any]], tmp_path: Path, world: int, layout: str
-) -> None:
+def test_embeddings_skip_the_steps_of_one_process_in_every_layout(pools, embeddings, tmp_path, world, layout):
     """The second pass of a gradient cache overflows, and no rank updates; the scale that follows is the same.
 
     Not with context parallelism, whose ranks sum gradients of weights over fewer positions in fp16.

@@ -151,9 +151,7 @@ def _joined(tensor: Tensor, groups, dim: int | None) -> Tensor:
         (2, False, "delayed", "e4m3", False),
     ],
 )
-def test_products_are_of_rounded_operands_at_any_layout(
-    pools: Pools, tp: int, sp: bool, recipe: str, fp8: str, bias: bool
-) -> None:
+def test_products_are_of_rounded_operands_at_any_layout(pools, tp, sp, recipe, fp8, bias):
     expected = _reference(recipe, fp8, bias)
     for results in pools(tp).run(_emulated, tp, sp, recipe, fp8, bias):
         for step, (ours, theirs) in enumerate(zip(results, expected, strict=True)):

@@ -48,9 +48,7 @@ LAYOUTS = [(2, "--cp 2"), slow(4, "--cp 2 --pp 2 --recompute-granularity full")]
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(
-    pools: Pools, tmp_path: Path, world: int, layout: str
-) -> None:
+def test_ranks_that_split_rows_scale_by_the_largest_values_of_all(pools, tmp_path, world, layout):
     """The largest values of all ranks exceed those of a rank's own part of a tensor by a third and more."""
     argv = [*SAVING, *layout.split(), "--train-iters", "2"]
     pools(world).run(train, argv, str(tmp_path / "split"))

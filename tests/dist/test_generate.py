@@ -34,9 +34,7 @@ def argv(model: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("world", "model", "flags"), CASES)
-def test_answers_are_those_of_a_model_without_a_cache(
-    pools: Pools, tmp_path: Path, world: int, model: str, flags: str
-) -> None:
+def test_answers_are_those_of_a_model_without_a_cache(pools, tmp_path, world, model, flags):
     (expected,) = pools(1).run(_uncached, argv(model), str(tmp_path / "one"))
     found = pools(world).run(answers, argv(model, *flags.split()), str(tmp_path / "many"))
     assert len({tuple(answer) for answer in expected}) > 1, "the prompts make no difference"

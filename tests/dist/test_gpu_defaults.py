@@ -135,9 +135,7 @@ def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: A
         slow(8, f"--tp 2 --pp 2 {BF16} {MODELS['qwen2.5-vl']}"),
     ],
 )
-def test_checkpoints_hold_the_masters_and_resume_bit_for_bit(
-    pools: Pools, tmp_path: Path, world: int, flags: str
-) -> None:
+def test_checkpoints_hold_the_masters_and_resume_bit_for_bit(pools, tmp_path, world, flags):
     argv = [*SMALL, *HOT, *DROPOUT, *BUCKETS, *flags.split()]
     whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
     pools(world).run(train_as_on_gpu, argv, whole, True)

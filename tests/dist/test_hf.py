@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -113,9 +112,7 @@ def refusal(reference: Any, layout: str) -> str:
     return str(refused.value)
 
 
-def test_a_value_that_one_rank_reads_and_that_is_none_ends_all(
-    pools: Pools, references: References, tmp_path: Path
-) -> None:
+def test_a_value_that_one_rank_reads_and_that_is_none_ends_all(pools, references, tmp_path):
     """While the others wait for what it reads."""
     folder = shutil.copytree(references("qwen3-vl").folder, tmp_path / "damaged")
     [file] = folder.glob("*.safetensors")

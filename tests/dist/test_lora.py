@@ -77,9 +77,7 @@ SLOW = (
 
 
 @pytest.mark.parametrize(("world", "lora", "layout"), fast_and_slow(FAST, SLOW))
-def test_layouts_train_alike(
-    pools: Pools, alone: Any, tmp_path: Path, world: int, lora: list[str], layout: str
-) -> None:
+def test_layouts_train_alike(pools, alone, tmp_path, world, lora, layout):
     pools(world).run(train, [*SMALL, *lora, "--no-save", *layout.split()], str(tmp_path))
     assert_same_curve(metrics(tmp_path), alone([*SMALL, *lora]))
 
@@ -204,9 +202,7 @@ def inputs_of(batch: MicroBatch, config: Config) -> dict[str, Any]:
     return family.inputs(batch, config.model)
 
 
-def test_what_adapters_do_not_hold_is_not_lost(
-    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_adapters_do_not_hold_is_not_lost(pools, tmp_path, capsys):
     folder = hf.save(tiny("llava"), tmp_path / "hf")
     argv = (
         f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
@@ -221,9 +217,7 @@ def test_what_adapters_do_not_hold_is_not_lost(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_with_adapters_answers_as_its_merged_weights(
-    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_adapters_answers_as_its_merged_weights(pools, tmp_path, capsys):
     folder, _, _ = whole_folder("llava", tmp_path)
     argv = (
         f"--init-from {folder} --data synthetic --lora-rank 3 --lora-targets language --freeze vision projector "

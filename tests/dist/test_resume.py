@@ -99,9 +99,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("optimizer", "before", "after"), CHANGES)
-def test_a_checkpoint_resumes_on_another_layout(
-    pools: Pools, alone: Any, half: Any, tmp_path: Path, optimizer: str, before: tuple[int, str], after: tuple[int, str]
-):
+def test_a_checkpoint_resumes_on_another_layout(pools, alone, half, tmp_path, optimizer, before, after):
     (first, layout), (world, then), run_dir = before, after, tmp_path / "run"
     argv = [*SMALL, *PADDED.split(), *optimizer.split()]
     shutil.copytree(half(first, f"{optimizer} {layout}".strip()), run_dir)

@@ -62,9 +62,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
         slow(2, "--tp 2", "--no-packing --packing-window 2048"),
     ],
 )
-def test_any_layout_gives_the_same_answers(
-    pools: Pools, folder: Path, one: Any, tmp_path: Path, world: int, layout: str, model: str
-) -> None:
+def test_any_layout_gives_the_same_answers(pools, folder, one, tmp_path, world, layout, model):
     argv = [*RUN, *sources(folder), *ASKED, *layout.split(), *model.split()]
     pools(world).run(train, argv, str(tmp_path))
     expected = said(one(model))

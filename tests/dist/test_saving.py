@@ -90,9 +90,7 @@ def undisturbed(run_once) -> Path:
         ("killed", [("save_failed", 2), ("save", 4), ("save", 6)]),
     ],
 )
-def test_a_run_goes_on_whatever_happens_to_its_writer(
-    pools: Pools, undisturbed: Path, tmp_path: Path, how: str, expected: list[tuple[str, int]]
-) -> None:
+def test_a_run_goes_on_whatever_happens_to_its_writer(pools, undisturbed, tmp_path, how, expected):
     assert pools(1).run(with_writer, [*TINY, "--train-iters", "6"], str(tmp_path), how) == [""]
     assert kinds(tmp_path) == expected
     root = tmp_path / "checkpoints"
@@ -279,9 +277,7 @@ PHASES = ["staged", "writing", "written", "reported", "described", "listed", "pr
 
 
 @pytest.mark.parametrize("phase", fast_and_slow(["listed"], PHASES))
-def test_killed_in_any_phase_of_a_save_the_run_goes_on_from_a_whole_checkpoint(
-    undisturbed: Path, tmp_path: Path, phase: str
-) -> None:
+def test_killed_in_any_phase_of_a_save_the_run_goes_on_from_a_whole_checkpoint(undisturbed, tmp_path, phase):
     run_dir = tmp_path / "run"
     argv = [*TINY, "--train-iters", "6", "--run-dir", str(run_dir)]
     argv += ["--keep-checkpoints", "1"] if phase == "pruning" else []

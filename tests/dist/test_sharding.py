@@ -55,9 +55,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("world", "model", "flags"), fast_and_slow(FAST, SLOW))
-def test_sharding_gives_the_numbers_of_one_process(
-    pools: Pools, one_process, tmp_path: Path, world: int, model: str, flags: str
-):
+def test_sharding_gives_the_numbers_of_one_process(pools, one_process, tmp_path, world, model, flags):
     argv = [*SMALL, *THREE, "--no-save", *MODELS[model].split(), *flags.replace("DISK", f"{tmp_path}/disk").split()]
     pools(world).run(train, argv, str(tmp_path))
     assert_same_curve(metrics(tmp_path), one_process(model))
@@ -107,9 +105,7 @@ def summed_over_ranks(argv: list[str], run_dir: str) -> dict[str, int]:
         slow(4, "--hybrid-shard-size 2 --placement colocated --overlap-grad-reduce"),
     ],
 )
-def test_gradients_reduced_in_bf16_take_half_the_bytes(
-    pools: Pools, one_process, tmp_path: Path, world: int, flags: str
-):
+def test_gradients_reduced_in_bf16_take_half_the_bytes(pools, one_process, tmp_path, world, flags):
     argv = [*SMALL, *THREE, "--no-save", "--precision", "bf16", *flags.split()]
     in_bf16 = [*argv, "--grad-reduce-in-bf16"]
     (whole,) = pools(world).run(summed_over_ranks, argv, str(tmp_path / "fp32"))[0].items()
@@ -233,9 +229,7 @@ def test_a_model_is_never_whole_while_it_is_built(pools: Pools, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), slow("fp32", 1e-5)])
-def test_adapters_train_in_frozen_layers_that_ranks_share(
-    pools: Pools, tmp_path: Path, precision: str, tolerance: float
-):
+def test_adapters_train_in_frozen_layers_that_ranks_share(pools, tmp_path, precision, tolerance):
     """bf16: a layer's frozen weights are shared in bf16 and its adapters in fp32, gathered together."""
     argv = [*LEAN, "--no-save", "--lora-rank", "4", "--freeze", "vision", "--precision", precision]
     for kind in ("optimizer", "full"):

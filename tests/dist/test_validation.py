@@ -11,7 +11,6 @@ from megavlm.checkpoint import folders
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
-from tests.support.pool import Pools
 from tests.support.training import LEAN, metrics, train, without_wall_time
 
 # Few steps of a high rate: each validation has another loss. Batches of 8 sequences, so that the last one is not full.
@@ -77,9 +76,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
         slow(4, "--cp 2 --placement colocated --encode-ahead", FROZEN),
     ],
 )
-def test_any_layout_measures_the_same(
-    pools: Pools, folder: Path, one: Any, tmp_path: Path, world: int, layout: str, model: str
-) -> None:
+def test_any_layout_measures_the_same(pools, folder, one, tmp_path, world, layout, model):
     pools(world).run(train, [*RUN, *sources(folder), "--no-save", *layout.split(), *model.split()], str(tmp_path))
     expected = validated(one(model))
     assert [record["iteration"] for record in expected] == [2, 4]
@@ -90,9 +87,7 @@ def test_any_layout_measures_the_same(
     assert_same_validation(validated(tmp_path), expected)
 
 
-def test_a_split_is_the_same_on_another_layout_and_after_a_resume(
-    pools: Pools, folder: Path, one: Any, tmp_path: Path
-) -> None:
+def test_a_split_is_the_same_on_another_layout_and_after_a_resume(pools, folder, one, tmp_path):
     argv = [*RUN, *sources(folder, split=True), "--save-interval", "2", "--keep-best", "validation/loss"]
     pools(2).run(train, [*argv, "--train-iters", "2", "--lr-decay-iters", "20"], str(tmp_path))
     pools(2).run(train, [*argv, "--tp", "2"], str(tmp_path))
@@ -111,9 +106,7 @@ def test_a_split_is_the_same_on_another_layout_and_after_a_resume(
         slow(2, f"--tp 2 --placement colocated --encode-ahead {FROZEN}".split()),
     ],
 )
-def test_training_is_bit_identical_with_and_without(
-    pools: Pools, folder: Path, tmp_path: Path, world: int, flags: list[str]
-) -> None:
+def test_training_is_bit_identical_with_and_without(pools, folder, tmp_path, world, flags):
     """Answers to held-out prompts do not change a number of the training."""
     asked = "--eval-interval 1 --sample-interval 1 --set evaluation.sample_count=3 evaluation.sample_max_new_tokens=4"
     pools(world).run(train, [*RUN, *sources(folder), *flags, *asked.split()], str(tmp_path / "often"))
@@ -169,9 +162,7 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     return -1
 
 
-def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(
-    pools: Pools, folder: Path, tmp_path: Path
-) -> None:
+def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(pools, folder, tmp_path):
     argv = [*RUN, *sources(folder), "--eval-interval", "1", "--save-interval", "0"]
     pools(2).run(train, [*argv, "--no-save"], str(tmp_path / "whole"))
     assert pools(2).run(train_and_stop_while_validating, argv, str(tmp_path / "halves"), 2) == [1, 1]
@@ -209,9 +200,7 @@ def train_with_a_lost_disk(argv: list[str], run_dir: str) -> None:
         train(argv, run_dir)
 
 
-def test_validation_data_that_cannot_be_read_are_left_out_and_the_next_time_begins_anew(
-    pools: Pools, folder: Path, one: Any, tmp_path: Path
-) -> None:
+def test_validation_data_that_cannot_be_read_are_left_out_and_the_next_time_begins_anew(pools, folder, one, tmp_path):
     pools(1).run(train_with_a_lost_disk, [*RUN, *sources(folder), "--no-save"], str(tmp_path))
     assert validated(tmp_path) == validated(one())[1:]
     assert trained(tmp_path) == trained(one())

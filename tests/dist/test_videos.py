@@ -74,9 +74,7 @@ def single(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_any_layout_trains_alike_on_videos(
-    pools: Pools, single: Callable[[str], tuple[list[str], Path]], tmp_path: Path, family: str, layout: str
-) -> None:
+def test_any_layout_trains_alike_on_videos(pools, single, tmp_path, family, layout):
     argv, whole = single(family)
     world, flags = LAYOUTS[layout]
     pools(world).run(train, [*argv, *flags.split()], str(tmp_path), with_pretrained_model)

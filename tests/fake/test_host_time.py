@@ -19,9 +19,7 @@ MOST = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MOST)
-def test_layers_launch_no_more_than_they_did(
-    shape: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_layers_launch_no_more_than_they_did(shape, monkeypatch, request):
     folder = Path(request.config.cache.mkdir("fake"))
     if shim(folder) is None:
         pytest.skip("no C++ compiler: autograd cannot follow a device that torch was not built for")

@@ -51,9 +51,7 @@ def expected(assistant: Assistant, *turns: Turn) -> str:
     return answer
 
 
-def test_one_answer_of_a_folder_and_of_a_run(
-    model: Path, run: Path, assistant: Assistant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_answer_of_a_folder_and_of_a_run(model, run, assistant, tmp_path, capsys):
     run = shutil.copytree(run, tmp_path / "run")
     image = model.parent / "0.png"
     answer = expected(assistant, Turn("user", (ImageRef(image), ASKED)))
@@ -79,9 +77,7 @@ def test_one_answer_of_a_folder_and_of_a_run(
     assert "exporting" in capsys.readouterr().err
 
 
-def test_a_conversation_of_several_turns(
-    model: Path, assistant: Assistant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_of_several_turns(model, assistant, monkeypatch, capsys):
     files = [model.parent / "0.png", model.parent / "1.png"]
     first = Turn("user", (ImageRef(files[0]), ASKED))
     said = expected(assistant, first)
@@ -100,13 +96,7 @@ def test_a_conversation_of_several_turns(
     assert "unknown command /loudly" in printed.err
 
 
-def test_questions_about_a_video(
-    model: Path,
-    assistant: Assistant,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_questions_about_a_video(model, assistant, tmp_path, monkeypatch, capsys):
     """Chat and evaluation show the model what a training sample shows it."""
     pytest.importorskip("av", reason="pip install av (the extra `video`)")
     from tests.support.clips import clip
@@ -188,13 +178,7 @@ def questions(model: Path, assistant: Assistant) -> Path:
     return path
 
 
-def test_a_task_is_scored_and_continued_by_any_number_of_processes(
-    model: Path,
-    assistant: Assistant,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_task_is_scored_and_continued_by_any_number_of_processes(model, assistant, tmp_path, monkeypatch, capsys):
     argv = [str(model), "--task", str(questions(model, assistant)), "--out", str(tmp_path), "--batch-size", "2", *SHORT]
     assert evaluate.main(argv) == 2
     told = capsys.readouterr().err

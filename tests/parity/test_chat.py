@@ -344,9 +344,7 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
         (talk(("text", " \n")), Reason.EMPTY),
     ],
 )
-def test_conversations_that_cannot_be_written(
-    conversation: Conversation, reason: Reason, folders: dict[str, Path]
-) -> None:
+def test_conversations_that_cannot_be_written(conversation, reason, folders):
     chat = format_of(CASES["mistral"], folders)
     assert reason_of(chat.encode, conversation, []) == reason
 

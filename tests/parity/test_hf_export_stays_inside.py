@@ -80,9 +80,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", CASES.values(), ids=CASES)
-def test_an_export_writes_only_its_own_folder(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
-) -> None:
+def test_an_export_writes_only_its_own_folder(run, tmp_path, capsys, damage):
     damage(run / "hf")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert convert.main(["export", str(run), str(tmp_path / "out")]) == 2

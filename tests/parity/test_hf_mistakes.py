@@ -17,7 +17,6 @@ from megavlm.errors import UserError
 from megavlm.programs import convert
 from megavlm.rules.check import check
 from tests.support import hf
-from tests.support.harness import Single
 from tests.support.tiny_models import tiny
 
 
@@ -47,9 +46,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> st
     return str(refused.value)
 
 
-def test_missing_surplus_and_misshapen_tensors_are_listed_together(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_surplus_and_misshapen_tensors_are_listed_together(folder, capsys):
     def damage(weights: dict[str, Any]) -> None:
         del weights["multi_modal_projector.linear_2.bias"]
         del weights["language_model.model.layers.1.self_attn.k_proj.weight"]
@@ -91,9 +88,7 @@ def led_out(folder: Path) -> None:
         (bool, "--set model.vision.num_layers=7", "model.vision.num_layers 7 contradicts"),
     ],
 )
-def test_what_is_no_model_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: str, expected: str
-) -> None:
+def test_what_is_no_model_is_refused(folder, capsys, damage, flags, expected):
     damage(folder)
     assert expected in refusal(folder, capsys, *flags.split())
 
@@ -115,16 +110,12 @@ def test_what_is_no_model_is_refused(
         ({"vision_config": {"image_size": [224, 448]}}, "image_size = [224, 448] is not supported: only square"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], expected: str
-) -> None:
+def test_what_cannot_be_expressed_is_refused(folder, capsys, values, expected):
     change_config(folder, **values)
     assert expected in refusal(folder, capsys)
 
 
-def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_works(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_works(folder, capsys):
     # None is the default: the folder decides.
     longer = "--set model.language.max_positions=null --seq-length 640".split()
     message = refusal(folder, capsys, *longer)
@@ -135,9 +126,7 @@ def test_a_sequence_beyond_the_folders_positions_is_refused_with_advice_that_wor
     check(with_pretrained_model(parse(["--init-from", str(folder), *longer])), world=1)
 
 
-def test_verify_finds_a_difference(
-    folder: Path, single: Single, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_a_difference(folder, single, tmp_path, capsys):
     hf.run_of(folder, tmp_path / "ours", single)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 0
     assert "largest logit difference" in capsys.readouterr().out

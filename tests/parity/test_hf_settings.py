@@ -189,9 +189,7 @@ def test_a_run_says_how_experts_are_balanced_and_the_folder_what_they_are(tmp_pa
         with_pretrained_model(parse(["--init-from", folder, "--set", "model.experts.router_topk=3"]))
 
 
-def test_verify_tiles_images_as_the_model_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_tiles_images_as_the_model_does(tmp_path, monkeypatch, capsys):
     """Transformers' model looks for the best of its own resolutions: here none of one tile, which an image as large as
     the tower would be. Images divided otherwise it does not take.
     """

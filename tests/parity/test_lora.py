@@ -61,9 +61,7 @@ def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, 
 @pytest.mark.parametrize(
     ("family", "dropout"), [("llava", 0.0), ("llava", 0.5), *(slow(name, 0.0) for name in SINGLE if name != "llava")]
 )
-def test_gradients_are_pefts(
-    family: str, dropout: float, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "dropout", every_other_channel)
     # PEFT takes adapters of any MLP of GLM-4.5V for adapters of its experts, and export-lora refuses them.
     monkeypatch.setattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {})

@@ -112,9 +112,7 @@ def node(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("command", "option"), list(outputs()))
-def test_no_command_replaces_a_device(
-    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_replaces_a_device(command, option, tmp_path, monkeypatch, capsys):
     words = _WORDS[command, option]
     name, *inner = command.split()
     module = importlib.import_module(COMMANDS[name][0])

@@ -92,9 +92,7 @@ def forgotten() -> Iterator[None]:
     installed.loading_error.cache_clear()
 
 
-def test_transformer_engine_that_cannot_be_loaded_counts_as_none(
-    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformer_engine_that_cannot_be_loaded_counts_as_none(forgotten, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert installed.loading_error() == "", "it is not installed"
     package = tmp_path / "transformer_engine"
@@ -130,9 +128,7 @@ def test_segments_of_memory_grow_unless_the_environment_says_otherwise(monkeypat
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("32", "32")])
-def test_launches_are_ordered_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
-) -> None:
+def test_launches_are_ordered_unless_the_environment_says_otherwise(monkeypatch, before, after):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if before is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)

@@ -54,9 +54,7 @@ def opened(stored: Any, folder: Path) -> Pretrained:
 
 
 @pytest.mark.parametrize("stored", SPELLINGS)
-def test_any_part_of_the_experts_is_read_and_no_other_expert(
-    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_part_of_the_experts_is_read_and_no_other_expert(stored, tmp_path, monkeypatch):
     """EP gives a rank some experts, ETP some of the rows of each half of the first matrix, or columns of the second."""
     pretrained, read = opened(stored, tmp_path), list[int]()
     actual = hf_files.read_into

@@ -276,9 +276,7 @@ def test_commands_read_a_store_like_a_folder(store: Store, root: Path, capsys: p
         assert json.loads(capsys.readouterr().out)["iteration"] == 10
 
 
-def test_failures_are_told_once_and_stop_nothing(
-    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_told_once_and_stop_nothing(store, root, monkeypatch, capsys):
     """A store that refuses, one that breaks in a way nobody knows, and what was deleted meanwhile."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     down = [True]

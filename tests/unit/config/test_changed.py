@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megavlm.checkpoint.begun import as_begun, changed_options
@@ -24,9 +22,7 @@ GIVEN = "--init-from F --datasets a.json --tp 2 --train-iters 100".split()
         ("--train-iters 200 --lr-decay-style constant", "--train-iters 200 (before: 100), --lr-decay-style constant"),
     ],
 )
-def test_each_changed_option_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, told: str | None
-) -> None:
+def test_each_changed_option_is_told(tmp_path, capsys, flags, told):
     (tmp_path / "checkpoints/iter_0000005").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(with_start_defaults(parse(GIVEN))))
     as_begun(parse([*GIVEN, "--run-dir", str(tmp_path), *flags.split()]))

@@ -145,9 +145,7 @@ def help_text(flag: str, columns: int, capsys: pytest.CaptureFixture[str], monke
     return capsys.readouterr().out
 
 
-def test_help_all_lists_all_flags_with_defaults(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_all_lists_all_flags_with_defaults(capsys, monkeypatch):
     text = help_text("--help-all", 1000, capsys, monkeypatch)  # nothing wraps
     for option in options():
         assert all(flag in text for flag in (*option.flags, *option.negations)), option.key
@@ -163,9 +161,7 @@ def test_help_all_lists_all_flags_with_defaults(
     assert "\n  --precision {fp32,bf16,fp16}|none  Type" in text
 
 
-def test_help_keys_lists_all_options_without_flags(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_keys_lists_all_options_without_flags(capsys, monkeypatch):
     text = help_text("--help-keys", 1000, capsys, monkeypatch)
     for option in options():
         assert bool(option.flag) != (f"  {option.path[-1]}=" in text and option.help in text), option.key
@@ -176,9 +172,7 @@ def test_help_keys_lists_all_options_without_flags(
     assert "\n  mrope_section=[N, …]  M-RoPE" in text
 
 
-def test_help_lists_the_common_options_by_task(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_lists_the_common_options_by_task(capsys, monkeypatch):
     text = help_text("--help", 100, capsys, monkeypatch)
     listed = set(re.findall(r"^  (--[a-z0-9-]+)", text, flags=re.MULTILINE)) - set(RUN_FLAGS)
     assert listed == {min(option.flags, key=len) for option in options() if option.common}

@@ -136,9 +136,7 @@ class Named:
         (Extension(sources=(Entry("mine", "a:b", Undeclared),)), "--extension mine: its options cannot be read"),
     ],
 )
-def test_names_that_are_taken_are_refused_in_one_line(
-    extension: Extension, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_are_taken_are_refused_in_one_line(extension, line, monkeypatch):
     load_extensions(["pooled_attention"])
     monkeypatch.setattr("megavlm.rules.extensions.imported", lambda name: extension)
     known = options()

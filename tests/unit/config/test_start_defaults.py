@@ -50,9 +50,7 @@ def begun(folder: Path, config: Config) -> Path:
         ("--init-from F --vision-lr 1e-7", 1e-5, 1e-7, None, None),
     ],
 )
-def test_learning_rates_of_given_weights(
-    flags: str, lr: float, vision: float | None, projector: float | None, language: float | None
-) -> None:
+def test_learning_rates_of_given_weights(flags, lr, vision, projector, language):
     config = parse([*flags.split(), "--train-iters", "1000"])
     found = resolve(config)
     assert values(found)[1:] == ["bf16", lr, vision, projector, language, 30, 8192, 500, None]

@@ -11,7 +11,6 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,7 @@ def planes(array: NDArray[Any]) -> bytes:
 
 @pytest.mark.parametrize("write", [npy, npz, in_columns, channels_first, tiff, planes])
 @pytest.mark.parametrize(("channels", "dtype"), [(13, "float32"), (5, "uint16"), (4, "int16"), (7, "float64")])
-def test_every_format_gives_the_same_pixels(
-    write: Callable[[NDArray[Any]], bytes], channels: int, dtype: str, tmp_path: Path
-) -> None:
+def test_every_format_gives_the_same_pixels(write, channels, dtype, tmp_path):
     pixels = image(channels, dtype)
     content = write(pixels)
     (tmp_path / "any.name").write_bytes(content)

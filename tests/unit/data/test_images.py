@@ -18,9 +18,7 @@ from megavlm.inputs.patches import patchify
     channels=st.sampled_from([1, 3]),
     seed=st.integers(0, 99),
 )
-def test_a_linear_layer_on_patches_is_the_convolution(
-    rows: int, columns: int, patch_size: int, channels: int, seed: int
-) -> None:
+def test_a_linear_layer_on_patches_is_the_convolution(rows, columns, patch_size, channels, seed):
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 256, size=(rows * patch_size, columns * patch_size, channels), dtype=np.uint8)
     weight = torch.from_numpy(rng.standard_normal((5, channels, patch_size, patch_size)))

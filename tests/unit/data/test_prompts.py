@@ -76,9 +76,7 @@ def test_data_sets_take_turns_whatever_their_sizes() -> None:
         ),
     ],
 )
-def test_a_prompt_is_what_training_sees_before_the_answer(
-    folder: Path, name: str, flags: str, question: str, reference: str, pictures: int
-) -> None:
+def test_a_prompt_is_what_training_sees_before_the_answer(folder, name, flags, question, reference, pictures):
     source, (prompt,) = chosen(folder, name, flags=flags)
     assert (prompt.question, prompt.reference, len(prompt.pictures)) == (question, reference, pictures)
     assert prompt.label == f"{name}.jsonl:1"

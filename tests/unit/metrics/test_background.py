@@ -44,9 +44,7 @@ def test_calls_wait_in_a_bounded_queue_and_the_rest_is_left_out(capsys: pytest.C
     assert "--tracker x is too slow" in line
 
 
-def test_a_tracker_that_raises_is_told_once_without_secrets(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_raises_is_told_once_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
 
     def make() -> Callback:

@@ -29,9 +29,7 @@ def by_hand(mixed: Tensor, angles: Tensor, repeats: int, *, interleaved: bool) -
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [D, D // 2])
-def test_numbers_are_those_of_splitting_and_turning(
-    dtype: torch.dtype, interleaved: bool, repeats: int, rows: int, channels: int
-) -> None:
+def test_numbers_are_those_of_splitting_and_turning(dtype, interleaved, repeats, rows, channels):
     generator = torch.Generator().manual_seed(1)
     given = torch.randn(S, B, G, (repeats + 2) * D, generator=generator).to(dtype)
     half = torch.rand(S, rows, 1, channels // 2, generator=generator) * 9

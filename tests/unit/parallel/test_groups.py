@@ -58,9 +58,7 @@ def made(world: int, layout: str, *, encoder_tp: int = 1, shard: int = 0, rank: 
         (1024, "tp=2 cp=2 pp=2", 4, 8, 2.5),  # the most: groups of two ranks in each direction
     ],
 )
-def test_a_rank_makes_its_own_groups_alone(
-    world: int, layout: str, encoder_tp: int, shard: int, in_the_world: float
-) -> None:
+def test_a_rank_makes_its_own_groups_alone(world, layout, encoder_tp, shard, in_the_world):
     """3,185 and 47,825 were made by all ranks at TP8·PP8. Of one rank: a handle, and one where a stage ties nothing."""
     sizes = made(world, layout, encoder_tp=encoder_tp, shard=shard, rank=world // 2 + 1)
     assert len(sizes) <= 16

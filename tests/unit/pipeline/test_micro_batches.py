@@ -121,9 +121,7 @@ LENGTH = 24
 
 @pytest.mark.parametrize("grids", [(), ((4, 4),), ((4, 6), (2, 2), (6, 4), (2, 4), (4, 4))])
 @pytest.mark.parametrize("split", [RowSplit(2), RowSplit(4), RowSplit(2, 2), RowSplit(1, 3)], ids=str)
-def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(
-    split: RowSplit, grids: tuple[tuple[int, int], ...]
-) -> None:
+def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(split, grids):
     sizes = ImageSizes(grids)
     features = sum(sizes.image_tokens(MODEL.projector))
     numbers = torch.arange(2 * LENGTH).view(2, LENGTH)

@@ -79,9 +79,7 @@ def expect_refusal(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_without_the_kernels_lock_a_heartbeat_is_looked_for(
-    owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
-):
+def test_without_the_kernels_lock_a_heartbeat_is_looked_for(owner, tmp_path, monkeypatch, alive):
     """As on shared storage that does not pass locks on."""
     monkeypatch.setattr(lock, "_lock", lambda _: False)
     monkeypatch.setattr(lock, "_SILENCE", 2.0)
@@ -153,9 +151,7 @@ def replace(run_dir: Path) -> None:
     ("damage", "status", "said"),
     [(of_another_machine, 1, None), (rename, 0, "lock is gone"), (replace, 1, None), (Path.iterdir, 0, "")],
 )
-def test_an_owner_notices_that_it_no_longer_owns_its_folder(
-    tmp_path: Path, damage: Callable[[Path], object], status: int, said: str | None
-):
+def test_an_owner_notices_that_it_no_longer_owns_its_folder(tmp_path, damage, status, said):
     """A run that was suspended while another machine's run took its folder over must not write there again."""
     (tmp_path / "run").mkdir()
     told, heard = CONTEXT.Pipe()

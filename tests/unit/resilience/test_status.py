@@ -41,9 +41,7 @@ def test_what_is_known_stays_and_the_end_is_told(tmp_path: Path):
         (KeyError("x"), 1, "KeyError: 'x'"),
     ],
 )
-def test_the_first_error_of_an_attempt_is_the_cause(
-    error: Exception, status: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_first_error_of_an_attempt_is_the_cause(error, status, reason, tmp_path, monkeypatch):
     note_failure(tmp_path, error)
     note_failure(tmp_path, RuntimeError("connection closed by peer"))
     assert (read_status(tmp_path)["exit_status"], read_status(tmp_path)["reason"]) == (status, reason)
@@ -70,9 +68,7 @@ def test_as_many_ranks_train_as_can(flags: str, launched: int, used: int):
 
 
 @pytest.mark.parametrize(("state", "raised"), [("finished", None), ("stopped", Stopped), ("failed", SystemExit)])
-def test_a_spare_rank_ends_with_the_run_and_not_with_an_earlier_one(
-    state: str, raised: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_spare_rank_ends_with_the_run_and_not_with_an_earlier_one(state, raised, tmp_path, monkeypatch):
     monkeypatch.setattr(status, "_PAUSE", 0.01)
     write_status(tmp_path, state, iteration=3)
     ended: list[BaseException | None] = []

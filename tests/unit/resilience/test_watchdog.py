@@ -96,9 +96,7 @@ def test_a_rank_without_progress_ends_all_with_stacks_and_a_line(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("silent", "at_once"), [(0, False), (2, False), (2, True)])
-def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(
-    silent: int, at_once: bool, tmp_path: Path, capfd
-):
+def test_a_rank_whose_process_is_stopped_is_found_by_the_first_or_the_last(silent, at_once, tmp_path, capfd):
     """With `at_once`, it stops before its thread has published anything. The folder is still another run's."""
     ranks = Ranks(3, tmp_path, timeout=1.0)
     for each in ranks.dogs:

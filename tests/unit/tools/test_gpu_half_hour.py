@@ -86,9 +86,7 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def test_what_has_ended_is_recorded_and_not_run_again(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_ended_is_recorded_and_not_run_again(script, tmp_path, monkeypatch, capsys):
     def item(name: str, status: int = 0, seconds: float = 0, minutes: float = 1, **more: Any) -> Item:
         return Item(name, minutes, f"why {name}", f"{script} {{scratch}} {name} {status} {seconds}", **more)
 

@@ -58,9 +58,7 @@ def test_everything_has_a_row(tmp_path: Path) -> None:
     ("status", "code", "result"),
     [("0", 0, "ok"), ("124", 1, "FAILED: out of time"), ("running", 1, "FAILED: ended from outside")],
 )
-def test_steps_that_ended_early_leave_a_table_all_the_same(
-    tmp_path: Path, status: str, code: int, result: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_ended_early_leave_a_table_all_the_same(tmp_path, status, code, result, capsys):
     (tmp_path / "steps.tsv").write_text(f"doctor\t1\t9\t60\ndoctor\t{status}\t60\t60\ntes")
     (tmp_path / "doctor.json").write_text("")
     (tmp_path / "llava.json").write_text('{"rows": [')

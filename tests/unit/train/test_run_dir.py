@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from megavlm.train.run_dir import make_run_dir
     ("make", "said"),
     [(lambda path: path.symlink_to("/mnt/gone"), "/mnt/gone, which is not there"), (Path.touch, "no folder")],
 )
-def test_checkpoints_that_are_out_of_reach_end_the_run(
-    tmp_path: Path, make: Callable[[Path], object], said: str
-) -> None:
+def test_checkpoints_that_are_out_of_reach_end_the_run(tmp_path, make, said):
     make(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=said):
         make_run_dir(tmp_path)

@@ -43,9 +43,7 @@ JSON = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(records=st.lists(JSON, min_size=1, max_size=6), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
-def test_arrays_and_lines_give_back_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, records: list[Any], ascii: bool, indent: int | None
-) -> None:
+def test_arrays_and_lines_give_back_what_was_written(tmp_path_factory, records, ascii, indent):
     folder = tmp_path_factory.mktemp("json")
     text = json.dumps(records, ensure_ascii=ascii, indent=indent)
     assert all_of(array_of(written(folder / "a.json", text.encode()))) == records

@@ -60,9 +60,7 @@ def test_images_of_a_store_lie_below_their_folder(name: str) -> None:
     assert reason_of(stored_below, "s3://bucket/images", name) is Reason.OUTSIDE
 
 
-def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(tmp_path, monkeypatch):
     assert reason_of(decode, StoredFile(f"file://{tmp_path}", "no.jpg")) is Reason.MISSING
     (tmp_path / "a").write_bytes(b"content")
     calls, read = [], Store.read
@@ -83,9 +81,7 @@ def test_a_missing_image_is_a_bad_sample_and_a_store_that_fails_is_asked_again(
 @pytest.mark.parametrize(
     ("name", "profile", "whole"), [("a.jpg", 0, False), ("long.jpg", 70_000, True), ("a.png", 0, True)]
 )
-def test_the_size_of_a_large_photo_costs_its_beginning(
-    name: str, profile: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_large_photo_costs_its_beginning(name, profile, whole, tmp_path, monkeypatch):
     """Unless its header is longer than what is fetched, or its format may have the orientation at the end."""
     path = tmp_path / name
     pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)

@@ -59,9 +59,7 @@ def test_samples_are_conversations_of_raw_bytes(folder: Path) -> None:
     assert found(opened(folder / "1.tar")) == ANSWERS[5:10]
 
 
-def test_tars_in_a_store_are_copied_with_their_split(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tars_in_a_store_are_copied_with_their_split(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
     (folder / ".nv-meta").mkdir()
     (folder / ".nv-meta/split.yaml").write_text("split_parts: {train: [2.tar, 0.tar]}")
@@ -204,9 +202,7 @@ def test_tars_are_indexed_once_and_again_when_they_change(folder: Path, capsys: 
     assert found(opened(folder)) == ["new", *ANSWERS[5:], "9"]
 
 
-def test_where_nothing_can_be_written_the_index_is_in_the_cache(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_written_the_index_is_in_the_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAVLM_CACHE", str(tmp_path / "cache"))
     replace = tars.replace_file
 

@@ -115,9 +115,7 @@ def test_what_goes_in_comes_out(source: Path, tmp_path: Path, capsys: pytest.Cap
     ]
 
 
-def test_the_bytes_are_the_same_each_time_and_after_a_stop(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_are_the_same_each_time_and_after_a_stop(source, tmp_path, monkeypatch):
     assert prepare(source, tmp_path / "one") == 0
     assert prepare(source, tmp_path / "two") == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
