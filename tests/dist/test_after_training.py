@@ -1,4 +1,4 @@
-"""The first run of README.md, and the commands of docs/after-training.md after it, as they are printed there."""
+"""The first run of README.md, the commands of docs/after-training.md after it and the hour of docs/first-hour.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import environment
+from tests.support.training import metrics
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/after-training.md").read_text(encoding="utf-8")
@@ -35,12 +36,16 @@ def run(session: str, folder: Path, python: Path = Path(sys.executable)) -> subp
     return done
 
 
+def link(folder: Path) -> None:
+    for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which README's first run has been trained and exported; it ends with the answer that README says."""
     folder = tmp_path_factory.mktemp("first")
-    for name in ("pretrain_vlm.py", "megavlm", "tools", "examples"):
-        (folder / name).symlink_to(ROOT / name)
+    link(folder)
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()  # the tests' own environment is the one that is used
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## First run on your own data")[2]
@@ -69,3 +74,17 @@ def test_an_export_runs_in_lmms_eval(trained: Path) -> None:
     told = run(session, trained, LMMS)
     (results,) = (trained / "scores/lmms-eval").rglob("*_results.json")
     assert json.loads(results.read_text())["results"]["first_run"]["exact_match,none"] == pytest.approx(2 / 3), told
+
+
+def test_the_hour_in_miniature_ends_with_a_model_that_sees(tmp_path: Path) -> None:
+    section = (ROOT / "docs/first-hour.md").read_text(encoding="utf-8").partition("## The same in miniature")[2]
+    link(tmp_path)
+    done = run(blocks(section)[0], tmp_path)
+    records = metrics(tmp_path / "runs/hour")
+    measured = [record["validation/loss"] for record in records if "validation/loss" in record]
+    assert measured[-1] < measured[0]
+    (results,) = (tmp_path / "runs/hour/evaluations").rglob("results.json")
+    (score,) = json.loads(results.read_text())["tasks"]["questions"]["scores"]
+    assert score["questions"] == 30
+    assert score["mean"] > 3 / 12, "three times what guessing one of twelve answers gives"
+    assert re.match(r"This is a \w+ \w+\.$", done.stdout.splitlines()[-1])

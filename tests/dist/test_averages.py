@@ -139,7 +139,6 @@ def test_averages_are_exported_apart(pools: Pools, tmp_path: Path, capsys: pytes
     argv += ["--init-from", str(folder), "--image-sizes", square("llava")]
     pools(2).run(train_composed, [*argv, "--tp", "2"], str(tmp_path / "run"))
     checkpoint = folders.newest(tmp_path / "run/checkpoints")
-    assert checkpoint is not None
     averages, plain = TrainedReader(checkpoint, averaged=True), CheckpointReader(checkpoint)
     for key, moved in (("output.linear.weight", True), ("patch_embed.proj.weight", False)):
         rows = plain.stored[key].shape[0]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megavlm.checkpoint import folders, manifest
 from tests.support.pool import Pools
-from tests.support.training import SHALLOW, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, metrics, of_kind, train, without_wall_time
 
 TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 1".split()]
-
-
-def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["kind"] == kind]
 
 
 def complaint(argv: list[str], run_dir: str) -> str:

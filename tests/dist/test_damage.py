@@ -16,7 +16,7 @@ from megavlm.checkpoint import folders
 from megavlm.errors import UserError
 from tests.support.covering import slow
 from tests.support.pool import Pools
-from tests.support.training import SHALLOW, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, metrics, of_kind, train, without_wall_time
 
 TINY = [*SHALLOW, *"--save-interval 1 --keep-checkpoints 0".split()]
 
@@ -101,8 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loaded(pools, three
     assert without_wall_time(metrics(run_dir)) == without_wall_time(metrics(undisturbed))
     assert [iteration for iteration, _ in folders.complete(newest.parent)] == [1, 2, 3, 4]
     assert newest.with_name("damaged-iter_0000003").is_dir()  # not pruned, and not counted
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [event["reason"] for event in events if event["kind"] == "damage"] == [line.removeprefix("warning: ")]
+    assert [event["reason"] for event in of_kind(run_dir, "damage")] == [line.removeprefix("warning: ")]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "state.json"])

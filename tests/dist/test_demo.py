@@ -35,7 +35,6 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
             assert record[f"validation{kind}/loss"] == pytest.approx(other[f"validation{kind}/loss"], rel=1e-5)
         assert record["validation/largest/accuracy"] == other["validation/largest/accuracy"]
     past = history_of(events(tmp_path), metrics(tmp_path))
-    assert past is not None
     spent = sum(record.get("eval_time_s", 0.0) + record.get("sample_time_s", 0.0) for record in metrics(tmp_path))
     assert past.seconds[VALIDATION] == pytest.approx(spent, abs=1e-5)
     said = [(run_dir / "samples" / "answers.jsonl").read_text() for run_dir in (tmp_path, one)]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megavlm.errors import DeviceFault
-from megavlm.resilience.events import events
 from tests.support.faults import Fault, train_with
-from tests.support.training import SMALL
+from tests.support.training import SMALL, of_kind
 
 SHORT = (
     "--lr-warmup-iters 1 --train-iters 4 --no-save --set model.vision.num_layers=2 model.language.num_layers=4".split()
@@ -63,7 +62,7 @@ def test_copies_that_differ_are_named(pools, tmp_path, world, layout, rank, line
     argv = [*SMALL, *SHORT, *COPIES, *layout]
     ends = pools(world).run(train_with_a_flipped_bit, argv, str(tmp_path), rank, "language.norm.weight")
     assert all(f"iteration 3: {line}" in end for end in ends), ends
-    [event] = [event for event in events(tmp_path) if event["kind"] == "mismatch"]
+    [event] = of_kind(tmp_path, "mismatch")
     assert rank in event["culprits"]
     assert len(event["hosts"]) == 1
     assert DeviceFault.status == 71

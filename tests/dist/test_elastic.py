@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.resilience.events import events
 from tests.support.replicas import free_ports
 from tests.support.torchrun import TINY, Launched, last_iteration
-from tests.support.training import assert_same_curve, metrics, train
+from tests.support.training import assert_same_curve, metrics, of_kind, train
 
 ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -31,7 +30,7 @@ def test_agents_join_die_and_leave(pools, tmp_path: Path):
         return Launched(argv, run_dir, launcher=launcher.split(), env=ENV)
 
     def worlds() -> list[int]:
-        return [event["world"] for event in events(run_dir) if event["kind"] == "start"]
+        return [event["world"] for event in of_kind(run_dir, "start")]
 
     with agent() as first:
         first.wait_for_iteration(12)

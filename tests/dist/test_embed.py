@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small LLaVA, pairs to train on, and a run on them with tensor and pipeline parallelism."""
     folder = tmp_path_factory.mktemp("embed")
-    spec = importlib.util.spec_from_file_location("small_model", ROOT / "examples/first_run/small_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(folder / "model")
+    runpy.run_path(str(ROOT / "examples/first_run/small_model.py"))["main"](folder / "model")
     write_pairs(folder, records=24)
     return folder
 
@@ -45,7 +40,6 @@ def flags(folder: Path, pooling: str, *, model: str = "--init-from {}") -> list[
 
 def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) -> Any:
     """Return what the training pipeline makes of each record's document, from the run's checkpoint."""
-    import json as json_module
     from dataclasses import replace
     from functools import partial
 
@@ -59,9 +53,7 @@ def vectors_of_training(argv: list[str], run_dir: str, records: str, root: str) 
 
     run = started(argv, run_dir, with_pretrained_model)
     samples = [
-        run.source.embedded(
-            replace(text_turn(json_module.loads(line), partial(file_below, Path(root))), role="positive")
-        )
+        run.source.embedded(replace(text_turn(json.loads(line), partial(file_below, Path(root))), role="positive"))
         for line in Path(records).read_text().splitlines()
     ]
     spec = CollateSpec.of(run.config, run.source)

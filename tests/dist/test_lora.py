@@ -198,7 +198,6 @@ def synthetic_batches(argv: list[str], *, steps: int) -> tuple[Config, list[Micr
 def inputs_of(batch: MicroBatch, config: Config) -> dict[str, Any]:
     """Return the keyword arguments of the Transformers model for a micro-batch."""
     family = family_of(HfFolder(Path(str(config.checkpoint.init_from))).settings)
-    assert family.inputs is not None
     return family.inputs(batch, config.model)
 
 

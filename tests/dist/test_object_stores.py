@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from tests.support.fault_proxy import FAULTS, FaultProxy
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import committed
 from tests.support.object_stores import EMULATORS
-from tests.support.training import SHALLOW, metrics, without_wall_time
+from tests.support.training import SHALLOW, metrics, of_kind, without_wall_time
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +68,6 @@ def _forget_connections() -> None:
             get_filesystem_class(protocol).clear_instance_cache()
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["kind"] == kind]
-
-
 def patiently(act: Any) -> Any:
     """What `act` returns, through a proxy that spoils a third of all requests."""
     from megavlm.storage.transfer import with_retries
@@ -113,11 +107,10 @@ def test_a_run_loses_nothing_when_requests_fail_and_it_is_killed(faulty: Faulty,
     argv += ["--run-dir", str(run_dir), "--checkpoint-dir", faulty.url]
     process = start_program(argv, tmp_path / "output", faulty.env)
     deadline = time.monotonic() + PATIENCE
-    while not (run_dir / "events.jsonl").exists() or not events(run_dir, "upload"):
+    while not of_kind(run_dir, "upload"):
         assert process.is_alive(), (tmp_path / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert process.pid is not None
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     there = patiently(lambda: remote.complete_in(faulty.store))
@@ -126,7 +119,7 @@ def test_a_run_loses_nothing_when_requests_fail_and_it_is_killed(faulty: Faulty,
     shutil.rmtree(run_dir)
 
     assert status_of(start_program(argv, tmp_path / "output", faulty.env)) == 0, (tmp_path / "output").read_text()
-    (download,) = events(run_dir, "download")
+    (download,) = of_kind(run_dir, "download")
     assert download["iteration"] >= first
     expected = [record for record in metrics(whole) if record["iteration"] > download["iteration"]]
     assert without_wall_time(metrics(run_dir)) == without_wall_time(expected)
@@ -148,7 +141,7 @@ def test_a_store_that_is_down_stops_nothing(faulty: Faulty, tmp_path: Path) -> N
         assert time.monotonic() < deadline
         time.sleep(0.01)
     every, faulty.proxy.every = faulty.proxy.every, 1
-    while not (events(run_dir, "upload_failed") and len(metrics(run_dir)) == 8):
+    while not (of_kind(run_dir, "upload_failed") and len(metrics(run_dir)) == 8):
         assert process.is_alive(), (tmp_path / "output").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)

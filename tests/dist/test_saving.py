@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from unittest import mock
 import pytest
 
 from megavlm.checkpoint import folders, manifest
+from megavlm.resilience.events import events
 from tests.support.covering import fast_and_slow, slow
 from tests.support.forked import PATIENCE, context, run_program, start_program, status_of
 from tests.support.pool import Pools
@@ -25,8 +25,7 @@ TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 0".split()]
 
 def kinds(run_dir: Path) -> list[tuple[str, int]]:
     """Return kind and iteration of the events of saves."""
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [(event["kind"], event["iteration"]) for event in events if event["kind"].startswith("save")]
+    return [(event["kind"], event["iteration"]) for event in events(run_dir) if event["kind"].startswith("save")]
 
 
 def with_writer(argv: list[str], run_dir: str, how: str) -> str:

@@ -16,6 +16,7 @@ from megavlm.resilience.status import STOPPED, read_status
 from tests.support.data_files import sources_of, write_all
 from tests.support.forked import start_program, status_of
 from tests.support.torchrun import TINY, Launched, last_iteration
+from tests.support.training import of_kind
 
 TWO_RANKS = "--standalone --nproc-per-node 2 --shutdown-timeout 300".split()
 ENDLESS = [*TINY, *"--train-iters 100000 --log-interval 50".split()]
@@ -118,9 +119,9 @@ def test_the_folder_of_a_run_that_was_killed_is_taken_over(tmp_path: Path):
     assert read_status(run_dir)["state"] == "running"
     newest = saved(run_dir)[-1]
     assert status_of(start_program([*argv, "--train-iters", str(newest + 2)], output)) == 0, output.read_text()
-    (event,) = [event for event in events(run_dir) if event["kind"] == "takeover"]
+    (event,) = of_kind(run_dir, "takeover")
     assert event["reason"].startswith(f"process {killed.pid} ")
-    starts = [event["iteration"] for event in events(run_dir) if event["kind"] == "start"]
+    starts = [event["iteration"] for event in of_kind(run_dir, "start")]
     assert starts[0] == 0
     assert starts[1] >= newest
 

@@ -19,7 +19,7 @@ from megavlm.programs.why import main
 from megavlm.resilience.events import events
 from tests.support.pool import Pools
 from tests.support.torchrun import TINY
-from tests.support.training import metrics, train
+from tests.support.training import metrics, of_kind, train
 
 LATE = 0.3  # seconds that the cause takes each time
 STEPS = 10
@@ -71,7 +71,6 @@ def test_the_cause_is_named_first(pools: Pools, tmp_path: Path, cause: str, more
     pools(2).run(train_impaired, [*TINY, "--train-iters", str(STEPS), *more.split()], str(tmp_path), cause)
     assert words in first_cause(tmp_path)
     past = history_of(events(tmp_path), records_of(tmp_path))
-    assert past is not None
     if field is not None:
         told = sum(record.get(field, 0.0) for record in metrics(tmp_path))
         assert told > LATE
@@ -84,15 +83,14 @@ def test_steps_after_the_checkpoint_are_lost_and_done_again(pools: Pools, tmp_pa
     lost = {record["iteration"]: record for record in metrics(tmp_path)}
     shutil.rmtree(tmp_path / "checkpoints" / "iter_0000007")
     pools(1).run(train, [*argv, "--train-iters", "9"], str(tmp_path))
-    again = [event for event in events(tmp_path) if event["kind"] == "start"][1]
+    again = of_kind(tmp_path, "start")[1]
     assert (again["iteration"], again["lost_steps"], again["last_lost"]) == (4, 3, lost[7]["time"])
     assert again["seconds"] > again["load_seconds"] > 0
-    first, second = (event for event in events(tmp_path) if event["kind"] == "started")
+    first, second = of_kind(tmp_path, "started")
     assert (first["iteration"], second["iteration"]) == (1, 5)
     assert sum(second["phases"].values()) == pytest.approx(second["seconds"], abs=0.02)
     assert second["phases"]["weights"] > 0
     past = history_of(events(tmp_path), records_of(tmp_path))
-    assert past is not None
     assert past.seconds[LOST] > sum(lost[i]["step_time_s"] for i in (5, 6, 7)) - 1e-3
     assert past.seconds[TRAINING] < sum(record["step_time_s"] for record in metrics(tmp_path)) + 1e-3
     (back,) = recoveries_of(past)

@@ -59,7 +59,6 @@ def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
     loss = (output * batch.text.loss_mask).sum()
     loss.backward()
     for output, received in reversed(sent):
-        assert received.grad is not None
         if output.requires_grad:
             output.backward(received.grad)
     named = [pair for chunk in chunks for pair in chunk.named_parameters()]

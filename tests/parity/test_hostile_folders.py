@@ -106,7 +106,6 @@ def test_an_option_of_a_video_processor_likewise(reader: VideoReader) -> None:
     def described(options: dict[str, Any]) -> None:
         given = {"patch_size": 16, "video_processor_type": f"{reader.classes[0]}VideoProcessor", **options}
         videos = processor_from(CLIP, model, video=given).video
-        assert videos is not None
         assert videos.layout(film, videos.usual).film is not None
 
     described({})

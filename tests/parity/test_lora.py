@@ -11,21 +11,17 @@ import pytest
 import torch
 from peft.utils import transformers_weight_conversion
 
-from megavlm.backend import activate
+from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, factors_of_experts, grouped, table_in_memory
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
+from megavlm.config.lora_config import all_names
+from megavlm.config.schema import Config, LoraConfig
+from megavlm.train.engine import Engine
+from tests.support import hf
 from tests.support.covering import slow
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, factors_of_experts, grouped, table_in_memory  # noqa: E402
-from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained  # noqa: E402
-from megavlm.config.lora_config import all_names  # noqa: E402
-from megavlm.config.schema import Config, LoraConfig  # noqa: E402
-from megavlm.train.engine import Engine  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.gates import hold  # noqa: E402
-from tests.support.harness import Single, difference  # noqa: E402
-from tests.support.peft_blocks import trained_entries  # noqa: E402
-from tests.support.tiny_models import FAMILIES, SINGLE, tiny  # noqa: E402
+from tests.support.gates import hold
+from tests.support.harness import Single, difference
+from tests.support.peft_blocks import trained_entries
+from tests.support.tiny_models import FAMILIES, SINGLE, tiny
 
 
 def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:

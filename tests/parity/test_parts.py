@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-from megavlm.backend import activate
+from megavlm.arch.layers import part_of
+from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.config.schema import CheckpointConfig, Config
+from megavlm.rules.defaults import resolve
+from tests.support import hf
 from tests.support.covering import fast_and_slow
-
-activate()  # before the modules below import megatron-core
-
-from megavlm.arch.layers import part_of  # noqa: E402
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model  # noqa: E402
-from megavlm.config.schema import CheckpointConfig, Config  # noqa: E402
-from megavlm.rules.defaults import resolve  # noqa: E402
-from tests.support import hf  # noqa: E402
-from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER  # noqa: E402  # noqa: E402
+from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER
 
 FAST = ("internvl", "qwen2.5-vl")
 

@@ -95,6 +95,13 @@ def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def of_kind(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of one kind, in the order in which they were written."""
+    from megavlm.resilience.events import events
+
+    return [event for event in events(run_dir) if event["kind"] == kind]
+
+
 def assert_same_curve(
     actual: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], *, tolerance: float = 1e-5
 ) -> None:

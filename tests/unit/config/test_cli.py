@@ -208,8 +208,6 @@ def test_a_reader_that_stops_early_ends_the_program_quietly() -> None:
     """As `pretrain_vlm.py --dry-run | head` does: no BrokenPipeError."""
     words = [sys.executable, str(Path(__file__).parents[3] / "pretrain_vlm.py"), *"--recipe demo --dry-run".split()]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == -signal.SIGPIPE

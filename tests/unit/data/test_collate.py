@@ -82,9 +82,7 @@ def test_samples_of_a_row_are_kept_apart() -> None:
     assert given_batch.text.tokens.tolist() == [[5, IMAGE, 6, 7, 8, 0], [3, 0, 0, 0, 0, 0]]
     assert given_batch.text.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
     assert given_batch.text.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [0] * 6], "no sample predicts the next one"
-    assert given_batch.text.cu_seqlens is not None
     assert given_batch.text.cu_seqlens.tolist() == [0, 3, 5, 6, 7, 12]
-    assert given_batch.text.sources is not None
     assert given_batch.text.sources.tolist() == [[0, 0, 0, 1, 1, 0], [0] * 6]
     assert given_batch.text.lengths == (3, 2, 1)
     assert given_batch.text.feature_positions.tolist() == [1]
@@ -114,7 +112,6 @@ def test_features_follow_the_images_sample_by_sample() -> None:
     assert given_batch.image_sizes.grids == ((1, 1), (1, 1), (1, 2))
     assert given_batch.image_sizes.num_patches == 4
     assert given_batch.text.feature_positions.tolist() == [0, 2, 9, 10]
-    assert given_batch.images is not None
     shades = ((given_batch.images.patches.mean(dim=1) / 2 + 0.5) * 255).round().int().tolist()
     assert shades == [10, 20, 30, 30]
 
@@ -131,7 +128,6 @@ def test_rows_of_texts_count_the_terms_of_their_loss(objective: str, terms: list
     rows = [[record(POSITIVE, POSITIVE, NEGATIVE), record(POSITIVE)], [record(POSITIVE, NEGATIVE)]]
     found = collate(rows, spec).text
     assert found.row_counts == ((12, terms[0]), (6, terms[1]))
-    assert found.members is not None
     texts = Texts(found.members)
     assert sum(terms) == len(texts.queries if objective == "sigmoid" else texts.pairs[0])
 

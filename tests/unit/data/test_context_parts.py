@@ -64,7 +64,6 @@ def test_every_trained_token_has_its_loss_in_one_part(drawn: tuple[MicroBatch, R
     for rank in range(split.ranks):
         text = part_of(batch, split, rank=rank).text
         places = text.trained_positions
-        assert places is not None
         assert len(places), "an output layer computes at least one loss"
         kept = places[text.loss_mask.flatten()[places] > 0]
         losses += (text.labels.flatten()[kept] - 200).tolist()
@@ -77,7 +76,6 @@ def test_features_of_a_colocated_encoder_move_with_their_tokens() -> None:
     text = TextBatch(tokens, tokens, tokens.float(), tokens, feature_positions=torch.tensor([1, 5, 6, 14]))
     batch = MicroBatch(text, ImageSizes(), features=LocalFeatures(torch.tensor([5, 6, 14]), None))
     second = part_of(batch, RowSplit(2), rank=1)
-    assert second.features is not None
     assert second.features.positions.tolist() == [1, 2, 6] == second.text.feature_positions.tolist()
     first = part_of(replace(batch, features=LocalFeatures(none, None)), RowSplit(2), rank=0)
     assert first.text.feature_positions.tolist() == [1]

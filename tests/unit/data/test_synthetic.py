@@ -128,6 +128,5 @@ def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
     )
     assert (batch.text.tokens == source.image_token).sum(1).tolist() == [4 + 4 * 5, 2 * (4 + 1), 0]
     assert batch.image_sizes.grids == ((2, 2),) * 7
-    assert batch.images is not None
     assert batch.images.patches.shape[0] == batch.image_sizes.num_patches == 28
     assert stats([batch]).images == 3

@@ -44,7 +44,6 @@ def loaded(given: Visuals, *things: ImageRef | VideoRef) -> list[LoadedImage]:
 
 def test_a_clip_becomes_groups_of_frames() -> None:
     (video,) = loaded(visuals(), VideoRef(FILM))
-    assert video.film is not None
     assert video.film.frames == (0, 5, 10, 15)
     assert video.film.seconds == pytest.approx((0, 0.5, 1, 1.5))
     assert video.film.moments == (0, 2)  # a second apart, two steps of M-RoPE each
@@ -60,8 +59,6 @@ def test_a_folder_of_frames_is_the_clip_that_it_was(tmp_path: Path) -> None:
         Image.fromarray(pixels(5 * number)).save(tmp_path / f"{number}.png")
     frames = tuple(ImageRef(tmp_path / f"{number}.png") for number in range(4))
     (of_frames,), (of_clip,) = loaded(visuals(), VideoRef(frames)), loaded(visuals(), VideoRef(FILM))
-    assert of_frames.film is not None
-    assert of_clip.film is not None
     assert (of_frames.film.moments, of_frames.grids) == (of_clip.film.moments, of_clip.grids)
     torch.testing.assert_close(of_frames.pixels, of_clip.pixels, atol=0.15, rtol=0)  # the clip was compressed
 
@@ -72,7 +69,6 @@ def test_a_folder_of_frames_is_the_clip_that_it_was(tmp_path: Path) -> None:
 )
 def test_a_budget_shrinks_frames_and_then_takes_fewer(tokens: int, frames: int, most: int) -> None:
     (layout,) = visuals(max_tokens=tokens).layouts([VideoRef(FILM)])
-    assert layout.film is not None
     assert len(layout.film.frames) == frames
     assert layout.features <= most
 

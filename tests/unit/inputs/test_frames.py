@@ -37,7 +37,6 @@ def test_numbers_are_written_as_num2words_does() -> None:
 
 def test_a_video_says_how_long_it_is_and_when_each_frame_is_shown() -> None:
     found = videos("smolvlm", max_image_size={"longest_edge": 28})
-    assert found is not None
     layout = found.layout(LONG, found.usual)
     first, second, *_ = layout.prompt.texts
     assert "following series of sixty-four frames from a 1:01:45 [H:MM:SS] video.\n" in first
@@ -56,11 +55,9 @@ def test_a_budget_of_tokens_is_kept(model_type: str, tokens: int) -> None:
         "qwen3_vl": {"patch_size": 14, "size": {"shortest_edge": 1, "longest_edge": 10**7}},
     }
     found = videos(model_type, **options.get(model_type, sides))
-    assert found is not None
     for count in (1, 2, 5, 41):
         film = Clip(100, 130, tuple(number / 10 for number in range(count)), 10.0)
         layout = found.layout(film, replace(found.usual, fps=10.0, max_tokens=tokens))
-        assert layout.film is not None
         assert 1 <= len(layout.film.frames) <= count
         assert 1 <= layout.features <= tokens
 
@@ -72,6 +69,5 @@ def test_a_family_of_the_same_image_processor_without_videos() -> None:
 
 def test_a_folder_says_how_many_frames_every_clip_gives() -> None:
     found = videos("internvl", size={"height": 28, "width": 28}, num_frames=3)
-    assert found is not None
     texts = found.layout(LONG, found.usual).prompt.texts
     assert texts == ("Frame1: <img>", "</img>\nFrame2: <img>", "</img>\nFrame3: <img>", "</img>")

@@ -133,7 +133,6 @@ def rule_of_fla(
     assert initial_state is None
     assert not output_final_state
     assert use_qk_l2norm_in_kernel
-    assert cu_seqlens is not None
     assert cu_seqlens.dtype == torch.int64
     assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
     assert len(q) == 1
@@ -149,7 +148,6 @@ def causal_conv1d_fn(
     assert bias is None
     assert activation == "silu"
     assert x.stride(1) == 1
-    assert seq_idx is not None
     assert seq_idx.dtype == torch.int32
     assert seq_idx.shape == (1, x.shape[-1])
     bounds = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[-1]]

@@ -104,13 +104,10 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     travels = staged.host_tensors()
     assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
     assert len(pinned) == len(travels) == 8
-    assert staged.images is not None
-    assert plain.images is not None
     assert staged.images.patches.equal(plain.images.patches.bfloat16()), "what the first layer would have cast it to"
     assert staged.text.positions.shape == (1, TOKENS)
     assert size(staged) == size(plain) - PATCHES * PIXELS * 2, "pixels take half"
     on_cpu = HostStaging(torch.bfloat16, torch.device("cpu"))(plain)
-    assert on_cpu.images is not None
     assert on_cpu.images.patches.equal(staged.images.patches)
     assert on_cpu.text.tokens is plain.text.tokens
 
@@ -152,6 +149,5 @@ def test_a_colocated_encoder_keeps_its_images() -> None:
     numbers = torch.arange(8).view(1, 8)
     text = TextBatch(numbers, numbers, numbers.float(), numbers, feature_positions=torch.arange(4))
     part = own_part(MicroBatch(text, ImageSizes(((4, 4),))), RowSplit(2), rank=1, deals=None)
-    assert part.context is not None
     assert part.context.images is None
     assert part.image_sizes.num_images == 1

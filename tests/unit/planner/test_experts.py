@@ -148,7 +148,6 @@ def predict_at(imbalance: float) -> tuple[float, float]:
     """Return the rows of a rank's experts, and the bytes that a layer keeps."""
     scenario = case(Dims(dp=8, ep=8), imbalance=imbalance)
     routed = layer_sizes(LAYER, scenario).routed
-    assert routed is not None
     return routed.rows, kind_in(scenario.model, LAYER).saved_bytes(scenario, trained=True, core_attention=False)
 
 

@@ -39,7 +39,6 @@ def test_each_precision_of_half_the_bits_is_twice_as_fast() -> None:
 def test_profiles_of_gpus_reach_less_than_their_peaks() -> None:
     for hardware in PROFILES.values():
         if hardware.on_gpu:
-            assert hardware.peak is not None
             assert max(hardware.forward.matmul, hardware.forward.attention) < hardware.peak
         else:
             assert hardware.peak is None

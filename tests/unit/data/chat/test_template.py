@@ -39,7 +39,6 @@ def test_forks_and_what_ends_the_process_change_nothing() -> None:
     before = text_of_a_fork()
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.starmap(text_of_a_fork, [()] * 8) == [before] * 8
-    assert _RENDERER._process is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
         os.kill(_RENDERER._process.pid, number)
         assert text_of_a_fork() == before == "Hello<s>"
