@@ -40,7 +40,7 @@ def _weights(argv: Sequence[str], run_dir: str) -> tuple[dict[str, Tensor], dict
             weights[name] = param.detach().dequantize() if isinstance(param, Quantized) else param.detach().clone()
             in_fp8 |= {name} if isinstance(param, Quantized) else set()
             masters[name] = torch.zeros(param.shape)
-            if param.main_param is not None:
+            if getattr(param, "main_param", None) is not None:  # a frozen one has none
                 at = part._get_model_param_range_map(param)["param"]
                 masters[name].view(-1)[at.start : at.end] = param.main_param
         close(run)
