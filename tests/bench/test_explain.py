@@ -61,6 +61,5 @@ def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     matrices = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     assert found["weight gradients"] == (0, 10 * matrices)
     assert "biases" not in found
-    frozen = replace(case(), own=frozenset())
-    left = memory_traffic("language.layers.0", frozen, BEFORE)
+    left = memory_traffic("language.layers.0", replace(case(), own=frozenset()), BEFORE)
     assert sum(pair[1] for pair in left.values()) == sum(pair[1] for pair in found.values()) - 10 * matrices

@@ -47,8 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"A {number} and two."}]
         lines.append(json.dumps({"image": f"{number}.png", "conversations": turns}))
     (root / "train.jsonl").write_text("\n".join(lines))
-    tokenizer = write_tokenizer(root)
-    return ["--datasets", str(root / "train.jsonl"), "--tokenizer", str(tokenizer)]
+    return ["--datasets", str(root / "train.jsonl"), "--tokenizer", str(write_tokenizer(root))]
 
 
 def argv_of(data: Sequence[str]) -> list[str]:

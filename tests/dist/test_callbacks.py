@@ -62,8 +62,7 @@ def test_a_callback_that_raises_is_named_on_all_ranks_after_a_save(pools: Pools,
 
 
 def test_a_callback_that_raises_after_the_last_step_fails_all_ranks(pools: Pools, tmp_path: Path) -> None:
-    argv = [*THREE, "--callback", f"{HERE}:BrokenAtLast"]
-    outcomes = pools(2).run(train_to_error, argv, str(tmp_path))
+    outcomes = pools(2).run(train_to_error, [*THREE, "--callback", f"{HERE}:BrokenAtLast"], str(tmp_path))
     assert [outcome[0] for outcome in outcomes] == ["UserError", "UserError"]
     assert "\n" not in outcomes[0][1]
     assert saved(tmp_path) == "iter_0000003"

@@ -23,8 +23,7 @@ from tests.support.training import LEAN, SHALLOW, train
 
 def program(*argv: str, output: Path) -> tuple[int | None, str]:
     """Exit status and output of the training program."""
-    process = start_program(argv, output)
-    return status_of(process), output.read_text()
+    return status_of(start_program(argv, output)), output.read_text()
 
 
 def lines_of_ours(output: str) -> list[str]:

@@ -114,8 +114,7 @@ def test_bad_samples_are_skipped_and_counted(pools: Pools, folder: Path, tmp_pat
     lines = (damaged / "train.jsonl").read_bytes().splitlines()
     lines[3] = b"\xff\xfe{]"
     (damaged / "train.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    argv = [*FILES, *sources_of(damaged), "--no-save", "--tp", "2"]
-    pools(2).run(train, argv, str(tmp_path / "run"))
+    pools(2).run(train, [*FILES, *sources_of(damaged), "--no-save", "--tp", "2"], str(tmp_path / "run"))
     skipped = [json.loads(line) for line in (tmp_path / "run/skipped/replica-00000.jsonl").read_text().splitlines()]
     assert {"missing_file", "truncated", "not_a_record"} <= {skip["reason"] for skip in skipped}
     assert sum(record["skipped_samples"] for record in metrics(tmp_path / "run")) == len(skipped)

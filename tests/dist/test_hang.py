@@ -123,5 +123,4 @@ def test_of_tensor_parallel_ranks_the_one_that_keeps_the_others_waiting_is_named
     table = pools(2).run(where_ranks_are, [*TINY, *"--tp 2 --train-iters 4 --no-save".split()], str(tmp_path))
     assert [report.waits for report in table] == [True, False], table
     assert table[0].waited
-    found = culprit(table, timeout=60.0, limits=Limits(), interval=5.0)
-    assert found.rank == 1
+    assert culprit(table, timeout=60.0, limits=Limits(), interval=5.0).rank == 1

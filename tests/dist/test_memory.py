@@ -173,8 +173,7 @@ FAST = ("experts-bf16", "dp2-zero3", "rich", "pp2-zb-h1", "pp2-colocated", "tp2-
 @pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))
 def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     world, flags = CASES[name]
-    argv = [*MODEL.split(), *flags.split()]
-    ranks = pools(world).run(measured_and_predicted, argv, str(tmp_path / "run"))
+    ranks = pools(world).run(measured_and_predicted, [*MODEL.split(), *flags.split()], str(tmp_path / "run"))
     for rank, (peaks, memories, there, counted) in enumerate(ranks):
         assert counted == there, f"rank {rank}: parameters"
         for place, peak, memory in zip(("device", "host"), peaks, memories, strict=True):

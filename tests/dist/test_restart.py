@@ -67,8 +67,7 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path: Path):
     while last_iteration(run_dir) < 2:
         time.sleep(0.05)
         assert first.is_alive(), output.read_text()
-    second = start_program(argv, tmp_path / "second")
-    assert status_of(second) == 2
+    assert status_of(start_program(argv, tmp_path / "second")) == 2
     assert f"process {first.pid}" in (tmp_path / "second").read_text()
     os.kill(first.pid, signal.SIGUSR1)
     os.kill(first.pid, signal.SIGTERM)

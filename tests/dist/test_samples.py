@@ -63,8 +63,7 @@ LORA = "--lora-rank 4 --lora-targets language --freeze vision projector"
     ],
 )
 def test_any_layout_gives_the_same_answers(pools, folder, one, tmp_path, world, layout, model):
-    argv = [*RUN, *sources(folder), *ASKED, *layout.split(), *model.split()]
-    pools(world).run(train, argv, str(tmp_path))
+    pools(world).run(train, [*RUN, *sources(folder), *ASKED, *layout.split(), *model.split()], str(tmp_path))
     expected = said(one(model))
     assert [line["iteration"] for line in expected] == [0, 2, 3]
     assert [each["label"].partition(".")[0] for each in expected[0]["answers"]] == ["chat", "book"] * 2 + ["chat"]

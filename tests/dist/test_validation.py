@@ -92,8 +92,7 @@ def test_a_split_is_the_same_on_another_layout_and_after_a_resume(pools, folder,
     pools(2).run(train, [*argv, "--train-iters", "2", "--lr-decay-iters", "20"], str(tmp_path))
     pools(2).run(train, [*argv, "--tp", "2"], str(tmp_path))
     assert_same_validation(validated(tmp_path), validated(one(split=True)))
-    kept = [iteration for iteration, _ in folders.checkpoints(tmp_path / "checkpoints")]
-    assert kept == [2, 4]
+    assert [iteration for iteration, _ in folders.checkpoints(tmp_path / "checkpoints")] == [2, 4]
     with pytest.raises(AssertionError, match=r"--validation-split 0\.25, but this run has 0\.1"):
         pools(1).run(train, [*argv, "--validation-split", "0.1"], str(tmp_path))
 

@@ -165,8 +165,7 @@ def test_a_run_has_the_budget_of_a_video_that_it_was_trained_with(tmp_path: Path
 
 def questions(model: Path, assistant: Assistant) -> Path:
     """Six questions: two that the model answers as the reference says, one whose image, other.png, is missing."""
-    image = ImageRef(model.parent / "0.png")
-    right = expected(assistant, Turn("user", (image, ASKED)))
+    right = expected(assistant, Turn("user", (ImageRef(model.parent / "0.png"), ASKED)))
     records: list[dict[str, Any]] = [
         {"image": "0.png", "question": ASKED, "answers": [right]},
         {"image": "other.png", "question": ASKED, "answers": [right]},

@@ -345,8 +345,7 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     ],
 )
 def test_conversations_that_cannot_be_written(conversation, reason, folders):
-    chat = format_of(CASES["mistral"], folders)
-    assert reason_of(chat.encode, conversation, []) == reason
+    assert reason_of(format_of(CASES["mistral"], folders).encode, conversation, []) == reason
 
 
 def test_plain_text_is_trained_whole(folders: dict[str, Path]) -> None:
@@ -397,7 +396,6 @@ def test_the_image_token_is_the_models(folders: dict[str, Path], tmp_path: Path)
     assert beyond.vocab_size == size + 10
     assert beyond.encode("a<image>b").ids.tolist() == [*beyond.encode("a").ids, size + 9, *beyond.encode("b").ids]
     assert beyond.decode([size + 9]) == "<image>"
-    ordinary = HuggingFaceTokenizer.of(tmp_path, image=tokenizer.token_to_id("~"))
-    assert ordinary.image_text == "~"
+    assert HuggingFaceTokenizer.of(tmp_path, image=tokenizer.token_to_id("~")).image_text == "~"
     with pytest.raises(UserError, match="--image-token"):
         HuggingFaceTokenizer.of(folders["llama"], image=9999)

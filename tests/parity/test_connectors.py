@@ -95,8 +95,7 @@ def whole_idefics2() -> transformers.PreTrainedModel:
 
 
 def of_idefics2(theirs: Any, ours: dict[str, Tensor], patches: Tensor) -> Tensor:
-    mask = torch.ones(1, len(patches), dtype=torch.long)
-    return theirs.model.connector(patches[None], mask)[0]
+    return theirs.model.connector(patches[None], torch.ones(1, len(patches), dtype=torch.long))[0]
 
 
 Features = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
@@ -277,8 +276,7 @@ def test_a_tower_with_mergers_inside_has_no_export_of_its_projector() -> None:
     ],
 )
 def test_a_damaged_export_is_one_line(tmp_path: Path, kind: str, section: object, says: str) -> None:
-    config = {"model_type": f"megavlm_{kind}", "megavlm": section}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": f"megavlm_{kind}", "megavlm": section}))
     save_file({"positions": torch.zeros(16, 20)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=says) as caught:
         with_pretrained_model(parse([*SIZES, "--projector-from", str(tmp_path)]))

@@ -115,8 +115,7 @@ def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
 
 
 def test_dropout_keeps_the_mean(single: Single, tmp_path: Path) -> None:
-    folder = hf.save(tiny("llava"), tmp_path / "hf")
-    _, engine = lora_run(folder, single, 0.3)
+    _, engine = lora_run(hf.save(tiny("llava"), tmp_path / "hf"), single, 0.3)
     layer = engine.chunks[0].module.get_submodule("language.layers.0.self_attention.linear_qkv.lora").train()
     ones = torch.ones(1000, 100)
     for differs in (False, True):

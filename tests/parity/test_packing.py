@@ -73,7 +73,6 @@ def test_a_neighbour_changes_nothing(single: Single) -> None:
     chunk = single.chunk(config, layer_names(config.model), vocab_size=VOCABULARY)
     initialize(chunk, config, vocab_size=VOCABULARY)
     source, samples = samples_of(config, (90, 85))
-    rows = [[samples[0], samples[1]]]
-    packed = collate(rows, CollateSpec.of(config, source, seq_length=192))
+    packed = collate([[samples[0], samples[1]]], CollateSpec.of(config, source, seq_length=192))
     crossing = replace(packed, text=replace(packed.text, cu_seqlens=None))
     assert abs(trained(chunk, [packed])[0] - trained(chunk, [crossing])[0]) > 1e-3

@@ -147,8 +147,7 @@ def test_experts_in_fp8_are_its_grouped_products(single: Single, engine: Any, mo
     monkeypatch.setattr(megatron.core.utils, "_te_version", Version("2.11.0"))
     its_own = importlib.import_module("megatron.core.extensions.transformer_engine")
     monkeypatch.setattr(its_own, "TELinear", TEColumnParallelLinear)  # what a shared expert looks for
-    execution = replace(MIXTURE.execution, gradient_accumulation_fusion=False)
-    config = replace(MIXTURE, execution=execution)
+    config = replace(MIXTURE, execution=replace(MIXTURE.execution, gradient_accumulation_fusion=False))
     ours = build(config, single)
     engine()
     theirs = build(replace(config, precision=PrecisionConfig("fp32", fp8="hybrid", fp8_recipe="tensorwise")), single)
@@ -194,8 +193,7 @@ def build(config: Config, single: Single) -> Any:
 
 
 def in_fp8(recipe: str, **more: Any) -> Config:
-    config = base()
-    return replace(config, precision=PrecisionConfig("bf16", fp8="hybrid", fp8_recipe=recipe, **more))
+    return replace(base(), precision=PrecisionConfig("bf16", fp8="hybrid", fp8_recipe=recipe, **more))
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,7 @@ def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single) -> S
     sample = source.load(Segment(0, encoded))
     batch = collate([[sample]], CollateSpec.of(config, source, seq_length=LENGTH))
     (logits,) = hf.engine_for(config, folder, single).schedule.logits([batch])
-    video = source.processor.video
-    return Seen(hf.family_in(folder), sample, batch, logits, inputs, theirs, video)
+    return Seen(hf.family_in(folder), sample, batch, logits, inputs, theirs, source.processor.video)
 
 
 @pytest.mark.parametrize("name", WAYS)

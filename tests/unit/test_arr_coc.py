@@ -36,8 +36,7 @@ def test_lab_is_that_of_colour_science(colour: tuple[int, ...], lab: tuple[float
 
 
 def test_a_slope_has_edges_of_its_size() -> None:
-    slope = np.arange(8.0)[None, :] * 0.1 + np.zeros((6, 1))
-    across, down = sobel(slope)
+    across, down = sobel(np.arange(8.0)[None, :] * 0.1 + np.zeros((6, 1)))
     np.testing.assert_allclose(across[:, 1:-1], 0.1)
     np.testing.assert_allclose(down, 0, atol=1e-12)
 
@@ -79,8 +78,7 @@ def test_shares_follow_relevance_between_the_bounds() -> None:
 
 def test_tokens_divide_their_regions_patches_as_adaptive_pooling_does() -> None:
     grid, side = (5, 7), 2
-    region = regions(grid, side, device=torch.device("cpu"))
-    sizes = torch.bincount(region)
+    sizes = torch.bincount(regions(grid, side, device=torch.device("cpu")))
     assert sizes.sum() == 35
     tokens = torch.tensor([3, 14, 1, 6])
     made = members(sizes, tokens)

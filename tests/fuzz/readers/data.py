@@ -113,8 +113,7 @@ def image(folder: Path, data: bytes) -> None:
     (folder / "a.jpg").write_bytes(data)
     with suppress(BadSample):
         size_of(folder / "a.jpg")
-    found = decode(data)
-    assert found.ndim == 3
+    assert decode(data).ndim == 3
 
 
 LINES = [json.dumps(record).encode() for record in RECORDS]

@@ -77,8 +77,7 @@ def whole_folder(folder: Path, data: bytes) -> None:
     (folder / "model.safetensors").write_bytes(SAFETENSORS)
     config = with_pretrained_model(Config(checkpoint=CheckpointConfig(init_from=str(folder))))
     assert config.model.language.hidden_size
-    found = Pretrained.of(folder, *ALL_PARTS)
-    assert len(found.problems()) < 10**6
+    assert len(Pretrained.of(folder, *ALL_PARTS).problems()) < 10**6
 
 
 def image_processor(folder: Path, data: bytes) -> None:
@@ -133,8 +132,7 @@ def tokenizer(folder: Path, data: bytes, *, name: str) -> None:
         (folder / each).write_bytes(content)
     found = HuggingFaceTokenizer.of(folder)
     found.encode("What is in the picture?")
-    chat = ChatFormat.of(found)
-    chat.encode(Conversation((Turn("user", ("Hi",)), Turn("assistant", ("Hello",)))), [])
+    ChatFormat.of(found).encode(Conversation((Turn("user", ("Hi",)), Turn("assistant", ("Hello",)))), [])
 
 
 @cache

@@ -37,8 +37,7 @@ def test_order_is_by_number_not_by_name(tmp_path: Path):
 def test_saving_an_iteration_again_replaces_it(tmp_path: Path):
     write(tmp_path, 5)
     committed(tmp_path, 5, {"other": "new"})
-    files = {path.name for path in folders.folder_for(tmp_path, 5).iterdir()}
-    assert files == {"other", "manifest.json"}
+    assert {path.name for path in folders.folder_for(tmp_path, 5).iterdir()} == {"other", "manifest.json"}
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (2, [2, 3]), (9, [1, 2, 3])])

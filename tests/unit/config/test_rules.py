@@ -22,8 +22,7 @@ UNRANGED = {"model.vision.feature_layer", "model.objective.sigmoid_bias", "place
 
 def test_every_number_has_a_range() -> None:
     numbers = {option.key for option in options() if option.kind.scalar in (int, float)}
-    ranged = {option.key for option in options() if option.valid is not None}
-    assert ranged == numbers - UNRANGED
+    assert {option.key for option in options() if option.valid is not None} == numbers - UNRANGED
 
 
 def test_the_defaults_are_a_run() -> None:

@@ -33,8 +33,7 @@ def test_ranks_hold_each_row_of_the_model_once(split: HeadSplit) -> None:
     }
     for own, part_of in weights.items():
         parts = [part_of(rank) for rank in range(split.tp)]
-        real = sorted(row for part in parts for row in rows(part).values())
-        assert real == list(range(parts[0].size))
+        assert sorted(row for part in parts for row in rows(part).values()) == list(range(parts[0].size))
         assert all(0 <= local < own for part in parts for local in rows(part))
 
 

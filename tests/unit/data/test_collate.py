@@ -135,5 +135,4 @@ def test_rows_of_texts_count_the_terms_of_their_loss(objective: str, terms: list
 def record(*documents: int) -> Sample:
     """A record of a query and documents of these roles, each of two tokens."""
     members = tuple(Member(role, number, 2) for number, role in enumerate((QUERY, *documents)))
-    tokens = np.arange(1, 1 + 2 * len(members))
-    return replace(text(tokens.tolist(), answer=0), members=members)
+    return replace(text(np.arange(1, 1 + 2 * len(members)).tolist(), answer=0), members=members)

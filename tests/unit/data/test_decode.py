@@ -45,8 +45,7 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK", "YCbCr", "LAB", "I", "F"])
 def test_modes_without_transparency_become_rgb_as_pillow_converts_them(mode: str) -> None:
-    image = noise(mode)
-    data = encoded(image, "TIFF")
+    data = encoded(noise(mode), "TIFF")
     pixels = decode(data)
     assert pixels.dtype == np.uint8
     np.testing.assert_array_equal(pixels, np.asarray(Image.open(BytesIO(data)).convert("RGB")))
@@ -56,8 +55,7 @@ def test_modes_without_transparency_become_rgb_as_pillow_converts_them(mode: str
 def test_transparency_lies_over_white(mode: str) -> None:
     image = Image.new("RGBA", (4, 2), (*RED, 0))
     image.putpixel((0, 0), (*RED, 255))
-    data = encoded(image.convert(mode))
-    pixels = decode(data)
+    pixels = decode(encoded(image.convert(mode)))
     assert tuple(pixels[1, 3]) == WHITE
     assert tuple(pixels[0, 0]) != WHITE
 
@@ -82,8 +80,7 @@ def test_exif_orientation_as_pillow_applies_it(orientation: int) -> None:
 
 
 def test_damaged_exif_does_not_damage_the_picture() -> None:
-    data = encoded(noise(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff\xff")
-    assert decode(data).shape == (30, 40, 3)
+    assert decode(encoded(noise(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff\xff")).shape == (30, 40, 3)
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP"])

@@ -136,8 +136,7 @@ def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) 
     data = replace(config.data, datasets=config.data.datasets[:1], packing_window=64)
     source = FilesSource(replace(config, data=data, train=long))
     with patch.object(source, "encode", wraps=source.encode) as encode:
-        collator = source.collator(CollateSpec.of(config, source))
-        sampler = source.sampler(source.config, collator)
+        sampler = source.sampler(source.config, source.collator(CollateSpec.of(config, source)))
         with pytest.raises(UserError, match="none of the 4 records can be used: 4 × too_long"):
             sampler.batch_at(sampler.start)
         sampler.close()

@@ -72,5 +72,4 @@ def test_other_weights_number_and_files_of_data_sets_are_other_data(file: Path, 
 
 @pytest.mark.parametrize("saved", [{}, {"--datasets": 1}, {"--datasets": None}, {"--seed": [[]]}])
 def test_whatever_a_checkpoint_says_is_compared(file: Path, saved: dict[str, Any]) -> None:
-    found = difference(saved, identity("--datasets", str(file)))
-    assert (found is None) == (saved == {})
+    assert (difference(saved, identity("--datasets", str(file))) is None) == (saved == {})

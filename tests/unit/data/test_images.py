@@ -33,5 +33,4 @@ def test_a_linear_layer_on_patches_is_the_convolution(rows, columns, patch_size,
 
 def test_mean_and_std_normalise_the_unit_interval() -> None:
     image = np.array([[[0], [255]]], dtype=np.uint8)
-    patches = patchify(image, 1, mean=0.25, std=0.1)
-    torch.testing.assert_close(patches, torch.tensor([[-2.5], [7.5]]))
+    torch.testing.assert_close(patchify(image, 1, mean=0.25, std=0.1), torch.tensor([[-2.5], [7.5]]))

@@ -136,8 +136,7 @@ def test_stats_sum_to_the_global_batch() -> None:
 def test_peek_shows_the_next_step_and_leaves_the_place():
     plain, peeking = DataLoader(loader()), DataLoader(loader())
     for _ in range(3):
-        expected = plain.next_step()
-        assert peeking.next_step().batches[0].text.tokens.equal(expected.batches[0].text.tokens)
+        assert peeking.next_step().batches[0].text.tokens.equal(plain.next_step().batches[0].text.tokens)
         ahead = peeking.peek()
         assert peeking.peek() is ahead
         assert peeking.state_dict() == plain.state_dict()

@@ -41,8 +41,7 @@ def test_a_half_downloaded_folder_is_named_with_the_file_that_it_lacks(tmp_path:
     [({}, 36), ({"max_pixels": 16 * 28**2}, 16), ({"min_pixels": 49 * 28**2}, 49), ({"max_pixels": 2**24}, 36)],
 )
 def test_bounds_of_the_area_resize_an_image(bounds: dict[str, int], features: int, tmp_path: Path) -> None:
-    processor = processor_for(config(write(tmp_path, QWEN), **bounds))
-    assert processor.layout(6 * 28, 6 * 28).features == features
+    assert processor_for(config(write(tmp_path, QWEN), **bounds)).layout(6 * 28, 6 * 28).features == features
 
 
 def test_bounds_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -50,8 +50,7 @@ def test_a_sample_is_well_formed(index: int, seed: int, share: float) -> None:
 
 def test_text_has_no_token_of_images_and_videos() -> None:
     some = config(DataConfig(images_per_sample=(0,)), seq_length=512)
-    model = replace(some.model, image_token=20, video_token=7)
-    source = SyntheticSource(replace(some, model=model))
+    source = SyntheticSource(replace(some, model=replace(some.model, image_token=20, video_token=7)))
     drawn = np.concatenate([source.sample(index).tokens for index in range(40)])
     assert set(range(1, source.vocab_size)) - set(drawn.tolist()) == {7, 20}
 

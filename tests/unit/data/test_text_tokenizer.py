@@ -70,8 +70,7 @@ def test_a_normalizer_that_multiplies_texts_is_refused(tmp_path: Path, letters: 
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    proto = (tmp_path / "m.model").read_bytes()
-    (normalizer,) = _fields(proto, 3)
+    (normalizer,) = _fields((tmp_path / "m.model").read_bytes(), 3)
     (table,) = _fields(normalizer, 2)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"b": 0}, merges=[]))
     tokenizer.normalizer = tokenizers.normalizers.Precompiled(table)
@@ -162,8 +161,7 @@ def test_training_is_deterministic_and_words_are_pieces(tmp_path: Path) -> None:
     assert first.decode(first.encode(text).ids.tolist()) == text
     assert len(first.encode("three seven one")) == 3
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["tokenizer.model"]
-    special = {first.pad, first.begin, first.eos, first.image}
-    assert len(special) == 4
+    assert len({first.pad, first.begin, first.eos, first.image}) == 4
     assert first.vocab_size <= 120
     assert first.encode(f"seven{IMAGE}two").ids.tolist().count(first.image) == 1
 

@@ -71,15 +71,13 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
         {**dict(zip(("label", "prompt", "reference"), WALL, strict=True)), "answer": "answer 20"}
     ]
     assert "50 of 90" in told(whole)
-    anew = write(tmp_path / "b" / "run", 0)
-    assert "answer 20" not in anew
+    assert "answer 20" not in write(tmp_path / "b" / "run", 0)
 
 
 def test_damaged_lines_cost_no_other(tmp_path: Path) -> None:
     write(tmp_path, 0, 10)
     path = tmp_path / "samples" / "answers.jsonl"
     path.write_text(path.read_text() + '{"iteration": 11, "answers": [3]}\n{"iteration": 12, "answ')
-    sink = SamplesSink(tmp_path / "samples", resume_iteration=20)
-    sink.on_samples(samples(20))
+    SamplesSink(tmp_path / "samples", resume_iteration=20).on_samples(samples(20))
     words = told((tmp_path / "samples" / "index.html").read_text())
     assert all(f"answer {iteration}" in words for iteration in (0, 10, 20))

@@ -136,8 +136,7 @@ def rule_of_fla(
     assert cu_seqlens.dtype == torch.int64
     assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
     assert len(q) == 1
-    inputs = (each[0] for each in (q, k, v, g, beta))
-    query, key, value, decay, share = inputs
+    query, key, value, decay, share = (each[0] for each in (q, k, v, g, beta))
     return delta_rule_by_chunks(query, key, value, decay, share, chunks_of(cu_seqlens.tolist(), CPU))[0][None], None
 
 

@@ -91,8 +91,7 @@ def test_gradients_are_the_same_in_any_order_of_passes(blocks, order: str, recom
 
 def test_copies_run_one_layer_behind_and_one_ahead(blocks) -> None:
     late = LateCopies()
-    offload = Offload(late)
-    loss = run(blocks, batches(1)[0], offload)
+    loss = run(blocks, batches(1)[0], Offload(late))
     # The first layer's memory is let go when the second's copies are queued, and so on; the last one's is still here.
     assert late.events == ["send", *["send", "sent"] * 4]
     late.events.clear()

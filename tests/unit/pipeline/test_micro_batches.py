@@ -129,8 +129,7 @@ def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(split, gri
     dealt = [part.context.images for part in parts if part.context is not None and part.context.images is not None]
     assert len(dealt) == split.ranks
 
-    patches = torch.cat([each.patch_rows for each in dealt])
-    assert sorted(patches.tolist()) == list(range(sizes.num_patches))
+    assert sorted(torch.cat([each.patch_rows for each in dealt]).tolist()) == list(range(sizes.num_patches))
     assert sum(part.image_sizes.num_images for part in parts) == len(grids)
     assert [each.num_features for each in dealt] == [
         sum(part.image_sizes.image_tokens(MODEL.projector)) for part in parts

@@ -165,8 +165,7 @@ def test_the_search_offloads_as_little_as_gives_room() -> None:
 
 def test_a_node_without_room_is_refused() -> None:
     hardware = room_for("optimizer")
-    host = hardware.own_host
-    small = replace(hardware, host=replace(host, memory=1e6))
+    small = replace(hardware, host=replace(hardware.own_host, memory=1e6))
     outcome = search(SMALL, 8, small, space=SPACE)
     assert not outcome.best
     step = predict(replace(SMALL, execution=replace(SMALL.execution, offload=BOTH)), Dims(1, 1, 1, 8), small)

@@ -44,8 +44,7 @@ def test_coordinates_are_one_to_one_and_tp_varies_fastest(tp, pp, vpp, dp):
     assert len(set(seen)) == dims.world
     assert [at.tp for at in seen[:tp]] == list(range(tp))
     assert [at.pp for at in seen] == sorted(at.pp for at in seen)
-    owned = [chunk for rank in range(pp) for chunk in dims.chunks_of(rank)]
-    assert sorted(owned) == list(range(dims.chunks))
+    assert sorted([chunk for rank in range(pp) for chunk in dims.chunks_of(rank)]) == list(range(dims.chunks))
     assert all(dims.owner_of(chunk) == rank for rank in range(pp) for chunk in dims.chunks_of(rank))
 
 

@@ -19,8 +19,7 @@ NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".spl
 
 def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = tmp_path / "best.yaml"
-    argv = ["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best)]
-    assert plan.main(argv) == 0
+    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best)]) == 0
     printed = capsys.readouterr().out
     assert "a step has 128 sequences (--gbs) of 4,096 tokens, 524,288 in all" in printed
     assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"

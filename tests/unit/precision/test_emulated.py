@@ -54,8 +54,7 @@ def test_delayed_scales_follow_the_passes_before(length: int) -> None:
         x = torch.tensor([amax, -amax / 3])
         assert scaling.scale(x, remember=False) == expected  # an evaluation moves nothing on
         assert scaling.scale(x, remember=True) == expected
-        known = amaxes[max(0, step + 1 - length) : step + 1]
-        expected = 448 / max(known)
+        expected = 448 / max(amaxes[max(0, step + 1 - length) : step + 1])
     assert history.amax_history[:, 0].eq(0).all()
     assert history.scale[0] == 1  # the other tensor's
     # As Transformer Engine lays them out: room for the pass under way, then from the oldest to the newest.

@@ -45,8 +45,7 @@ def test_a_folder_is_copied_once_without_code(tmp_path: Path, capsys: pytest.Cap
     as_another_process()
     (tmp_path / "a/model.safetensors").write_bytes(b"x" * 1000)
     os.utime(tmp_path / "a/model.safetensors", (1, 1))
-    changed = local_path(url, "--init-from")
-    assert (changed / "model.safetensors").read_bytes() == b"x" * 1000
+    assert (local_path(url, "--init-from") / "model.safetensors").read_bytes() == b"x" * 1000
     assert (folder / "model.safetensors").read_bytes() == b"w" * 1000  # who reads the old one goes on
     assert local_path(str(tmp_path / "a"), "--init-from") == tmp_path / "a"
 

@@ -20,13 +20,11 @@ def drawn(rates: Rates, *, noise: float) -> list[TimedLayer]:
 
 def test_exact_times_give_the_rates_back() -> None:
     rates = Rates(6e10, 3e10, 4e9, 1e-4)
-    found = fit(drawn(rates, noise=0))
-    assert vars(found) == pytest.approx(vars(rates), rel=1e-6)
+    assert vars(fit(drawn(rates, noise=0))) == pytest.approx(vars(rates), rel=1e-6)
 
 
 def test_what_costs_nothing_is_not_negative() -> None:
-    rates = Rates(6e10, 3e10, 1e18, 0.0)
-    samples = drawn(rates, noise=0.05)
+    samples = drawn(Rates(6e10, 3e10, 1e18, 0.0), noise=0.05)
     found = fit(samples)
     assert min(vars(found).values()) >= 0
     assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.15

@@ -73,8 +73,7 @@ def test_clips_stay_in_their_tar(tmp_path: Path) -> None:
     spoken = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "x"}]
     told = json.dumps({"conversations": spoken}).encode()
     samples = [{"json": told, "mp4": bytes([number]) * 700} for number in range(3)]
-    path = write_tar(tmp_path / "data/0.tar", samples)
-    records = opened(path.parent)
+    records = opened(write_tar(tmp_path / "data/0.tar", samples).parent)
     for number in range(3):
         (video,) = records.read(number).images
         assert isinstance(video, VideoRef)

@@ -86,8 +86,7 @@ def test_spellings_of_one_conversation(record: dict[str, Any], shape: str) -> No
 
 
 def test_an_option_names_every_kind() -> None:
-    kinds = get_args(get_type_hints(DatasetConfig)["kind"])
-    assert set(kinds) == {"auto", *SHAPES, "webdataset"}
+    assert set(get_args(get_type_hints(DatasetConfig)["kind"])) == {"auto", *SHAPES, "webdataset"}
 
 
 def test_images_take_their_tags_in_order() -> None:
