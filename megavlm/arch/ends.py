@@ -13,6 +13,7 @@ from megavlm.arch.kind import (
     LayerCost,
     LayerKind,
     Stream,
+    hidden_weight,
     norm_bytes,
     stream_bytes,
 )
@@ -158,6 +159,31 @@ class LanguageNorm(LayerKind):
         return norm_bytes(scenario, tokens, scenario.model.language.hidden_size, "RMSNorm")
 
 
+class MtpInput(LayerKind):
+    """Join of hidden states and the embeddings of later tokens: a norm of each, and a matrix that no rank shards."""
+
+    reads = Stream.TEXT
+    launches = (4, 7)
+    cpu_calls = 4
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        hidden = model.language.hidden_size
+        return 2 * hidden * hidden + 2 * hidden
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        hidden = model.language.hidden_size
+        return {"projection.weight": hidden_weight(2 * hidden, hidden)}
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        weights = 2 * model.language.hidden_size**2
+        return LayerCost(weights, 2.0 * weights * work.tokens)
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        """Return the bytes of the inputs of both norms, and of the matrix's, which they make together."""
+        hidden, tokens = scenario.model.language.hidden_size, scenario.work.tokens / scenario.sequence_shards
+        return 2 * norm_bytes(scenario, tokens, hidden, "RMSNorm") + 2 * tokens * hidden * scenario.bytes_each
+
+
 class Output(LayerKind):
     """Output layer with its cross entropy. In a model that embeds texts it is a pooling, at next to no cost."""
 
@@ -178,7 +204,8 @@ class Output(LayerKind):
         if objective_of(model).embeds:
             return LayerCost(0, 0.0)
         weights = vocabulary(model) * model.language.hidden_size
-        return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * work.trained_tokens)
+        predicted = work.trained_tokens * (1 + model.language.mtp_layers)
+        return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * predicted)
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
         """Return how many times the forward FLOPs a forward pass and a backward pass take.
@@ -191,7 +218,7 @@ class Output(LayerKind):
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         if objective_of(scenario.model).embeds:
             return _pooled_bytes(scenario)
-        count, e = scenario.work.trained_tokens, scenario.bytes_each
+        count, e = predictions(scenario), scenario.bytes_each
         reached = scenario.gradient_reaches[scenario.names.index(OUTPUT)]
         # Hidden states and their gradient, which sequence parallelism does not shard here.
         saved = count * scenario.model.language.hidden_size * e * (trained + reached)
@@ -201,17 +228,18 @@ class Output(LayerKind):
         return saved + (count * (3 * FP32 + 8) if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def waiting_bytes(self, scenario: Scenario) -> float:
-        hidden = scenario.work.trained_tokens * scenario.model.language.hidden_size * scenario.bytes_each
+        hidden = predictions(scenario) * scenario.model.language.hidden_size * scenario.bytes_each
         return hidden + (0.0 if computes_logits_again(scenario) else logits_bytes(scenario))
 
     def communication(self, scenario: Scenario) -> Communication:
         if objective_of(scenario.model).embeds:  # pooled states alone
             return Communication()
-        count, text = scenario.work.trained_tokens, stream_bytes(Stream.TEXT, scenario)
+        depths, text = 1 + scenario.model.language.mtp_layers, stream_bytes(Stream.TEXT, scenario)
+        count = predictions(scenario)
         chunks = max(1, -(-count // scenario.loss_chunk))
         # Two all-reduces per chunk of positions in the forward pass alone: of the largest logit, and of the label's
         # logit with the sum.
-        return Communication((text,), (count * FP32 / chunks, 2 * count * FP32 / chunks) * chunks)
+        return Communication((text * depths,), (count * FP32 / chunks, 2 * count * FP32 / chunks) * chunks)
 
 
 def _pooled_bytes(scenario: Scenario) -> float:
@@ -219,6 +247,11 @@ def _pooled_bytes(scenario: Scenario) -> float:
     if scenario.model.objective.pooling == "last":
         return 0.0
     return scenario.work.tokens * (scenario.model.language.hidden_size * FP32 + 8)
+
+
+def predictions(scenario: Scenario) -> int:
+    """Return the number of tokens that a micro-batch's loss predicts: with further ones, each trained token again."""
+    return scenario.work.trained_tokens * (1 + scenario.model.language.mtp_layers)
 
 
 def vocabulary(model: ModelConfig) -> int:
@@ -239,11 +272,11 @@ def logit_columns(scenario: Scenario) -> int:
 
 def computes_logits_again(scenario: Scenario) -> bool:
     """Return whether the backward pass of a trained output layer recomputes the logits."""
-    return scenario.work.trained_tokens > scenario.loss_chunk and not objective_of(scenario.model).embeds
+    return predictions(scenario) > scenario.loss_chunk and not objective_of(scenario.model).embeds
 
 
 def logits_bytes(scenario: Scenario) -> float:
     """Return the bytes of logits that a rank has in memory at a time while it computes the loss."""
     if objective_of(scenario.model).embeds:
         return 0.0
-    return min(scenario.loss_chunk, scenario.work.trained_tokens) * logit_columns(scenario) * scenario.bytes_each
+    return min(scenario.loss_chunk, predictions(scenario)) * logit_columns(scenario) * scenario.bytes_each

@@ -16,7 +16,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeVar
 
-from megavlm.arch.ends import DeepstackMerger, Embedding, LanguageNorm, Output, PatchEmbed, Projector, VisionNorm
+from megavlm.arch.ends import (
+    DeepstackMerger,
+    Embedding,
+    LanguageNorm,
+    MtpInput,
+    Output,
+    PatchEmbed,
+    Projector,
+    VisionNorm,
+)
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
 from megavlm.arch.layer_sizes import LayerSizes
 from megavlm.arch.layers import (
@@ -24,17 +33,21 @@ from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
     LANGUAGE_NORM,
+    MTP_INPUT,
+    MTP_NORM,
     OUTPUT,
     PART_OF_KIND,
     PATCH_EMBED,
     PROJECTOR,
     VISION_LAYER,
     VISION_NORM,
+    carried_before,
     encoder_names,
     kind_of,
     layer_names,
     name_and_path,
     number_of,
+    states_before,
     trained_below,
     trained_layers,
     trains_weights,
@@ -66,6 +79,8 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
         EMBEDDING: Embedding(),
         LANGUAGE_LAYER: LanguageLayer(),
         LANGUAGE_NORM: LanguageNorm(),
+        MTP_INPUT: MtpInput(),
+        MTP_NORM: LanguageNorm(),
         OUTPUT: Output(),
     }
 )
@@ -189,6 +204,19 @@ def hidden_bytes(name: str, scenario: Scenario) -> float:
     reads = layer_kind(name).reads
     whole = stream_bytes(reads, scenario)
     return whole if reads is Stream.FEATURES else whole / scenario.sequence_shards
+
+
+def carried_bytes(scenario: Scenario) -> list[float]:
+    """Return the bytes that a cut before each layer and after the last passes on beside hidden states, on each rank."""
+    each = stream_bytes(Stream.FEATURES, scenario)
+    features = (count * each for count in carried_before(scenario.names))
+    return [sum(pair) for pair in zip(features, state_bytes(scenario), strict=True)]
+
+
+def state_bytes(scenario: Scenario) -> list[float]:
+    """Return of `carried_bytes` those of the states that layers which predict further tokens read."""
+    each = stream_bytes(Stream.TEXT, scenario) / scenario.sequence_shards
+    return [count * each for count in states_before(scenario.names)]
 
 
 def communication(name: str, scenario: Scenario) -> Communication:

@@ -23,6 +23,9 @@ OUTPUT = "output"
 VISION_LAYER = "vision.layers."
 DEEPSTACK = "deepstack."
 LANGUAGE_LAYER = "language.layers."
+# The k-th pair around language layer num_layers + k, which predicts the token k + 2 positions ahead.
+MTP_INPUT = "language.mtp."
+MTP_NORM = "language.mtp_norm."
 
 # Each kind of layer, and the part of the model that it belongs to: what `--freeze` refers to.
 PART_OF_KIND = {
@@ -34,6 +37,8 @@ PART_OF_KIND = {
     EMBEDDING: "language",
     LANGUAGE_LAYER: "language",
     LANGUAGE_NORM: "language",
+    MTP_INPUT: "language",
+    MTP_NORM: "language",
     OUTPUT: "language",
 }
 TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
@@ -87,8 +92,16 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
         EMBEDDING,
         *(f"{LANGUAGE_LAYER}{i}" for i in range(model.language.num_layers)),
         LANGUAGE_NORM,
+        *_predictors(model),
         OUTPUT,
     )
+
+
+def _predictors(model: ModelConfig) -> Iterator[str]:
+    """Yield the layers that predict further tokens: three for each token."""
+    first = model.language.num_layers
+    for depth in range(model.language.mtp_layers):
+        yield from (f"{MTP_INPUT}{depth}", f"{LANGUAGE_LAYER}{first + depth}", f"{MTP_NORM}{depth}")
 
 
 def encoder_names(model: ModelConfig) -> tuple[str, ...]:
@@ -160,3 +173,17 @@ def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
     """Return `carried_features` before each layer and after the last."""
     balance = accumulate((_CARRIED.get(kind_of(name), 0) for name in names), initial=0)
     return tuple(max(0, count) for count in balance)
+
+
+@lru_cache(maxsize=256)
+def states_before(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return how many states of all text positions a cut before each layer, and after the last, passes on beside the
+    hidden states, for layers that predict further tokens.
+
+    These are the embeddings, until the last such layer has read them, and what each of them has read: the output layer
+    predicts from all.
+    """
+    depths = sum(kind_of(name) == MTP_INPUT for name in names)
+    added = {EMBEDDING: depths > 0, MTP_INPUT: True}
+    counts = accumulate((added.get(kind_of(name), 0) for name in names), initial=0)
+    return tuple(count - (count > depths) for count in counts)

@@ -158,6 +158,7 @@ _MAY_CHANGE = (
     *("published", "init_method_std", "attention_dropout", "hidden_dropout", "freeze"),
     *("pooling", "temperature", "symmetric", "matryoshka_widths", "query_prefix", "document_prefix"),
     *("aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate", "router_force_load_balancing"),
+    "mtp_loss_scaling_factor",
 )
 
 

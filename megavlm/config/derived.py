@@ -128,6 +128,11 @@ def layer_precision(name: str, config: Config) -> Precision:
     return "fp8"
 
 
+def decoder_layers(language: LanguageConfig) -> int:
+    """Return the number of transformer layers of the language model, with those that predict further tokens."""
+    return language.num_layers + language.mtp_layers
+
+
 def layers_that_run(part: str, config: Config) -> int:
     """Return the number of layers that run; vision layers after model.vision.feature_layer do not."""
     if part == "language":

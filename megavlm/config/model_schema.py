@@ -25,6 +25,11 @@ EMBEDDINGS = Needs(
     lambda config: config.model.objective.kind != "next-token", "without embeddings", "add --objective contrastive"
 )
 of_embeddings = partial(option, needs=EMBEDDINGS)
+PREDICTORS = Needs(
+    lambda config: config.model.language.mtp_layers > 0,
+    "without layers that predict further tokens",
+    "add --set model.language.mtp_layers=1",
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,13 @@ class ObjectiveConfig:
         "channels alone.",
         valid=AT_LEAST_1,
         needs=EMBEDDINGS,
+    )
+    mtp_loss_scaling_factor: float = key_only(
+        0.1,
+        "Multi-token prediction: a step minimises loss + this × mtp_loss of metrics.jsonl, which is the mean over the "
+        "layers of model.language.mtp_layers.",
+        valid=POSITIVE,
+        needs=PREDICTORS,
     )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
     document_prefix: str = of_embeddings("", "Embeddings: text before each document.")

@@ -259,6 +259,12 @@ class LanguageConfig:
     linear_conv_kernel_dim: int = option(
         4, "Linear attention: tokens that its causal convolution reads.", valid=AT_LEAST_1
     )
+    mtp_layers: int = option(
+        0,
+        "Number of layers behind the last one, each of which predicts a token further ahead (multi-token prediction), "
+        "that are trained; default 0: those of a given folder are exported as they came.",
+        valid=AT_LEAST_0,
+    )
     bidirectional_images: bool = option(
         False, "Let tokens of an image attend to all tokens of the same image, also to later ones (Gemma 3)."
     )

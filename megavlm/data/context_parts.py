@@ -1,14 +1,15 @@
 """Split the rows of micro-batches into the parts of context-parallel ranks: index arithmetic, without communication.
 
 `RowSplit` says which positions a rank has. Labels were shifted before, so no part needs its neighbour's tokens; only
-attention does (`model/context_attention.py`).
+attention does (`model/context_attention.py`), and layers that predict further tokens, which read the embeddings of
+later positions: the few at the ends of parts are exchanged (`followers`).
 
 Legend: B rows, S positions per row, F image features.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +33,69 @@ def order_of(split: RowSplit, length: int) -> Tensor:
 def _places(split: RowSplit, length: int) -> Tensor:
     """Return [S], the place of each position in `order_of`."""
     return order_of(split, length).argsort()
+
+
+@dataclass(frozen=True, eq=False)
+class Followers:
+    """Where each of n positions of a part finds the embedding of a later position of its row."""
+
+    rows: Tensor  # [parts, n] int64: among the part's own n rows, followed by the rows that all parts send
+    sent: Tensor  # [parts, K] int64: the rows that a part sends to all others
+
+
+@lru_cache(maxsize=16)
+def followers(split: RowSplit, length: int, *, parts: int, steps: int) -> Followers:
+    """Return where parts find the position `steps` later, if a row's positions, as context-parallel ranks have them,
+    are divided into `parts` (also by sequence parallelism). After the last position of a row comes its first.
+
+    A part sends `steps` rows for each run of positions that begins in it: some kilobytes, where whole rows would be as
+    many bytes as the hidden states. Embeddings are sent, since a rank without the embedding's weight has no use for
+    token ids.
+    """
+    order, own = order_of(split, length), length // parts
+    follower = _places(split, length)[(order + steps) % length]  # as places in `order`
+    elsewhere = follower // own != torch.arange(length) // own
+    needed = follower[elsewhere].unique()
+    counts = torch.bincount(needed // own, minlength=parts)
+    number = torch.arange(len(needed)) - (counts.cumsum(0) - counts)[needed // own]  # of each among its part's
+    sent = torch.zeros(parts, int(counts.max()), dtype=torch.int64)
+    sent[needed // own, number] = needed % own
+    rows = follower % own
+    arriving = torch.searchsorted(needed, follower[elsewhere])
+    rows[elsewhere] = own + (needed // own * sent.shape[1] + number)[arriving]
+    return Followers(rows.view(parts, own), sent)
+
+
+def with_further_tokens(batch: MicroBatch, depths: int) -> MicroBatch:
+    """Return a micro-batch of whole rows with labels, mask and positions for layers that predict further tokens.
+
+    At depth k (from 1; DeepSeek-V3, DeepSeek-AI 2024, section 2.2) position t reads token t + k, and predicts token
+    t + k + 1: what t + k predicts by itself. It has a loss where t + k has one and is of the same sample.
+    """
+    text = batch.text
+    if not depths:
+        return batch
+    (rows, length), like = text.tokens.shape, text.labels
+    bounds = torch.arange(0, rows * length + 1, length) if text.cu_seqlens is None else text.cu_seqlens.long()
+    sample = torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff()).view(rows, length)
+    labels, masks = [text.labels], [text.loss_mask]
+    for depth in range(1, depths + 1):
+        labels.append(text.labels.roll(-depth, -1))
+        masks.append(text.loss_mask.roll(-depth, -1) * (sample.roll(-depth, -1) == sample))
+        masks[-1][:, max(0, length - depth) :] = 0
+    trained = text.trained_positions
+    if trained is not None:
+        further = torch.nonzero(torch.cat(masks[1:]).flatten())[:, 0] + rows * length
+        trained = in_memory_of(like, torch.cat([trained, further]))
+    turned = torch.stack([text.positions.roll(-depth, -1) for depth in range(1, depths + 1)])
+    added = replace(
+        text,
+        labels=in_memory_of(like, torch.cat(labels)),
+        loss_mask=in_memory_of(like, torch.cat(masks)),
+        trained_positions=trained,
+        further_positions=in_memory_of(like, turned),
+    )
+    return replace(batch, text=added)
 
 
 def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
@@ -68,6 +132,7 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
         feature_positions=feature_positions,
         trained_positions=trained,
         sources=None if text.sources is None else cut(text.sources),
+        further_positions=None if text.further_positions is None else cut(text.further_positions),
         **_part_of_pool(text, split, rank=rank, length=length),
     )
 

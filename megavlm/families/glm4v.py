@@ -2,7 +2,8 @@
 
 GLM-4.5V and GLM-4.6V have the same tower and merger before GLM-4.5, a mixture of experts, of whose heads half rotates
 in halves as Llama's do. Experts are scored by sigmoids; a bias, which no gradient trains, decides with the scores which
-experts a token takes. One expert is every token's. The first layers are dense.
+experts a token takes. One expert is every token's. The first layers are dense. A layer behind the last predicts a
+further token, with copies of the embedding and of the output weight in the files.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import glm_experts
-from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language_table
+from megavlm.families.shared.family import Family, NamePrefixes, Predictors
+from megavlm.families.shared.language import language_table, predictor_table
 from megavlm.families.shared.qwen_vl import (
     PREFIXES,
     NativeResolution,
@@ -163,15 +164,6 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-def moe_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the table of a model whose language model has Llama's names."""
-    return {
-        **_vision_table(model.vision, prefixes.vision),
-        **merger_table(model, prefixes),
-        **language_table(model, prefixes),
-    }
-
-
 def merger_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     """Return the table of the merger."""
     projector = {
@@ -189,6 +181,29 @@ def merger_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         **{name: rule for each in names.values() for name, rule in each.items()},
         **linear("projector.inner_norm", f"{visual}merger.post_projection_norm", bias=True),
     }
+
+
+def moe_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    """Return the table of a mixture of experts, with the layers behind the last one that predict further tokens."""
+    names = {
+        **_vision_table(model.vision, prefixes.vision),
+        **merger_table(model, prefixes),
+        **language_table(model, prefixes),
+    }
+    for depth in range(model.language.mtp_layers):
+        layer = f"{prefixes.language}layers.{model.language.num_layers + depth}."
+        ends = (f"{layer}enorm", f"{layer}hnorm", f"{layer}eh_proj", f"{layer}shared_head.norm")
+        names |= predictor_table(model, depth, ends, hf_layer=layer, stored=prefixes.experts)
+    return names
+
+
+def _repeated(model: ModelConfig, prefixes: NamePrefixes) -> dict[str, str]:
+    """Return the embedding and output weight that files hold again with each layer that predicts a further token."""
+    first, embedding = model.language.num_layers, f"{prefixes.language}embed_tokens.weight"
+    head = embedding if model.language.tie_embeddings else prefixes.head
+    layers = [f"{prefixes.language}layers.{first + depth}." for depth in range(model.language.mtp_layers)]
+    copies = {f"{layer}embed_tokens.weight": embedding for layer in layers}
+    return copies | {f"{layer}shared_head.head.weight": head for layer in layers}
 
 
 def _vision_table(vision: VisionConfig, prefix: str) -> Table:
@@ -330,5 +345,5 @@ MOE = replace(
     config=moe_config,
     table=moe_table,
     not_in_peft=("gate_proj", "up_proj", "down_proj"),
-    unused=(r"model\.(language_model\.)?layers\.(46|92)\..*",),  # layers that predict further tokens
+    predictors=Predictors(r"model\.(language_model\.)?layers\.(46|92)\..*", copies=_repeated),
 )

@@ -1,7 +1,8 @@
 """Qwen3.5, 3.6 and 3.8: Qwen3-VL's tower without DeepStack, and a hybrid of linear and gated softmax attention.
 
-Three of four layers are GatedDeltaNet. Norms multiply by 1 + weight, but for the one inside linear attention. Layers
-that predict further tokens (`mtp.*`) are carried along and not trained.
+Three of four layers are GatedDeltaNet. Norms multiply by 1 + weight, but for the one inside linear attention. A layer
+that predicts a further token (`mtp.*`, with softmax attention) is trained with `model.language.mtp_layers`, and
+otherwise carried along.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 from megavlm.config.schema import ModelConfig
 from megavlm.families import qwen3_vl
 from megavlm.families.shared.experts import shared_qwen_experts
-from megavlm.families.shared.language import types_of_layers
+from megavlm.families.shared.family import NamePrefixes, Predictors
+from megavlm.families.shared.language import predictor_table, types_of_layers
 from megavlm.families.shared.qwen_vl import with_defaults, with_experts
 from megavlm.families.shared.settings import Settings, refuse
+from megavlm.families.shared.table import Table
 
 _LINEAR: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
@@ -83,12 +86,22 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
     return replace(model, language=language)
 
 
+def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
+    names = qwen3_vl.table(model, prefixes)
+    ends = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    experts = prefixes.further_experts or prefixes.experts
+    for depth in range(model.language.mtp_layers):
+        names |= predictor_table(model, depth, ends, hf_layer=f"mtp.layers.{depth}.", stored=experts)
+    return names
+
+
 FAMILY = replace(
     qwen3_vl.FAMILY,
     name="qwen3_5",
     model_types=("qwen3_5",),
     config=config,
-    unused=(r"mtp\..*",),
+    table=table,
+    predictors=Predictors(r"mtp\..*"),
 )
 
 MOE = replace(
@@ -96,5 +109,9 @@ MOE = replace(
     name="qwen3_5_moe",
     model_types=("qwen3_5_moe",),
     config=moe_config,
-    name_prefixes=with_experts("stacked", "apart"),
+    name_prefixes=(
+        *with_experts("stacked", "apart"),
+        *(replace(each, further_experts="apart") for each in with_experts("stacked")),
+        *(replace(each, further_experts="stacked") for each in with_experts("apart")),
+    ),
 )

@@ -100,7 +100,9 @@ class TextBatch:
     """B sequences of S positions: text tokens, image tokens and padding. A sequence may hold several samples."""
 
     tokens: Tensor  # [B, S] int64
-    labels: Tensor  # [B, S] int64: the token that each position predicts
+    # [B, S] int64: the token that each position predicts. With D layers that predict further tokens [(1 + D)·B, S] once
+    # a rank takes the batch (`context_parts.with_further_tokens`), and so is the mask: depth after depth.
+    labels: Tensor
     loss_mask: Tensor  # [B, S] float32: 1 where the prediction has a loss
     # [B, S] int64: the rotary position of each token; [1, S] if all sequences have the same. With M-RoPE [3, B, S] or
     # [3, 1, S]: time, row and column.
@@ -121,6 +123,7 @@ class TextBatch:
     members: Tensor | None = None
     pool: Tensor | None = None  # [2, K] int64: positions in the flattened [B·S] that are pooled, and their texts
     pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
+    further_positions: Tensor | None = None  # [D, B, S] or [D, 3, B, S]: `positions` of the token 1, … D places later
 
     @property
     def num_tokens(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megavlm.arch.dims import RowSplit
 from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
@@ -16,7 +17,7 @@ from megavlm.arch.workload import window_patches
 from megavlm.config.derived import masks_all_layers, sequence_multiple, sequence_parallel
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
-from megavlm.data.context_parts import order_of
+from megavlm.data.context_parts import followers, order_of
 from megavlm.inputs.batch import Continuation, MicroBatch
 from megavlm.model.context_attention import causal_spans
 from megavlm.model.delta_rule import Sequences
@@ -39,6 +40,8 @@ class MicroBatchContext:
     groups: Groups
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
+    # [S(/TP), B, H] each: what layers that predict further tokens read beside hidden states (`states_before`)
+    states: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def layout(self) -> VisionLayout:
@@ -167,6 +170,34 @@ class MicroBatchContext:
         """Return the rotary angles of language layers without a sliding window."""
         return self._rotation(self.config.model.language)
 
+    def further_rope(self, depth: int) -> Rotation:
+        """Return the rotary angles of the layer that predicts from the tokens `depth` + 1 positions further on."""
+        positions = self.batch.text.further_positions
+        assert positions is not None, "`with_further_tokens` sets them"
+        language, dtype = self.config.model.language, DTYPES[self.config.precision.dtype]
+        return rotation(rope(positions[depth], language), dtype)
+
+    def followed(self, states: Tensor, steps: int) -> Tensor:
+        """Return at each position the state [S(/TP), B, H] of the position `steps` later in its row.
+
+        Ranks that have parts of a row exchange those at the ends of parts; gradients go the opposite way. Behind the
+        end of a row come states from its beginning, which no loss depends on.
+        """
+        dims, shards = self.groups.dims, self.groups.dims.tp if sequence_parallel(self.config) else 1
+        parts = dims.cp * shards
+        if parts == 1:
+            return states.roll(-steps, 0)
+        length = self.batch.row_tokens.shape[1]
+        split = dims.row_split if self.batch.context is not None else RowSplit()
+        found = followers(split, length, parts=parts, steps=steps)
+        collection, number = self.groups.collection, self.groups.coords.cp * shards
+        group = collection.cp
+        if shards > 1:
+            group, number = collection.tp_cp, number + self.groups.coords.tp
+        sent, rows = (each[number].to(self.device, non_blocking=True) for each in (found.sent, found.rows))
+        arrived = gather_from_sequence_parallel_region(states.index_select(0, sent), group=group)
+        return torch.cat([states, arrived]).index_select(0, rows)
+
     @cached_property
     def sliding_rope(self) -> Rotation:
         """Return the rotary angles of layers with a sliding window."""
@@ -196,17 +227,23 @@ class MicroBatchContext:
 
     def hidden_shape(self, name: str) -> tuple[int, int, int]:
         """Return the shape of the hidden states that layer `name` reads, on this tensor-parallel rank."""
-        model, text = self.config.model, self.batch.text
-        shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
-        reads = layer_kind(name).reads
+        model, reads = self.config.model, layer_kind(name).reads
         if reads is Stream.PATCHES:
+            shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
             return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
-            return text.tokens.shape[1] // shards, text.tokens.shape[0], model.language.hidden_size
+            return self.state_shape
         rows = self.batch.num_features
         if self.layout.is_blank:
             (rows,) = tokens_per_image(self.layout.grids, self.tile_groups, model.projector)
         return rows, 1, model.language.hidden_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Return the shape of the language model's hidden states on this tensor-parallel rank."""
+        samples, length = self.batch.text.tokens.shape
+        shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
+        return length // shards, samples, self.config.model.language.hidden_size
 
     @cached_property
     def routed_rows(self) -> RoutedRows:

@@ -5,6 +5,16 @@ The output layer of a model that embeds texts pools hidden states into one vecto
 puts out into features [F, 1, H], which are added to the hidden states of the image tokens after language layer j.
 In between they are sent along with the hidden states past every cut of the pipeline.
 
+**Multi-token prediction** (MTP): layers behind the language model each predict a token further ahead. With h⁰ the
+language model's last hidden states and E the embeddings that it read, depth k = 1 … D computes
+
+    hᵏ_t = norm( Layer_k( W_k [norm(E_{t+k}); norm(hᵏ⁻¹_t)] ) )
+
+and the output layer predicts token t + k + 1 from hᵏ_t (DeepSeek-V3, DeepSeek-AI 2024, section 2.2; Gloeckle et al.
+2024). Layer_k is a transformer layer like others, under positions that are k places further on, too. E of an image
+token is its feature, as for the language model. E comes from the first language stage with the hidden states, past each
+cut: so no stage needs another copy of the embedding, nor the images' features. A cut sends twice as many bytes for it.
+
 Legend: B samples, S positions, H width, F image features, W vocabulary (padded to a multiple of TP), R texts of a
 micro-batch, K positions that are pooled.
 """
@@ -30,8 +40,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megavlm.config.schema import LanguageConfig
 from megavlm.inputs.batch import TextBatch
 from megavlm.model.cross_entropy import CrossEntropy, LossOptions, linear_cross_entropy
+from megavlm.model.norm import Norm
 from megavlm.model.weight_gradients import WeightGradients
 from megavlm.parallel.groups import Groups
 
@@ -157,6 +169,26 @@ class Output(MegatronModule):
         """Return whole logits on every tensor-parallel rank, [B, S, vocabulary]."""
         whole = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
         return whole[..., : self.vocab_size].transpose(0, 1)
+
+
+class PredictionInput(MegatronModule):
+    """What a layer that predicts a further token reads: W [norm(embeddings); norm(hidden states)], [S, B, H].
+
+    W is replicated. Under sequence parallelism each rank multiplies its own positions, and gradients are summed.
+    """
+
+    def __init__(self, language: LanguageConfig, layer_config: TransformerConfig) -> None:
+        super().__init__(config=layer_config)
+        width, epsilon = language.hidden_size, language.norm_epsilon
+        self.embedding_norm = Norm(layer_config, width, epsilon)
+        self.hidden_norm = Norm(layer_config, width, epsilon)
+        self.projection = nn.Linear(2 * width, width, bias=False, dtype=layer_config.params_dtype)
+        self.projection.weight.sequence_parallel = layer_config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
+        output: Tensor = self.projection(joined)
+        return output
 
 
 class Representation(MegatronModule):

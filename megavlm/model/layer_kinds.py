@@ -17,6 +17,8 @@ from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
     LANGUAGE_NORM,
+    MTP_INPUT,
+    MTP_NORM,
     OUTPUT,
     PATCH_EMBED,
     PROJECTOR,
@@ -30,7 +32,7 @@ from megavlm.config.derived import attends_in_window, has_experts, is_linear, se
 from megavlm.model import specs
 from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
-from megavlm.model.language import Embedding, Output, Representation
+from megavlm.model.language import Embedding, Output, PredictionInput, Representation
 from megavlm.model.layer_modules import cross_entropy_of, output_accumulation_fields
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotation
@@ -99,6 +101,10 @@ def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
     return Norm(builder.language, language.hidden_size, language.norm_epsilon)
 
 
+def _build_prediction_input(builder: LayerBuilder, name: str) -> nn.Module:
+    return PredictionInput(builder.config.model.language, builder.language)
+
+
 def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
     model = builder.config.model
     if objective_of(model).embeds:
@@ -125,10 +131,15 @@ def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: Micro
 
 def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     language, number = context.config.model.language, number_of(name)
+    depth = number - language.num_layers
+    if depth >= 0 and context.wants_logits:  # of the next token alone
+        return hidden
     slides = attends_in_window(language, number)
     packing = context.sliding_packing if slides else context.language_packing
     rotary: Rotation | None = None
-    if number not in language.no_rope_layers:
+    if depth >= 0:
+        rotary = context.further_rope(depth)
+    elif number not in language.no_rope_layers:
         rotary = context.sliding_rope if slides else context.language_rope
     if is_linear(language, number):
         packing = context.linear_packing
@@ -165,9 +176,24 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
 def _run_embedding(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
     part, text, features = chunk.parts[name], context.batch.text, context.batch.features
     if features is None:
-        return part(text, context.of_this_part(hidden))
-    assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
-    return context.with_features_merged(part(text), features.values[:, 0])
+        embedded: Tensor = part(text, context.of_this_part(hidden))
+    else:
+        assert features.values is not None, "ranks with the embedding receive a colocated encoder's features"
+        embedded = context.with_features_merged(part(text), features.values[:, 0])
+    context.states.extend([embedded] * (context.config.model.language.mtp_layers > 0))
+    return embedded
+
+
+def _run_prediction_input(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    depth, embedded = number_of(name), context.states[0]
+    if depth == context.config.model.language.mtp_layers - 1:
+        del context.states[0]
+    context.states.append(hidden)
+    return hidden if context.wants_logits else chunk.parts[name](context.followed(embedded, depth + 1), hidden)
+
+
+def _run_prediction_norm(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    return hidden if context.wants_logits else chunk.parts[name](hidden)
 
 
 def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
@@ -176,6 +202,7 @@ def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchC
     if isinstance(part, Representation):
         return part(hidden, text)
     if not context.wants_logits:
+        hidden = torch.cat([*context.states, hidden], dim=1) if context.states else hidden
         return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
     rows = context.batch.continuation
     return part.gather(part.logits(hidden, chunk.tied_weight, at=None if rows is None else rows.last))
@@ -191,6 +218,8 @@ IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(
         EMBEDDING: LayerImpl(_build_embedding, _run_embedding),
         LANGUAGE_LAYER: LayerImpl(_build_language_layer, _run_language_layer),
         LANGUAGE_NORM: LayerImpl(_build_language_norm, _run_norm),
+        MTP_INPUT: LayerImpl(_build_prediction_input, _run_prediction_input),
+        MTP_NORM: LayerImpl(_build_language_norm, _run_prediction_norm),
         OUTPUT: LayerImpl(_build_output, _run_output),
     }
 )

@@ -2,7 +2,8 @@
 
 A chunk sends one tensor to the next: packed vision tokens [V(/TP), 1, Hv] inside the tower, image features [F, 1, Hl]
 between projector and embedding, language states [S(/TP), B, Hl] after it. If a cut lies between a DeepStack merger and
-the language layer that takes its features, they are in the same tensor (`language.pack`).
+the language layer that takes its features, they are in the same tensor (`language.pack`), and so are the states that
+layers which predict further tokens read (`language.PredictionInput`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from megavlm.arch.layers import (
     VISION_LAYER,
     carried_features,
     kind_of,
+    layer_names,
     part_of,
+    states_before,
     trained_below,
     trained_layers,
     trains_weights,
@@ -99,6 +102,8 @@ class VLMChunk(MegatronModule):
         self.carried = carried_features(earlier)
         self.next_name = plan.chunks[index + 1][0] if index + 1 < len(plan.chunks) else None
         self.carried_on = carried_features([*earlier, *self.names])
+        states = states_before(layer_names(config.model))
+        self.states, self.states_on = states[len(earlier)], states[len(earlier) + len(self.names)]
         self.is_first = index == 0
         self.full_recompute = config.execution.recompute_granularity == "full"
         self.execution = execution_of(config, groups)
@@ -130,8 +135,10 @@ class VLMChunk(MegatronModule):
     def transferred(self, batch: MicroBatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return the shapes of what this chunk receives from the previous one and sends on; None at the ends."""
         context = self._context(batch, device=batch.text.tokens.device)
-        received = None if self.is_first else _shape_before(self.names[0], self.carried, context)
-        return received, None if self.next_name is None else _shape_before(self.next_name, self.carried_on, context)
+        received = None if self.is_first else _shape_before(self.names[0], self.carried, self.states, context)
+        if self.next_name is None:
+            return received, None
+        return received, _shape_before(self.next_name, self.carried_on, self.states_on, context)
 
     def _context(self, batch: MicroBatch, *, device: torch.device, wants_logits: bool = False) -> MicroBatchContext:
         return MicroBatchContext(batch, self.run_config, self.groups, device=device, wants_logits=wants_logits)
@@ -171,7 +178,7 @@ class VLMChunk(MegatronModule):
         assert hidden is not None
         if OUTPUT in self.names:
             return hidden
-        output = pack(hidden, carried).contiguous()
+        output = pack(hidden, [*carried, *context.states]).contiguous()
         return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
 
     def run_layer(self, name: str, hidden: Any, context: MicroBatchContext) -> Tensor:
@@ -229,10 +236,10 @@ class VLMChunk(MegatronModule):
         if not self.upstream_trained and torch.is_grad_enabled():
             tensor.grad = torch.zeros_like(tensor)
             tensor = tensor.detach()
-        hidden, carried = unpack(
-            tensor, hidden=context.hidden_shape(self.names[0])[1:], carried=[context.feature_shape] * self.carried
-        )
-        return hidden if self.hidden_trained else hidden.detach(), carried
+        shapes = [context.feature_shape] * self.carried + [context.state_shape] * self.states
+        hidden, others = unpack(tensor, hidden=context.hidden_shape(self.names[0])[1:], carried=shapes)
+        context.states.extend(others[self.carried :])
+        return hidden if self.hidden_trained else hidden.detach(), others[: self.carried]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load parameters by local name. Transformer Engine's extra state is a pickle, and is never written or read."""
@@ -292,10 +299,14 @@ def bare_chunk(chunk: Any) -> VLMChunk:
     return chunk
 
 
-def _shape_before(name: str, carried: int, context: MicroBatchContext) -> tuple[int, ...]:
-    """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features packed into it."""
+def _shape_before(name: str, carried: int, states: int, context: MicroBatchContext) -> tuple[int, ...]:
+    """Return the shape of the tensor received before layer `name`, with `carried` DeepStack features and `states` of
+    all text positions packed into it.
+    """
     hidden = context.hidden_shape(name)
-    return (prod(hidden) + carried * prod(context.feature_shape), 1, 1) if carried else hidden
+    if not carried and not states:
+        return hidden
+    return prod(hidden) + carried * prod(context.feature_shape) + states * prod(context.state_shape), 1, 1
 
 
 def is_padded_for_tp(key: str) -> bool:

@@ -62,19 +62,28 @@ from megavlm.objective.gather import (
 _LARGEST = math.log(100.0)  # CLIP's bound of a learned 1/τ
 
 
-def next_token(batch: MicroBatch, num_sources: int, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def next_token(
+    batch: MicroBatch, num_sources: int, further_weight: float, losses: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed cross entropy of trained tokens, their number, and the sums for `Schedule.train`.
 
-    `losses` are the cross entropies [B, S], the sums [2 + 2·num_sources].
+    `losses` are the cross entropies [B, S], the sums [2 + 2·num_sources]. With D layers that predict further tokens
+    losses are [(1 + D)·B, S], and the mean of those layers' sums is added `further_weight` times to what is minimised
+    (λ/D · Σ_k L_k of DeepSeek-V3, whose L_k are divided by the number of trained tokens, too).
     """
-    mask = batch.text.loss_mask
-    masked = losses * mask
+    rows = len(batch.text.tokens)
+    mask = batch.text.loss_mask[:rows]
+    masked = losses[:rows] * mask
     total, tokens = masked.sum(), mask.sum()
     parts = [torch.stack([total.detach().double(), tokens.double()])]
     if batch.text.sources is not None:
         for values in (masked.detach(), mask):
             sums = torch.zeros(num_sources, dtype=torch.float64, device=mask.device)
             parts.append(sums.index_add_(0, batch.text.sources.flatten(), values.flatten().double()))
+    if len(losses) > rows:
+        further = (losses[rows:] * batch.text.loss_mask[rows:]).sum() / (len(losses) // rows - 1)
+        total = total + further_weight * further
+        parts.append(further.detach().double()[None])
     return total, tokens.int(), torch.cat(parts)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, language_split, vision_split
-from megavlm.config.derived import is_linear
+from megavlm.config.derived import decoder_layers, is_linear
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, OptimizerConfig
 from megavlm.model.attention import LogitAttention
@@ -47,7 +47,7 @@ def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
     vision, language = config.model.vision, config.model.language
     heads = {
         "vision": (VISION_LAYER, vision.num_layers, vision_split(vision, tp)),
-        "language": (LANGUAGE_LAYER, language.num_layers, language_split(language, tp)),
+        "language": (LANGUAGE_LAYER, decoder_layers(language), language_split(language, tp)),
     }
     return {
         f"{kind}{number}": split

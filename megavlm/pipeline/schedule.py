@@ -20,7 +20,9 @@ from torch import Tensor
 from megavlm.arch.dims import Dims, RowSplit
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import HostCopies
+from megavlm.config.derived import decoder_layers
 from megavlm.config.schema import Config, ModelConfig
+from megavlm.data.context_parts import with_further_tokens
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
@@ -108,7 +110,8 @@ class Schedule:
 
         Returns:
             [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
-            sums and the tokens of each data set; zeros on all ranks but the last stage's, so that sums over ranks
+            sums and the tokens of each data set, and with layers that predict further tokens the mean over these of
+            the sum of their cross entropies; zeros on all ranks but the last stage's, so that sums over ranks
             count each token once per tensor-parallel rank.
         """
         self.phases.enter(COMPUTE, "images")
@@ -122,20 +125,22 @@ class Schedule:
         if self.cache is not None:
             totals = self.cache.step(batches, partial(self._pass, batches), num_sources=self.num_sources)
             return self.no_totals() if totals is None else totals
-        sums = self._pass(batches, partial(_forward_loss, num_sources=self.num_sources), forward_only=False)
+        forward = partial(_forward_loss, num_sources=self.num_sources, model=self.model)
+        sums = self._pass(batches, forward, forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
 
     def no_totals(self, num_sources: int | None = None) -> Tensor:
         """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
         number = self.num_sources if num_sources is None else num_sources
-        return torch.zeros(2 + 2 * number, dtype=torch.float64, device=self.backend.device)
+        predicts = self.model.language.mtp_layers > 0
+        return torch.zeros(2 + 2 * number + predicts, dtype=torch.float64, device=self.backend.device)
 
     def tallies(self) -> Tensor | None:
         """Return what routers counted in the last step, [layers · (E + 2)] float64 (`Router`); None without experts.
 
         Layers of other stages are zero, so that the sum over all ranks is that of the whole model.
         """
-        experts, layers = self.model.experts.num_experts, self.model.language.num_layers
+        experts, layers = self.model.experts.num_experts, decoder_layers(self.model.language)
         if not experts:
             return None
         sums = torch.zeros(layers, experts + 2, dtype=torch.float64, device=self.backend.device)
@@ -159,7 +164,8 @@ class Schedule:
             loss = self.cache.loss(batches, self.outputs(batches), see=see)
             return self.no_totals(num_sources) if loss is None else self.cache.totals(loss, num_sources)
         batches = self._prepared(batches)
-        sums = self._pass(batches, partial(_forward_loss, num_sources=num_sources), forward_only=True)
+        forward = partial(_forward_loss, num_sources=num_sources, model=self.model)
+        sums = self._pass(batches, forward, forward_only=True)
         return torch.stack(sums).sum(0) if sums else self.no_totals(num_sources)
 
     @torch.no_grad()
@@ -185,9 +191,11 @@ class Schedule:
 
     def _prepared(self, batches: Sequence[MicroBatch], split: RowSplit | None = None) -> list[MicroBatch]:
         """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features."""
+        depths = self.model.language.mtp_layers if split is None else 0  # answers need the next token alone
         split = self.groups.dims.row_split if split is None else split
         if self.colocated is not None:
             batches = self.colocated.encode(batches, split)
+        batches = [with_further_tokens(batch, depths) for batch in batches]
         deals = self.model if self.colocated is None else None
         return [own_part(batch, split, rank=self.groups.coords.cp, deals=deals) for batch in batches]
 
@@ -212,9 +220,11 @@ class Schedule:
         return results
 
 
-def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int) -> tuple[Tensor, Any]:
+def _forward_loss(
+    batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int, model: ModelConfig
+) -> tuple[Tensor, Any]:
     batch = next(batches)
-    return chunk(batch), partial(next_token, batch, num_sources)
+    return chunk(batch), partial(next_token, batch, num_sources, model.objective.mtp_loss_scaling_factor)
 
 
 def _forward_output(batches: Iterator[MicroBatch], chunk: Any, *, logits: bool = False) -> tuple[Tensor, Any]:

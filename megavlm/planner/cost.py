@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megavlm.arch.kind import FP32, Stream, stream_bytes
+from megavlm.arch.kind import FP32
 from megavlm.arch.kinds import (
     communication,
     is_transformer,
@@ -22,7 +22,7 @@ from megavlm.arch.kinds import (
     leaves_weight_gradient,
     saved_bytes,
 )
-from megavlm.arch.layers import OUTPUT, carried_before
+from megavlm.arch.layers import OUTPUT
 from megavlm.arch.scenario import HOST_PIECE, Code, Recompute, Scenario
 from megavlm.planner.collectives import Group, all_reduce, all_to_all, gathers, group_of
 from megavlm.planner.hardware import Hardware
@@ -143,12 +143,6 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
         return 0.0
     link = hardware.link(2 * dims.tp * dims.dp_cp)
     return 2 * link.latency + link.seconds(size)
-
-
-def carried_bytes(scenario: Scenario) -> list[float]:
-    """Return the bytes of the DeepStack features that pass a cut before each layer and after the last, on each rank."""
-    each = stream_bytes(Stream.FEATURES, scenario)
-    return [count * each for count in carried_before(scenario.names)]
 
 
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:

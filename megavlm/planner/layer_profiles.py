@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.kinds import hidden_bytes, waiting_bytes
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
+from megavlm.arch.kinds import carried_bytes, hidden_bytes, kind_in, waiting_bytes
+from megavlm.arch.layers import VISION_LAYER, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
-from megavlm.config.derived import has_experts
-from megavlm.planner.cost import carried_bytes, layer_seconds, transfer_seconds
+from megavlm.planner.cost import layer_seconds, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
 
@@ -172,15 +171,13 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
-    """Layers of one kind cost the same: numbers do not matter, windows, experts and what is trained do."""
+    """Layers of one kind cost the same: numbers do not matter, windows, attention, experts and what is trained do."""
     name = scenario.names[index]
-    kind = kind_of(name)
-    windowed = kind == VISION_LAYER and attends_in_windows(scenario.model.vision, number_of(name))
-    mixture = kind == LANGUAGE_LAYER and has_experts(scenario.model, number_of(name))
+    windowed = kind_of(name) == VISION_LAYER and attends_in_windows(scenario.model.vision, number_of(name))
     return (
-        kind,
+        kind_of(name),
+        kind_in(scenario.model, name),
         windowed,
-        mixture,
         scenario.trains(name),
         scenario.gradient_reaches[index],
         name in scenario.fp8,

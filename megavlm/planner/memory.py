@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, vocabulary_shard
+from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logits_bytes, predictions, vocabulary_shard
 from megavlm.arch.kind import FP32, ROUND, HiddenWeight
 from megavlm.arch.kinds import (
     hidden_bytes,
@@ -23,6 +23,7 @@ from megavlm.arch.kinds import (
     local_parameters,
     rank_parameters,
     saved_bytes,
+    state_bytes,
     waiting_bytes,
 )
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
@@ -245,9 +246,9 @@ def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
     trained (8 each), and its pixels. Context-parallel ranks also have the token ids of whole rows.
     """
     axes = 3 if scenario.model.language.mrope_section else 1
-    if scenario.dims.cp > 1:
-        axes += scenario.dims.cp
-    text = scenario.work.tokens * (8 * (2 + axes) + 4) + (scenario.work.features + scenario.work.trained_tokens) * 8
+    predicted = 1 + scenario.model.language.mtp_layers  # each with labels, mask and positions of its own
+    numbers = 1 + predicted * (1 + axes) + scenario.dims.cp * (scenario.dims.cp > 1)
+    text = scenario.work.tokens * (8 * numbers + 4 * predicted) + (scenario.work.features + predictions(scenario)) * 8
     vision = scenario.model.vision
     pixels = scenario.work.patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each
     return text + pixels * with_patches
@@ -292,6 +293,7 @@ def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompu
         saved += mask_bytes(scenario) * any(kind_of(name) == LANGUAGE_LAYER for name in names)
         if scenario.dims.pp > 1 and not scenario.on_gpu:
             total += Memory(data=_sent_bytes(scenario, bounds, chunk, whole=max(whole for whole, _ in held)))
+        saved += state_bytes(scenario)[bounds[chunk]]  # arrives in one tensor with the hidden states
         waiting = sum(waiting_bytes(name, scenario) for name in names)
         total += Memory(activations=max(whole * saved + halves * waiting for whole, halves in held))
         last = rank == scenario.dims.pp - 1
@@ -314,8 +316,9 @@ def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole:
     """Return the bytes that a chunk has sent and gloo does not say have arrived: hidden states of the micro-batches
     whose gradients have not come back, and all gradients of the step (`pipeline/walker.py`).
     """
+    states, last = state_bytes(scenario), len(scenario.names)
     entering, leaving = (
-        hidden_bytes(scenario.names[cut], scenario) if 0 < cut < len(scenario.names) else 0.0
+        hidden_bytes(scenario.names[cut], scenario) + states[cut] if 0 < cut < last else 0.0
         for cut in (bounds[chunk], bounds[chunk + 1])
     )
     return whole * leaving + scenario.micro_batches * entering

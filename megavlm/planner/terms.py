@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logit_columns
+from megavlm.arch.ends import LOSS_WORK, computes_logits_again, logit_columns, predictions
 from megavlm.arch.kind import FP32, Exchange
 from megavlm.arch.kinds import (
     KINDS,
@@ -38,6 +38,7 @@ from megavlm.arch.layers import (
     EMBEDDING,
     LANGUAGE_LAYER,
     LANGUAGE_NORM,
+    MTP_NORM,
     OUTPUT,
     TRANSFORMER_LAYERS,
     VISION_LAYER,
@@ -156,8 +157,8 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> dict[
     tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
     """
     e, trained = scenario.bytes_each, scenario.trains(name)
-    transformer = is_transformer(name)
-    if transformer or name == LANGUAGE_NORM:
+    transformer, is_norm = is_transformer(name), kind_of(name) in (LANGUAGE_NORM, MTP_NORM)
+    if transformer or is_norm:
         each = passes.weight_gradient
     else:
         each = passes.output_weight_gradient + 2 * (name == EMBEDDING)  # whose gradient is zeroed before rows are added
@@ -172,9 +173,9 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> dict[
         ahead, back = passes.cross_entropy
         if computes_logits_again(scenario):
             back = passes.cross_entropy_again * trained
-        loss = _times((ahead, back), scenario.work.trained_tokens * logit_columns(scenario))
+        loss = _times((ahead, back), predictions(scenario) * logit_columns(scenario))
         return {"cross entropy": loss, **added}
-    if name == LANGUAGE_NORM:
+    if is_norm:
         return {"norms": _times(passes.norm, hidden_bytes(name, scenario)), **added}
     touched = touched_bytes(name, scenario) if layer_kind(name).is_present(scenario.model) else 0.0
     return {"other": (2 * touched, 4 * touched), **added}
@@ -229,7 +230,7 @@ def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
         more = passes.launches_experts if layer_sizes(name, scenario).routed is not None else (0, 0)
         return each[0] + more[0], each[1] + more[1]
     if kind == OUTPUT:
-        pieces = scenario.work.trained_tokens * logit_columns(scenario) * FP32 / LOSS_WORK
+        pieces = predictions(scenario) * logit_columns(scenario) * FP32 / LOSS_WORK
         again = passes.launches_again_piece * (computes_logits_again(scenario) and scenario.trains(name))
         ahead, back = passes.launches_output
         return ahead + passes.launches_loss_piece[0] * pieces, back + (passes.launches_loss_piece[1] + again) * pieces

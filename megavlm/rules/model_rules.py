@@ -6,8 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
+from megavlm.arch.objectives import objective_of
 from megavlm.config.derived import rotary_channels
-from megavlm.config.lora_config import adapted_parts, adapts_experts, clipped_parts, frozen_parts, unmatched
+from megavlm.config.lora_config import (
+    adapted_parts,
+    adapts_experts,
+    clipped_parts,
+    frozen_parts,
+    trained_whole,
+    unmatched,
+)
 from megavlm.config.messages import indivisible, nearest, no_divisor
 from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
@@ -112,6 +120,30 @@ def language_model(config: Config) -> Iterator[str]:
     if language.linear_attention_layers and values % keys:
         whole = f"model.language.linear_num_value_heads {values}"
         yield no_divisor("model.language.linear_num_key_heads", keys, whole, values)
+
+
+def further_tokens(config: Config) -> Iterator[str]:
+    """Layers that predict further tokens learn beside a language model that is trained whole; a folder has their names
+    for a whole model.
+    """
+    option = f"model.language.mtp_layers {config.model.language.mtp_layers}"
+    if not config.model.language.mtp_layers:
+        return
+    if objective_of(config.model).embeds:
+        yield f"{option} predicts tokens, and --objective {config.model.objective.kind} embeds texts: set it to 0"
+    if "language" not in trained_whole(config):
+        yield (
+            f"{option} is trained with the whole language model, which this run freezes or adapts by LoRA: set it to 0 "
+            "(layers of a given folder are then exported as they came), or train the language model"
+        )
+    for both_ways in ("bidirectional_images", "bidirectional_prefix"):
+        if getattr(config.model.language, both_ways):
+            yield (
+                f"{option} reads later tokens, which model.language.{both_ways} would show to those that predict them: "
+                "set it to 0"
+            )
+    if config.checkpoint.language_from is not None:
+        yield f"{option} and --language-from cannot be combined: use --init-from, or set it to 0"
 
 
 def sequence_is_not_too_long(config: Config) -> Iterator[str]:
@@ -223,6 +255,7 @@ def _listed(numbers: Sequence[int]) -> str:
 MODEL_RULES: tuple[Rule, ...] = (
     vision_tower,
     language_model,
+    further_tokens,
     sequence_is_not_too_long,
     images,
     connector_takes_the_model,

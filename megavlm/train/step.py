@@ -86,6 +86,8 @@ def _record(
         record["refused"] = result.refused
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
+    if result.mtp_loss is not None:
+        record["mtp_loss"] = None if record["loss"] is None else result.mtp_loss
     record |= load_record(result.expert_loads, run.config.model, trained_tokens=result.trained_tokens)
     if result.head_logits:
         threshold = run.config.optimizer.qk_clip_threshold

@@ -31,6 +31,7 @@ class StepResult:
     source_losses: tuple[float, ...]
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
     expert_loads: Mapping[int, LayerLoad]  # by language layer; empty without experts
+    mtp_loss: float | None  # Σ of cross entropies of further tokens / trained tokens, mean over their layers
     head_logits: tuple[float, ...]  # the largest of each head; empty without `--qk-clip`
     learning_rate: float = 0.0
     updated: bool = False  # False if the step did not change the weights
@@ -67,7 +68,8 @@ def sum_over_ranks(
     summed = len(everything)
     found = (everything if logits is None else torch.cat([everything, logits])).tolist()
     (squared, loss, tokens, *rest), beside = found[:summed], tuple(found[summed:])
-    sources = (len(totals) - 2) // 2
+    sources, predicts = divmod(len(totals) - 2, 2)
+    further = [rest.pop(2 * sources) for _ in range(predicts)]
     first = 2 * sources + len(counters)  # of the tallies
     apart = zip(rest[:sources], rest[sources : 2 * sources], strict=True)
     norm, mean = None if squared_norm is None else squared**0.5, max(tokens, 1.0)
@@ -77,6 +79,7 @@ def sum_over_ranks(
         grad_norm=None if norm is None else norm / mean,
         source_losses=tuple(own_loss / own_tokens if own_tokens else math.nan for own_loss, own_tokens in apart),
         counters=tuple(rest[2 * sources : first]),
+        mtp_loss=further[0] / mean if predicts else None,
         expert_loads=layer_loads(rest[first:], model),
         head_logits=beside,
     )

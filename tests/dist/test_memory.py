@@ -85,6 +85,8 @@ CASES = {
     "tp2-ep2": (2, f"--tp 2 --ep 2 {EXPERTS} {SHARED} --precision bf16"),
     "tp2-glm4v": (2, f"--tp 2 {GLM4V}"),
     "gemma": (1, GEMMA),
+    "further": (1, "--set model.language.mtp_layers=2"),
+    "pp2-vpp2-further-bf16": (2, "--pp 2 --vpp 2 --precision bf16 --set model.language.mtp_layers=1"),
     "bf16": (1, "--precision bf16"),
     "frozen-vision": (1, "--freeze vision"),
     "rich": (1, RICH),

@@ -48,6 +48,8 @@ OPTIONS = {
     "cuts-late-embedding": "--pipeline-cuts 2 7 10 --set execution.loss_chunk_tokens=3",
     # … deepstack.0 | … deepstack.1 | … language.layers.0 | the rest: one, two and two features on the way
     "cuts-deepstack": "--pipeline-cuts 3 6 13",
+    # … language.layers.0 | … language.mtp.0 | language.layers.3, its norm, language.mtp.1 | the rest
+    "cuts-mtp": "--pipeline-cuts 8 12 15",
     "colocated": "--placement colocated",
     # An image, or a few small ones, at a time; all but the last pass are computed again.
     "colocated-passes": "--placement colocated --encoder-chunk-patches 20 --micro-batch-size 2",
@@ -87,6 +89,7 @@ FAST = [
     ("tp4", "qwen3.5", "no-sp"),
     ("tp4", "exaone4.5", ""),
     ("tp2-pp2", "paligemma", "loss-chunks"),
+    ("pp2-vpp2", "mtp", "cuts-mtp"),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

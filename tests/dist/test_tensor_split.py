@@ -4,7 +4,6 @@ padding that aligns widths, on one process too.
 
 from __future__ import annotations
 
-import filecmp
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -188,17 +187,11 @@ def test_exports_are_byte_equal(pools: Pools, tmp_path: Path, adapters: bool, wo
             run, out = str(tmp_path / f"of-{world}"), tmp_path / f"from-{world}"
             pools(world).run(train_composed, [*argv, *f"1 --tp {world} --lr 1e-30".split()], run)
             assert convert.main(["export", run, str(out)]) == 0
-            assert different(folder, out) == []
+            assert hf.different(folder, out) == []
         return
     adapted = "--lora-rank 3 --lora-targets language vision --freeze projector".split()
     pools(1).run(train_composed, [*argv, *"2 --lr 1e-2".split(), *adapted], str(tmp_path / "lora"))
     assert convert.main(["export-lora", str(tmp_path / "lora"), str(tmp_path / "one")]) == 0
     pools(4).run(train_composed, [*argv, *"3 --tp 4 --lr 1e-30".split(), *adapted], str(tmp_path / "lora"))
     assert convert.main(["export-lora", str(tmp_path / "lora"), str(tmp_path / "again")]) == 0
-    assert different(tmp_path / "one", tmp_path / "again") == []
-
-
-def different(folder: Path, other: Path) -> list[str]:
-    names = {file.name for file in folder.iterdir() if file.is_file()}
-    _, changed, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
-    return [*changed, *unreadable]
+    assert hf.different(tmp_path / "one", tmp_path / "again") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megavlm.arch.layers import layer_names
@@ -46,6 +47,7 @@ CONFIGS = {
     "masks": masked(base(window_size=9, full_attention_layers=(1,), local_rotary_base=100.0)),
     "tiled": tiled(base()),
     "merged": merged(base(mrope_section=(1, 1, 1), rotary_percent=0.5, rotary_interleaved=True, post_norms=True)),
+    "further tokens": base(mrope_section=(2, 2, 2), mtp_layers=2),
     "recomputed": replace(base(), execution=replace(base().execution, recompute_granularity="full")),
 }
 
@@ -57,10 +59,12 @@ def test_a_packed_batch_trains_as_its_samples_do(name: str, rows: tuple[tuple[in
     chunk = single.chunk(config, layer_names(config.model), vocab_size=VOCABULARY)
     initialize(chunk, config, vocab_size=VOCABULARY)
     source, samples = samples_of(config, (140, 132, 125, 140))
+    if depths := config.model.language.mtp_layers:  # also the first tokens of a sample, to which no other may look
+        samples = [replace(sample, trained=np.ones_like(sample.trained)) for sample in samples]
     packed = collate([[samples[i] for i in row] for row in rows], CollateSpec.of(config, source, seq_length=560))
     alone = [collate([[sample]], CollateSpec.of(config, source, seq_length=144)) for sample in samples]
-    loss, gradients = trained(chunk, [packed])
-    expected_loss, expected = trained(chunk, alone)
+    loss, gradients = trained(chunk, [packed], depths=depths)
+    expected_loss, expected = trained(chunk, alone, depths=depths)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for key, gradient in expected.items():
         scale = max(gradient.abs().max().item(), 1e-8)

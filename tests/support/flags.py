@@ -83,11 +83,15 @@ MODELS = {
     # Norms of small outputs would multiply rounding.
     "--init-method-std 0.2",
     # Two key heads for six value heads, which TP 4 shares; a gate on softmax attention, which half of a head rotates.
+    # One layer predicts a further token.
     "qwen3.5": "--set model.language.linear_attention_layers=[0,2] model.language.linear_num_key_heads=2 "
     "model.language.linear_num_value_heads=6 model.language.linear_key_head_dim=10 "
     "model.language.linear_value_head_dim=12 model.language.linear_conv_kernel_dim=3 "
     "model.language.attention_output_gate=true model.language.qk_norm=true model.language.apply_layernorm_1p=true "
-    "model.language.num_query_groups=2 model.language.rotary_percent=0.5",
+    "model.language.num_query_groups=2 model.language.rotary_percent=0.5 model.language.mtp_layers=1",
+    # Two layers predict further tokens, under positions of images that turn three ways, from a shared embedding.
+    "mtp": "--set model.language.mtp_layers=2 model.language.mrope_section=[2,2,2] model.language.num_layers=3 "
+    "model.language.tie_embeddings=true model.objective.mtp_loss_scaling_factor=0.7",
     # Seven heads of four channels, which TP pads; cross-attention in the first and the third layer.
     "qformer": "--projector-kind qformer --set model.projector.pixel_shuffle=1 "
     "model.projector.connectors.qformer.num_queries=5 model.projector.connectors.qformer.num_layers=3 "

@@ -57,19 +57,18 @@ def save(theirs: transformers.PreTrainedModel, folder: Path, **options: Any) -> 
     return folder
 
 
-def config_for(folder: Path, seq_length: int = LENGTH) -> Config:
+def config_for(folder: Path, seq_length: int = LENGTH, flags: Sequence[str] = ()) -> Config:
     """A run that starts from the folder."""
     argv = f"--init-from {folder} --run-dir {folder / 'run'} --seq-length {seq_length} {ADAMW}"
-    return resolve(with_pretrained_model(parse(argv.split())))
+    return resolve(with_pretrained_model(parse([*argv.split(), *flags])))
 
 
 def engine_for(config: Config, folder: Path, single: Single) -> Engine:
     """The engine that training uses, its weights from the folder."""
     vocabulary = config.model.language.vocab_size
     assert vocabulary is not None
-    fill = partial(
-        load_weights, pretrained_list=[Pretrained.of(folder, *ALL_PARTS)], config=config, vocab_size=vocabulary
-    )
+    source = Pretrained.of(folder, *ALL_PARTS, predictors=config.model.language.mtp_layers)
+    fill = partial(load_weights, pretrained_list=[source], config=config, vocab_size=vocabulary)
     plan = make_plan(config, single.groups.dims)
     engine = build_engine(config, plan, single.groups, vocab_size=vocabulary, backend=single.backend, weights=fill)
     single.engines.append(engine)
@@ -298,9 +297,9 @@ def family_in(folder: Path) -> str:
     return family_of(HfFolder(folder).settings).name
 
 
-def run_of(folder: Path, out: Path, single: Single) -> Path:
+def run_of(folder: Path, out: Path, single: Single, flags: Sequence[str] = ()) -> Path:
     """Write the run `out` that began with the folder and has saved before its first step."""
-    given = parse(f"--init-from {folder} --run-dir {out} --seq-length {LENGTH} {ADAMW}".split())
+    given = parse([*f"--init-from {folder} --run-dir {out} --seq-length {LENGTH} {ADAMW}".split(), *flags])
     config = resolve(with_pretrained_model(given))
     saver = Saver(out / "checkpoints", Keep(0))
     trained, plan = engine_for(config, folder, single).trained(), make_plan(config, single.groups.dims)
@@ -322,15 +321,22 @@ def unpadded_shapes(chunk: VLMChunk, config: Config) -> dict[str, tuple[int, ...
     }
 
 
-def assert_round_trip(folder: Path, out: Path, single: Single) -> None:
+def assert_round_trip(folder: Path, out: Path, single: Single, flags: Sequence[str] = ()) -> None:
     """A run gives every file back: the same tensors bit for bit, and all others byte for byte."""
-    run_of(folder, out / "ours", single)
+    run_of(folder, out / "ours", single, flags)
     assert convert.main(["export", str(out / "ours"), str(out / "theirs")]) == 0
     before, after = ({file.name for file in path.iterdir() if file.is_file()} for path in (folder, out / "theirs"))
     # safetensors files are written in the library's own layout, too
     _, different, unreadable = filecmp.cmpfiles(folder, out / "theirs", before & after, shallow=False)
     changed = [*(before ^ after), *different, *unreadable]
     hold(family_in(folder), "import_export", len(changed), f"files {changed}")
+
+
+def different(folder: Path, other: Path) -> list[str]:
+    """Return the names of the files of a folder that another one has not, byte for byte."""
+    names = {file.name for file in folder.iterdir() if file.is_file()}
+    _, changed, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
+    return [*changed, *unreadable]
 
 
 def assert_same_generation(folder: Path, out: Path, **inputs: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.schema import Config, DataConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.data.context_parts import with_further_tokens
 from megavlm.data.synthetic import SyntheticSource
 from megavlm.data.types import Sample
 from megavlm.inputs.batch import MicroBatch
@@ -48,14 +49,17 @@ def samples_of(config: Config, lengths: tuple[int, ...]) -> tuple[SyntheticSourc
     ]
 
 
-def trained(chunk: Callable[..., Any], batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """Summed loss over trained tokens and its gradients."""
+def trained(
+    chunk: Callable[..., Any], batches: list[MicroBatch], *, depths: int = 0
+) -> tuple[float, dict[str, Tensor]]:
+    """Summed loss over trained tokens and its gradients; with `depths`, also of as many further tokens each."""
     module: Any = chunk
     module.zero_grad(set_to_none=True)
     module.train()
     total = torch.zeros(())
     for batch in batches:
         module.set_input_tensor(None)
+        batch = with_further_tokens(batch, depths)
         loss = (module(batch) * batch.text.loss_mask).sum()
         loss.backward()
         total = total + loss.detach()

@@ -120,7 +120,7 @@ def farthest_apart(actual: Sequence[dict[str, Any]], expected: Sequence[dict[str
     return max(
         (abs(a[name] - e[name]) / abs(e[name]), f"{name} of iteration {a['iteration']}")
         for a, e in zip(actual, expected, strict=True)
-        for name in ("loss", "grad_norm")
+        for name in ("loss", "grad_norm", *(("mtp_loss",) if "mtp_loss" in e else ()))
     )
 
 

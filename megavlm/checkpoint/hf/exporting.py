@@ -117,9 +117,9 @@ class Exported:
 
     @cached_property
     def copies(self) -> dict[str, list[str]]:
-        """Return what files repeat of a tensor, by its name: a tied output weight."""
-        head, found = self.family.name_prefixes[self.sidecar.variant].head, dict[str, list[str]]()
-        for copy, name in copies(self.table, head, self.model, self.sidecar.file_of).items():
+        """Return what files repeat of a tensor, by its name (`copies`)."""
+        found = dict[str, list[str]]()
+        for copy, name in copies(self.family, self.sidecar.variant, self.model, self.sidecar.file_of).items():
             found.setdefault(name, []).append(copy)
         return found
 

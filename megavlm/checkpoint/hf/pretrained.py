@@ -54,10 +54,13 @@ class Pretrained:
         return self.family.tiling(self.folder.settings) if self.family.tiling else None
 
     @classmethod
-    def of(cls, path: Path, *parts: str, feature_layer: int | None = None, weights: bool = True) -> Pretrained:
+    def of(
+        cls, path: Path, *parts: str, feature_layer: int | None = None, predictors: int = 0, weights: bool = True
+    ) -> Pretrained:
         """Open a folder as the source of these parts, with the name prefixes that fit its files best.
 
-        `feature_layer` takes features from another tower layer than config.json names. Without `weights`, the folder
+        `feature_layer` takes features from another tower layer than config.json names. Of the layers that predict
+        further tokens, the first `predictors` are part of the model. Without `weights`, the folder
         may have config.json alone, and only the model is known. Raises UserError if the folder's architecture lacks
         one of the parts.
         """
@@ -75,6 +78,12 @@ class Pretrained:
         model = family.config(folder.settings)
         if feature_layer is not None:
             model = replace(model, vision=replace(model.vision, feature_layer=feature_layer))
+        if predictors > (most := family.predictors.most if family.predictors is not None else 0):
+            raise UserError(
+                f"model.language.mtp_layers {predictors} is more than the {most} such layers that are known of "
+                f"{family.name}, the model of {path}: set it to {most}"
+            )
+        model = replace(model, language=replace(model.language, mtp_layers=predictors))
         if not folder.files:
             return cls(folder, family, model, parts, 0, {})
         shapes = {name: info.shape for name, info in folder.tensors.items()}
@@ -100,8 +109,8 @@ class Pretrained:
 
     @property
     def copies(self) -> dict[str, str]:
-        """Return each tensor that repeats another one, with that one: a tied output weight that the files hold too."""
-        return copies(self.table, self.family.name_prefixes[self.variant].head, self.model, self.folder.tensors)
+        """Return each tensor that repeats another one, with that one (`copies`)."""
+        return copies(self.family, self.variant, self.model, self.folder.tensors)
 
     def problems(self) -> list[str]:
         """Return a line for each missing, surplus and integer tensor, and tied weight that differs from its twin."""
@@ -109,11 +118,18 @@ class Pretrained:
         wanted = {key: rule for key, rule in self.table.items() if self.provides(key)}
         missing = [f"missing {name}" for name in sorted(_names(wanted) - found.keys())]
         known = [re.compile(pattern) for pattern in self.family.unused]
+        if self.family.predictors is not None and not self.model.language.mtp_layers:
+            known.append(re.compile(self.family.predictors.names))
         if self.embeds:
             known.append(re.compile(re.escape(self.family.name_prefixes[self.variant].head)))
         surplus = [name for name in self.unused if not any(pattern.fullmatch(name) for pattern in known)]
         untied = [
-            f"{name} differs from {original}, to which tie_word_embeddings ties it: say false in config.json"
+            f"{name} differs from {original}, "
+            + (
+                "to which tie_word_embeddings ties it: say false in config.json"
+                if name == self.family.name_prefixes[self.variant].head
+                else "which it repeats in published models: leave model.language.mtp_layers at 0"
+            )
             for name, original in self.copies.items()
             if "language" in self.parts and original in found and not self.folder.same(name, original)
         ]
@@ -157,11 +173,16 @@ class Pretrained:
         return wide[:, index[1]]
 
 
-def copies(table: Table, head: str, model: ModelConfig, names: Container[str]) -> dict[str, str]:
-    """Return {output weight: embedding} in Hugging Face names if they are tied and `names` has the first, else {}."""
-    if not model.language.tie_embeddings or head not in names:
-        return {}
-    return {head: table[f"{EMBEDDING}.word_embeddings.weight"].hf_names[0]}
+def copies(family: Family, variant: int, model: ModelConfig, names: Container[str]) -> dict[str, str]:
+    """Return each of `names` that repeats another tensor, with that one: a tied output weight, and what layers that
+    predict further tokens share with the model.
+    """
+    prefixes = family.name_prefixes[variant]
+    table = family.table(model, prefixes)
+    found = {} if family.predictors is None else family.predictors.copies(model, prefixes)
+    if model.language.tie_embeddings:
+        found[prefixes.head] = table[f"{EMBEDDING}.word_embeddings.weight"].hf_names[0]
+    return {name: original for name, original in found.items() if name in names}
 
 
 def without_output(table: Table) -> Table:
@@ -195,7 +216,8 @@ def _named_folders(config: Config, weights: bool) -> list[Pretrained]:
             raise UserError(
                 "--init-from brings a whole VLM: leave out --vision-from, --language-from and --projector-from"
             )
-        whole = found(options.init_from, "--init-from", *ALL_PARTS)
+        depths = config.model.language.mtp_layers
+        whole = found(options.init_from, "--init-from", *ALL_PARTS, predictors=depths)
         return [replace(whole, new_channels=vision.new_channels)]
     pretrained_list = []
     if options.vision_from is not None:

@@ -27,7 +27,8 @@ Inputs = Callable[["MicroBatch", ModelConfig], dict[str, "Tensor"]]
 class NamePrefixes:
     """What precedes the names of tensors in a file: one architecture has been saved under several sets of names.
 
-    `experts` says how a file holds the experts of a layer.
+    `experts` says how a file holds the experts of a layer, `further_experts` those of a layer that predicts a further
+    token where they differ.
     """
 
     vision: str = ""
@@ -35,6 +36,7 @@ class NamePrefixes:
     language: str = ""
     head: str = "lm_head.weight"
     experts: ExpertFiles = "apart"
+    further_experts: ExpertFiles | None = None
 
 
 def llava_prefixes(*towers: str) -> tuple[NamePrefixes, ...]:
@@ -51,6 +53,21 @@ NESTED_TOWERS = ("vision_tower.", "vision_tower.vision_model.")
 
 
 @dataclass(frozen=True)
+class Predictors:
+    """How files of a family hold layers that predict further tokens. A run that trains them has them in its `table`.
+
+    Args:
+        names: pattern of their tensors, which are carried along if a run does not train them.
+        most: how many layers are known.
+        copies: `ModelConfig` and prefixes → each tensor of theirs that repeats another one, with that one.
+    """
+
+    names: str
+    most: int = 1
+    copies: Callable[[ModelConfig, NamePrefixes], dict[str, str]] = lambda model, prefixes: {}
+
+
+@dataclass(frozen=True)
 class Family:
     """An architecture's configuration, weights, inputs, image processor and chat template.
 
@@ -64,6 +81,7 @@ class Family:
         parts: which parts of a VLM its checkpoints hold: "vision", "projector", "language".
         unused: patterns (regular expressions, full match) of weights that the features do not depend on. They are not
             trained here, and an export returns them unchanged.
+        predictors: its layers that predict further tokens; None: none are known.
         inputs: a micro-batch → keyword arguments of the Transformers model's forward.
         tiling: config.json → how the model divides an image into tiles, if it does.
         image_processors: readers of the image processor classes that its folders name.
@@ -84,6 +102,7 @@ class Family:
     name_prefixes: tuple[NamePrefixes, ...]
     parts: tuple[str, ...] = ALL_PARTS
     unused: tuple[str, ...] = ()
+    predictors: Predictors | None = None
     inputs: Inputs | None = None
     tiling: Callable[[Settings], Tiling] | None = None
     image_processors: tuple[ProcessorReader, ...] = ()

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, OUTPUT
+from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_INPUT, MTP_NORM, OUTPUT
 from megavlm.config.derived import is_linear
 from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.experts import experts_table, qwen_experts
+from megavlm.families.shared.experts import ExpertFiles, experts_table, qwen_experts
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Concat, Grouped, Rename, Share, Table, linear
@@ -217,29 +217,47 @@ def linear_attention_table(language: LanguageConfig, held: str, stored: str) -> 
     }
 
 
+def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: ExpertFiles) -> Table:
+    """Return the table of language layer `number`, whose tensors' names begin with `hf_layer` in files."""
+    language, experts, layer = model.language, model.experts, f"{LANGUAGE_LAYER}{number}."
+    table: Table = {}
+    if language.input_norms:
+        before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
+        table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
+        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
+    if is_linear(language, number):
+        table |= linear_attention_table(language, f"{layer}self_attention.", f"{hf_layer}linear_attn.")
+    else:
+        table |= attention_table(language, f"{layer}self_attention.", f"{hf_layer}self_attn.")
+    if language.post_norms:
+        table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
+        table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
+    if experts.num_experts and number not in experts.dense_layers:
+        width = language.hidden_size
+        return table | experts_table(experts, layer, hf_layer, hidden_size=width, stored=stored)
+    gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
+    table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
+    return table | linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
+
+
+def predictor_table(model: ModelConfig, depth: int, names: tuple[str, str, str, str], **layer: Any) -> Table:
+    """Return the table of the layers that predict the token at this depth (from 0). `names` are those in files: of the
+    norm of embeddings, of the norm of hidden states, of the matrix, and of the last norm; `layer` are arguments of
+    `layer_table`.
+    """
+    ours = ("embedding_norm", "hidden_norm", "projection")
+    table = layer_table(model, model.language.num_layers + depth, **layer)
+    for own, name in zip(ours, names[:3], strict=True):
+        table |= linear(f"{MTP_INPUT}{depth}.{own}", name, bias=False)
+    return table | linear(f"{MTP_NORM}{depth}", names[3], bias=False)
+
+
 def language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     """LlamaModel and its kin below `prefixes.language`, with the output layer where it has a weight of its own."""
-    language, experts, prefix = model.language, model.experts, prefixes.language
+    language, prefix = model.language, prefixes.language
     table: Table = {f"{EMBEDDING}.word_embeddings.weight": Rename(f"{prefix}embed_tokens.weight")}
     for number in range(language.num_layers):
-        layer, hf_layer = f"{LANGUAGE_LAYER}{number}.", f"{prefix}layers.{number}."
-        if language.input_norms:
-            before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
-            table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
-            table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
-        if is_linear(language, number):
-            table |= linear_attention_table(language, f"{layer}self_attention.", f"{hf_layer}linear_attn.")
-        else:
-            table |= attention_table(language, f"{layer}self_attention.", f"{hf_layer}self_attn.")
-        if language.post_norms:
-            table |= linear(f"{layer}self_attn_bda.norm", f"{hf_layer}post_attention_layernorm", bias=False)
-            table |= linear(f"{layer}mlp_bda.norm", f"{hf_layer}post_feedforward_layernorm", bias=False)
-        if experts.num_experts and number not in experts.dense_layers:
-            table |= experts_table(experts, layer, hf_layer, hidden_size=language.hidden_size, stored=prefixes.experts)
-            continue
-        gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
-        table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
-        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
+        table |= layer_table(model, number, f"{prefix}layers.{number}.", stored=prefixes.experts)
     table |= linear(LANGUAGE_NORM, f"{prefix}norm", bias=False)
     if not language.tie_embeddings:
         table[f"{OUTPUT}.linear.weight"] = Rename(prefixes.head)

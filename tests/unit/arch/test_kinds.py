@@ -9,7 +9,16 @@ import pytest
 
 from megavlm.arch.kind import LayerKind
 from megavlm.arch.kinds import KINDS
-from megavlm.arch.layers import DEEPSTACK, PART_OF_KIND, kind_of, layer_names, number_of, part_of
+from megavlm.arch.layers import (
+    DEEPSTACK,
+    MTP_INPUT,
+    MTP_NORM,
+    PART_OF_KIND,
+    kind_of,
+    layer_names,
+    number_of,
+    part_of,
+)
 from megavlm.config.schema import Config
 
 
@@ -31,7 +40,8 @@ def test_a_kind_without_an_answer_cannot_be_made() -> None:
 
 def test_every_kind_is_in_the_list_of_layers() -> None:
     names = layer_names(Config().model)
-    assert {kind_of(name) for name in names} == KINDS.keys() - {DEEPSTACK}  # which only Qwen3-VL has
+    # Qwen3-VL has the first, and models that predict further tokens have the others.
+    assert {kind_of(name) for name in names} == KINDS.keys() - {DEEPSTACK, MTP_INPUT, MTP_NORM}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +53,8 @@ def test_every_kind_is_in_the_list_of_layers() -> None:
         ("deepstack.2.norm.bias", "deepstack.", 2, "projector"),
         ("projector.image_newline", "projector", 0, "projector"),
         ("language.norm.weight", "language.norm", 0, "language"),
+        ("language.mtp.1.projection.weight", "language.mtp.", 1, "language"),
+        ("language.mtp_norm.0.weight", "language.mtp_norm.", 0, "language"),
         ("output.linear.weight", "output", 0, "language"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.arch.dims import RowSplit
-from megavlm.data.context_parts import order_of, part_of
+from megavlm.data.context_parts import followers, order_of, part_of, with_further_tokens
 from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
 
 IMAGE = 7
@@ -93,3 +93,43 @@ def test_the_device_gets_the_part_and_the_tokens_of_whole_rows() -> None:
 def test_groups_that_gather_keys_have_a_run_from_either_end() -> None:
     parts = order_of(RowSplit(heads=2, groups=2), 16).view(4, -1).tolist()
     assert parts == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(1, 3), st.integers(1, 2))
+def test_each_position_finds_a_later_one_of_its_row(
+    drawn: tuple[MicroBatch, RowSplit], shards: int, steps: int
+) -> None:
+    batch, split = drawn
+    length = batch.text.tokens.shape[1] * shards
+    parts = split.ranks * shards
+    order = order_of(split, length).view(parts, -1)
+    found = followers(split, length, parts=parts, steps=steps)
+    arriving = torch.cat([own[sent] for own, sent in zip(order, found.sent, strict=True)])
+    for own, rows in zip(order, found.rows, strict=True):
+        assert torch.equal(torch.cat([own, arriving])[rows], (own + steps) % length)
+    assert found.sent.shape[1] <= 2 * steps, "of two runs at most, and none of another rank's"
+
+
+def test_a_further_token_has_a_loss_where_it_is_trained_and_of_the_same_sample() -> None:
+    """Samples of four and three tokens in the first row, and of five in the second; one token is padding."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).float()
+    numbers = torch.arange(16).view(2, 8)
+    text = TextBatch(
+        tokens=numbers,
+        labels=100 + numbers,
+        loss_mask=mask,
+        positions=200 + numbers,
+        feature_positions=torch.zeros(0, dtype=torch.int64),
+        trained_positions=mask.flatten().nonzero()[:, 0],
+        cu_seqlens=torch.tensor([0, 4, 7, 8, 13, 16]),
+    )
+    further = with_further_tokens(MicroBatch(text, ImageSizes()), 2).text
+    assert torch.equal(further.loss_mask[:2], mask)
+    one, two = further.loss_mask[2:4], further.loss_mask[4:]
+    assert one.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0, 0]]
+    assert two.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert further.labels[2:4][one.bool()].tolist() == [101, 102, 105, 109, 111]
+    assert torch.equal(further.trained_positions, further.loss_mask.flatten().nonzero()[:, 0])
+    assert further.further_positions is not None
+    assert further.further_positions[1, 1, :6].tolist() == [210 + place for place in range(6)]
