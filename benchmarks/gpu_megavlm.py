@@ -80,10 +80,18 @@ class Ours(Side):
         """Return a step on batches of the data loader, as `train/loop.py` runs it."""
         from megavlm.data.loader import stats
         from megavlm.data.loaders import build_loaders
+        from megavlm.model.specs import DTYPES
         from megavlm.train.build_source import build_source
 
         source = build_source(config, run_dir=Path(config.run.run_dir), rank=0, barrier=lambda: None)
-        loaders = build_loaders(config, source, groups, device=self.backend.device, vision_group=groups.tp)
+        loaders = build_loaders(
+            config,
+            source,
+            groups,
+            device=self.backend.device,
+            dtype=DTYPES[config.precision.dtype],
+            vision_group=groups.tp,
+        )
         self.data_loader = loaders.training
 
         def step() -> float:

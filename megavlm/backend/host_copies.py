@@ -1,11 +1,19 @@
-"""Pinned host memory, and copies between host and device that overlap with computation."""
+"""Pinned and shared host memory, and copies between host and device that overlap with computation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +27,109 @@ def empty_on_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-def pin(address: int, size: int) -> bool:
-    """Pin memory that torch did not allocate; return whether it is pinned now. Copies from a GPU are then faster."""
-    runtime = torch.cuda.cudart()
-    return runtime is not None and int(runtime.cudaHostRegister(address, size, 0)) == 0
+class SharedMemory:
+    """Host memory that several processes map. It has no name in any file system (`memfd`), so it is gone with the last
+    of them, and no limit of /dev/shm applies.
+    """
+
+    def __init__(self, file: int | None = None) -> None:
+        """Make memory, which is empty, or take part in that of a file descriptor. It grows for all of them."""
+        self.file = os.memfd_create("megavlm", os.MFD_CLOEXEC) if file is None else file
+        self._memory: mmap.mmap | None = None
+        self._address = 0  # of memory that is pinned
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of what is mapped."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def reserve(self, size: int, *, pins: bool = False) -> None:
+        """Map at least `size` bytes, and all that others have reserved; pin them for a GPU, if that is possible.
+
+        Tensors that lie in the memory stay as they are, but are no longer pinned.
+        """
+        if size <= self.bytes:
+            return
+        self._unmap()
+        if (found := os.fstat(self.file).st_size) < size:
+            os.ftruncate(self.file, size)
+        self._memory = mmap.mmap(self.file, max(size, found))
+        if pins and (runtime := torch.cuda.cudart()) is not None:
+            address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+            if int(runtime.cudaHostRegister(address, self.bytes, 0)) == 0:
+                self._address = address
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the tensor at an offset in bytes."""
+        size = math.prod(shape) * dtype.itemsize
+        if not size or self._memory is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
+        return flat.view(dtype).view(tuple(shape))
+
+    def lend(self, then: Callable[[], object], *, pins: bool = False) -> Tensor:
+        """Return all that was reserved, [bytes] uint8. Once no tensor refers to it, `then` is called, in any thread."""
+        self.reserve(max(1, os.fstat(self.file).st_size), pins=pins)
+        assert self._memory is not None
+        array = np.frombuffer(self._memory, dtype=np.uint8)
+        weakref.finalize(array, then).atexit = False
+        return torch.from_numpy(array)
+
+    def close(self) -> None:
+        """Free the memory; what others have mapped, and tensors that lie in it, stay until they are freed."""
+        self._unmap()
+        os.close(self.file)
+
+    def _unmap(self) -> None:
+        if self._address:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._memory, self._address = None, 0
 
 
-def unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+class SharedMemories:
+    """Memories whose content a device reads. One is used again once no tensor refers to it and the device, if it is a
+    GPU, has read it; there are as many as are in use at the same time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on = torch.get_device_module(device)
+        self._free: SimpleQueue[tuple[SharedMemory, Any]] = SimpleQueue()  # with the event that it has been read
+        self._closed = threading.Event()
+
+    def take(self) -> SharedMemory:
+        """Return memory that is free. Raises OSError if there is none."""
+        with suppress(Empty):
+            memory, read = self._free.get_nowait()
+            if read.query():
+                return memory
+            self._free.put((memory, read))
+        return SharedMemory()
+
+    def lend(self, memory: SharedMemory) -> Tensor:
+        """Return all that was reserved of a memory, [bytes] uint8, pinned for a GPU, until no tensor refers to it.
+
+        Raises OSError if it cannot be mapped.
+        """
+        pins = self._device.type == "cuda"
+        # In a new thread the current device is number 0, and pinning memory would create a CUDA context on it.
+        with torch.cuda.device(self._device) if pins else nullcontext():
+            return memory.lend(partial(self.give_back, memory), pins=pins)
+
+    def give_back(self, memory: SharedMemory) -> None:
+        """Let memory be used again: no tensor refers to it, and all copies from it to the device have been launched."""
+        read = self._on.Event()
+        read.record(self._on.current_stream(self._device))
+        self._free.put((memory, read))
+        if self._closed.is_set():
+            self.close()
+
+    def close(self) -> None:
+        """Free all memories, each once no tensor refers to it."""
+        self._closed.set()
+        with suppress(Empty):
+            while True:
+                self._free.get_nowait()[0].close()
 
 
 class HostCopies:

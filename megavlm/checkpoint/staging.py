@@ -1,14 +1,11 @@
 """Copy a rank's state into memory that it shares with the process that writes it, and write its files from there.
 
-The memory has no name in any file system (`memfd`), so it is gone with the two processes and no limit of /dev/shm
-applies. It is kept for the next save. For a GPU it is pinned, so that copies run at the speed of the bus.
+The memory is kept for the next save. For a GPU it is pinned, so that copies run at the speed of the bus.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megavlm.backend.host_copies import pin as pin_memory
-from megavlm.backend.host_copies import unpin
+from megavlm.backend.host_copies import SharedMemory
 from megavlm.checkpoint.items import ITEMS, write_items
 from megavlm.checkpoint.manifest import FileSum, SummingFile, in_words
 from megavlm.files import open_new
@@ -51,15 +47,8 @@ class FilePlace:
 Places = Mapping[str, Sequence[FilePlace]]  # by file
 
 
-class Staging:
-    """The shared memory of a rank."""
-
-    def __init__(self) -> None:
-        """Make the memory, which is empty. Processes that are forked from now on share it, however large it becomes."""
-        self.file = os.memfd_create("megavlm-checkpoint", os.MFD_CLOEXEC)
-        self.bytes = 0
-        self._memory: mmap.mmap | None = None
-        self._pinned = 0  # address of the memory if it is pinned
+class Staging(SharedMemory):
+    """The shared memory of a rank. Processes that are forked once it is made share it, however large it becomes."""
 
     def copy(self, files: Mapping[str, Sequence[Item]]) -> Places:
         """Copy items into the memory, wait until the copies are done, and return where each item is."""
@@ -72,48 +61,23 @@ class Staging:
                 places[name].append(place)
                 end = math.ceil((place.offset + place.bytes) / _ALIGNMENT) * _ALIGNMENT
         on_gpu = any(tensor.is_cuda for items in files.values() for _, tensor in items)
-        self._reserve(end, pin=on_gpu)
+        self.reserve(end, pins=on_gpu)
         for name, items in files.items():
             for (_, data), place in zip(items, places[name], strict=True):
                 if data.numel():
-                    view(self._memory, place).copy_(data.detach(), non_blocking=True)
+                    _at(self, place).copy_(data.detach(), non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
         return places
 
-    def close(self) -> None:
-        """Free the memory; what is mapped by others stays until they free it."""
-        self._unmap()
-        os.close(self.file)
 
-    def _unmap(self) -> None:
-        if self._pinned:
-            unpin(self._pinned)
-        self._memory, self._pinned, self.bytes = None, 0, 0
-
-    def _reserve(self, size: int, *, pin: bool) -> None:
-        if size <= self.bytes:
-            return
-        self._unmap()
-        os.ftruncate(self.file, size)
-        self._memory, self.bytes = mmap.mmap(self.file, size), size
-        if pin:
-            address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-            if pin_memory(address, size):
-                self._pinned = address
-
-
-def view(memory: mmap.mmap | None, place: FilePlace) -> torch.Tensor:
-    """Return a tensor at its place in the memory."""
-    if not place.bytes or memory is None:
-        return torch.empty(place.shape, dtype=place.dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=place.bytes, offset=place.offset)
-    return flat.view(place.dtype).view(place.shape)
-
-
-def items_at(memory: mmap.mmap | None, places: Places) -> dict[str, list[Item]]:
+def items_at(memory: SharedMemory, places: Places) -> dict[str, list[Item]]:
     """Return the items of files as they are in the memory; they are not copied."""
-    return {name: [(each.index, view(memory, each)) for each in of_file] for name, of_file in places.items()}
+    return {name: [(each.index, _at(memory, each)) for each in of_file] for name, of_file in places.items()}
+
+
+def _at(memory: SharedMemory, place: FilePlace) -> torch.Tensor:
+    return memory.tensor(place.offset, place.shape, place.dtype)
 
 
 def _place(index: MetadataIndex, data: torch.Tensor, offset: int) -> FilePlace:

@@ -14,7 +14,6 @@ needs a CUDA device, both finish by collectives of the training ranks, and neith
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint import Metadata
 
+from megavlm.backend.host_copies import SharedMemory
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Keep
 from megavlm.checkpoint.manifest import TENSORS, FileSum, attempt_of, in_words
@@ -164,15 +164,14 @@ def serve(connection: Connection, pulse: Any, file: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
-    memory: mmap.mmap | None = None
+    memory = SharedMemory(file)
     metadata: Metadata | None = None
     try:
         while True:
             job: SaveJob = connection.recv()
             pulse.value = time.monotonic()
             metadata = job.metadata or metadata
-            if job.memory > (0 if memory is None else len(memory)):
-                memory = mmap.mmap(file, job.memory)
+            memory.reserve(job.memory)
             connection.send(do(replace(job, metadata=metadata), memory, partial(_check, connection, pulse)))
     except (EOFError, OSError, Abandoned, KeyboardInterrupt):
         os._exit(0)
@@ -190,7 +189,7 @@ def _check(connection: Connection, pulse: Any) -> None:
         raise Abandoned
 
 
-def do(job: SaveJob, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Outcome:
+def do(job: SaveJob, memory: SharedMemory, go_on: Callable[[], None]) -> Outcome:
     """Write a rank's files, report them, and on rank 0 commit the checkpoint."""
     folder, reports = folder_of(job), reports_of(job)
     failures: list[str] = []
@@ -211,7 +210,7 @@ def do(job: SaveJob, memory: mmap.mmap | None, go_on: Callable[[], None]) -> Out
 
 
 def _written(
-    job: SaveJob, folder: Path, memory: mmap.mmap | None, failures: list[str], go_on: Callable[[], None]
+    job: SaveJob, folder: Path, memory: SharedMemory, failures: list[str], go_on: Callable[[], None]
 ) -> Written:
     """Write a rank's files, twice if need be, and return them; append why an attempt failed. Raises SaveError."""
     if job.failure is not None:

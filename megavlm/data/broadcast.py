@@ -24,7 +24,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Skipped
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
-_ALIGNMENT = 8  # bytes: the alignment of a tensor of any type
+_ALIGNMENT = 64  # bytes, as torch aligns tensors: products are then the same bit for bit
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,18 @@ def _with_images(step: StepData, images: Sequence[ImageBatch | None]) -> StepDat
     return replace(step, batches=[replace(batch, images=each) for batch, each in pairs])
 
 
-def serialize(step: StepData) -> tuple[bytes, list[Tensor]]:
-    """Return the description of a step, and the tensors whose memory follows it; `deserialize` is the inverse."""
-    tensors = [tensor for batch in step.batches for tensor in batch.text.tensors().values()]
+def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tensor]]:
+    """Return the description of a step, and the tensors whose memory follows it, those of patches only with `pixels`;
+    `deserialize` is the inverse.
+    """
+    tensors: list[Tensor] = []
+    for batch in step.batches:
+        tensors += batch.text.tensors().values()
+        if pixels and batch.images is not None:
+            tensors.append(batch.images.patches)
     description = {
         "batches": [_described(batch) for batch in step.batches],
+        "pixels": pixels,
         "read": step.read,
         "last": step.last,
         "skipped": [asdict(each) for each in step.skipped],
@@ -155,12 +162,12 @@ def copy_to(memory: Tensor, tensors: list[Tensor]) -> None:
 
 
 def deserialize(description: bytes, memory: Tensor) -> StepData:
-    """Return the step whose tensors lie in [bytes] uint8 memory. Its patches have a shape and no memory ("meta")."""
+    """Return the step whose tensors lie in [bytes] uint8 memory. Patches that do not have a shape alone ("meta")."""
     fields = json.loads(description)
     reader = _Reader(memory)
     imbalance = fields["imbalance"]
     return StepData(
-        batches=[_batch(batch, reader) for batch in fields["batches"]],
+        batches=[_batch(batch, reader, pixels=fields["pixels"]) for batch in fields["batches"]],
         read=fields["read"],
         last=fields["last"],
         skipped=tuple(Skipped(**each) for each in fields["skipped"]),
@@ -181,7 +188,7 @@ def _described(batch: MicroBatch) -> dict[str, Any]:
     }
 
 
-def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
+def _batch(fields: dict[str, Any], reader: _Reader, *, pixels: bool) -> MicroBatch:
     tensors: dict[str, Any] = {
         name: reader.next(getattr(torch, dtype), shape) for name, dtype, shape in fields["tensors"]
     }
@@ -191,8 +198,9 @@ def _batch(fields: dict[str, Any], reader: _Reader) -> MicroBatch:
     )
     images = None
     if fields["patches"] is not None:
-        dtype, shape = fields["patches"]
-        images = ImageBatch(sizes, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+        shape, dtype = fields["patches"][1], getattr(torch, fields["patches"][0])
+        patches = reader.next(dtype, shape) if pixels else torch.empty(shape, dtype=dtype, device="meta")
+        images = ImageBatch(sizes, patches)
     counts = tuple((tokens, trained) for tokens, trained in fields["row_counts"])
     prefixes = tuple((first, count) for first, count in fields["prefixes"])
     text = TextBatch(**tensors, lengths=tuple(fields["lengths"]), prefixes=prefixes, row_counts=counts)

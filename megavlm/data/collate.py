@@ -40,6 +40,7 @@ class CollateSpec:
     mrope: bool = False  # three rotary positions per token
     num_sources: int = 0  # data sets whose losses are reported separately
     pooling: str | None = None  # how a text becomes a vector, if it does: of its `last` token, or the `mean`
+    dtype: torch.dtype = torch.float32  # of patches: the model's, to which its first layer would cast them
     counted: str = "tokens"  # what the loss is a mean over (`Objective.counted`)
 
     @classmethod
@@ -107,7 +108,10 @@ def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None =
     spans = {patches.shape[1] // spec.patch_dim for patches in made}
     if len(spans) > 1:
         made = [each if each.shape[1] > spec.patch_dim else _repeated(each, spec) for each in made]
-    patches = torch.cat(made) if made else torch.empty(0, spec.patch_dim)
+    width = made[0].shape[1] if made else spec.patch_dim
+    patches = torch.empty(sum(map(len, made)), width, dtype=spec.dtype)
+    for place, each in zip(patches.split([len(each) for each in made]), made, strict=True):
+        place.copy_(each)
     known = (spec.patch_dim, spec.patch_dim * spec.frames_per_patch)
     assert patches.shape[1] in known, f"patches have {patches.shape[1]} values, the model {spec.patch_dim}"
     return ImageBatch(sizes, patches)

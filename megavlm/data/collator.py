@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megavlm.data.collate import CollateSpec, collate, collate_images
 from megavlm.data.sampler import Window, window_of
-from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment, Segments
+from megavlm.data.types import CollatedBatch, EncodedRecord, Sample, SampleId, Segment, Segments
 from megavlm.data.workers import WorkerPool
 from megavlm.inputs.bad_sample import BadSample, Skipped
-from megavlm.inputs.batch import ImageSizes, Mask, MicroBatch
+from megavlm.inputs.batch import ImageSizes, Mask
 
 if TYPE_CHECKING:
     from megavlm.data.file_source import FilesSource
@@ -31,14 +31,6 @@ def all_images(sizes: Sequence[ImageSizes]) -> list[None]:
 
 # A worker encodes this many samples per task, so that the time of sending the task does not count.
 _SAMPLES_PER_TASK = 32
-
-
-@dataclass(frozen=True)
-class CollatedBatch:
-    """A micro-batch, and the samples that were left out of it."""
-
-    batch: MicroBatch
-    skipped: tuple[Skipped, ...] = ()
 
 
 class Collator(Protocol):

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 
+import torch
+
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
@@ -187,7 +189,7 @@ class FilesSource(Encoder, Source):
 
     # --- What other parts ask every source
 
-    def worker_pool(self) -> WorkerPool | None:
+    def worker_pool(self, device: torch.device) -> WorkerPool | None:
         """Start the processes of `--num-workers`, whose replacements are printed and recorded; none for 0."""
         data, run_dir = self.config.data, Path(self.config.run.run_dir)
 
@@ -197,7 +199,7 @@ class FilesSource(Encoder, Source):
 
         if not data.num_workers:
             return None
-        return WorkerPool(self, data.num_workers, timeout=data.worker_timeout, report=report)
+        return WorkerPool(self, data.num_workers, timeout=data.worker_timeout, device=device, report=report)
 
     def collator(
         self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None

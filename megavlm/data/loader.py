@@ -279,29 +279,19 @@ def stats(batches: Sequence[MicroBatch]) -> BatchStats:
     )
 
 
-@dataclass(frozen=True)
-class HostStaging:
-    """Casts patches to the model's type and, for a GPU, copies all tensors to pinned memory, so that the copy to the
-    device overlaps with computation.
-
-    The first layer would cast patches to the same type, so results do not change; in bf16 patches take half the bytes.
+def pinned(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return a micro-batch as it is copied to the device: for a GPU in pinned memory, so that the copy overlaps with
+    computation.
     """
+    pins = device.type == "cuda"
+    # In a new thread the current device is number 0, and pinning memory would create a CUDA context on it.
+    with torch.cuda.device(device) if pins else nullcontext():
+        tensors = {
+            name: _pinned(each) if pins and not each.is_pinned() else each
+            for name, each in batch.host_tensors().items()
+        }
+    return batch.with_tensors(tensors)
 
-    dtype: torch.dtype
-    device: torch.device
 
-    def __call__(self, batch: MicroBatch) -> MicroBatch:
-        # In a new thread the current device is number 0, and pinning memory would create a CUDA context on it.
-        here = torch.cuda.device(self.device) if self._pins else nullcontext()
-        with here:
-            return batch.with_tensors({name: self._staged(name, each) for name, each in batch.host_tensors().items()})
-
-    def _staged(self, name: str, value: Tensor) -> Tensor:
-        dtype = self.dtype if name == "patches" else value.dtype
-        if not self._pins:
-            return value.to(dtype)
-        return torch.empty(value.shape, dtype=dtype, pin_memory=True).copy_(value)
-
-    @property
-    def _pins(self) -> bool:
-        return self.device.type == "cuda"
+def _pinned(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)

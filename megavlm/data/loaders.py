@@ -19,7 +19,7 @@ from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, OwnImages, all_images
 from megavlm.data.costs import ImageAssignment
-from megavlm.data.loader import DataLoader, HostStaging, RankLoader
+from megavlm.data.loader import DataLoader, RankLoader, pinned
 from megavlm.data.sampler import BatchSampler, ValidationBatchSampler
 from megavlm.data.source import Source
 from megavlm.data.types import HeldOut
@@ -66,14 +66,14 @@ def build_loaders(
             own_images = partial(assignment.own, rank=groups.replica_rank)
         elif vision_group is not None:
             own_images = all_images
-        make = partial(source.collator, own_images=own_images, pool=source.worker_pool())
+        make = partial(source.collator, own_images=own_images, pool=source.worker_pool(device))
         loader = partial(
             RankLoader,
             micro_batch_size=config.train.micro_batch_size,
             balance=config.data.balance,
-            stage=HostStaging(dtype, device),
+            stage=partial(pinned, device=device),
         )
-        spec = CollateSpec.of(config, source)
+        spec = replace(CollateSpec.of(config, source), dtype=dtype)
         collator = make(spec)
         sampler = source.sampler(config, collator)
         training = loader(sampler, collator, dp_rank=at.dp, dp_size=dims.dp)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megavlm.config.schema import Config
@@ -68,8 +69,8 @@ class Source(ABC):
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         """Return the report of a sample that is left out."""
 
-    def worker_pool(self) -> WorkerPool | None:
-        """Return the processes of `--num-workers`, if the source has a use for them."""
+    def worker_pool(self, device: torch.device) -> WorkerPool | None:
+        """Return the processes of `--num-workers`, if the source has a use for them; what they make is for `device`."""
         return None
 
     @abstractmethod

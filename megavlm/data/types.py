@@ -268,6 +268,14 @@ class Imbalance:
 
 
 @dataclass(frozen=True)
+class CollatedBatch:
+    """A micro-batch, and the samples that were left out of it."""
+
+    batch: MicroBatch
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepData:
     """The data of one optimizer step on one rank."""
 

@@ -1,8 +1,9 @@
 """Run data tasks in worker processes; replace a worker that dies or hangs, and repeat its task.
 
 Tasks have no side effects, so they can be repeated. Each worker has a pipe of its own, and a thread of this process
-that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. A worker sends
-the name of each sample before it begins it, so that a message can name the sample at which it died or hung.
+that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. That thread does
+next to nothing: micro-batches lie in memory that both have mapped, and the name of each sample that a
+worker begins is noted in such memory, so that a message can name the sample at which it died or hung.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.multiprocessing  # tensors travel in shared memory
 
-from megavlm.data.types import EncodedRecord, Sample, SampleId, Segment
+from megavlm.backend.host_copies import SharedMemories, SharedMemory
+from megavlm.data.broadcast import copy_to, deserialize, serialize, size_of
+from megavlm.data.types import CollatedBatch, EncodedRecord, Sample, SampleId, Segment, StepData
 from megavlm.errors import UserError
+from megavlm.inputs.bad_sample import Skipped
 from megavlm.resilience.signals import SIGNALS, how_it_ended
 
 if TYPE_CHECKING:
@@ -34,8 +40,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ATTEMPTS = 3  # workers that may be lost at one task before the run fails
-_ROOM = "give /dev/shm more room (docker run --shm-size=16g), or read without workers (--num-workers 0)"
+_NOTE = struct.Struct("d1016s")  # when a worker gave a sign of life, and the name of the sample that it works on
 _START = 300.0  # seconds that a worker may take for its imports, at least
+_CPU = torch.device("cpu")
+_SPARE = 8  # memory that has to grow gets this fraction more, so that it seldom does
 _LOOK = 1.0  # seconds between checks for workers that hang
 _STARTING = threading.Lock()
 _SCRIPT = {"__file__", "__spec__"}  # by these, a process that Python starts finds the script of its parent
@@ -50,14 +58,17 @@ class WorkerPool:
         workers: int,
         *,
         timeout: float,
+        device: torch.device = _CPU,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start the workers.
 
-        A worker that sends nothing for `timeout` seconds is replaced (0: never). `report` is called with a line about
-        each replacement. Raises UserError if processes cannot be started.
+        A worker that gives no sign of life for `timeout` seconds is replaced (0: never). Micro-batches are pinned for
+        `device`, if it is a GPU. `report` is called with a line about each replacement. Raises UserError if
+        processes cannot be started.
         """
         self._source = source
+        self._memories = SharedMemories(device)
         self._timeout = timeout
         self._report = report
         self._closed = threading.Event()
@@ -87,33 +98,47 @@ class WorkerPool:
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._memories.close()
 
     def _call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
-        worker, losses = self._idle.get(), 0
+        worker, memory = self._idle.get(), None
         try:
-            while True:
-                if worker.lost:
-                    worker.start()
-                    if self._closed.is_set():  # `close` has killed the one before
-                        worker.kill()
-                try:
-                    result: Result = worker.call(function, task)
-                    return result
-                except _WorkerLost as lost:
-                    if self._closed.is_set():
-                        raise
-                    losses += 1
-                    self._report_loss(worker, lost, last=losses == ATTEMPTS)
+            with _room():
+                memory = self._memories.take()
+            result = self._asked(worker, function, task, memory)
+            if isinstance(result, StoredBatch):
+                result, memory = loaded(result, self._memories, memory), None
+            return cast(Result, result)
         finally:
             self._idle.put(worker)
+            if memory is not None:
+                self._memories.give_back(memory)
+
+    def _asked(self, worker: _Worker, function: Callable[[Any, Any], Any], task: Any, memory: SharedMemory) -> Any:
+        losses = 0
+        while True:
+            if worker.lost:
+                worker.start()
+                if self._closed.is_set():  # `close` has killed the one before
+                    worker.kill()
+            try:
+                return worker.call(function, task, memory)
+            except _WorkerLost as lost:
+                if self._closed.is_set():
+                    raise
+                losses += 1
+                self._report_loss(worker, lost, last=losses == ATTEMPTS)
 
     def _report_loss(self, worker: _Worker, lost: _WorkerLost, *, last: bool) -> None:
         """Report a worker that was lost; raise UserError if it was the last one of a task."""
-        place = "before it began a sample" if worker.sample is None else f"at sample {worker.sample}"
+        sample = worker.sample
+        place = f"at sample {sample}" if sample else "before it began a sample"
         line = f"a data worker {lost} {place}"
         if not last:
             return self._report(f"{line}: another takes its place")
-        remedy = "--num-workers 0 reads without them" if worker.sample is None else "repair or remove that sample"
+        remedy = "repair or remove that sample" if sample else "--num-workers 0 reads without them"
         raise UserError(
             f"{line}, as {ATTEMPTS - 1} before it: {remedy}; if memory ran out, lower --num-workers or "
             "--max-image-pixels; if storage does not answer, look at it; if it is only slow, raise "
@@ -121,7 +146,7 @@ class WorkerPool:
         ) from lost
 
     def _end_hanging(self) -> None:
-        """Kill workers that sent nothing for too long; the thread that waits for one then finds its pipe closed."""
+        """Kill workers that are silent for too long; the thread that waits for one then finds its pipe closed."""
         while not self._closed.wait(_LOOK):
             for worker in self._workers:
                 if self._timeout and worker.silence() > (self._timeout if worker.ready else max(self._timeout, _START)):
@@ -134,10 +159,11 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """Owns a worker process and this process's end of its pipe."""
+    """Owns a worker process, this process's end of its pipe, and the memory in which it notes what it does."""
 
     def __init__(self, source: FilesSource) -> None:
         self._source = source
+        self._note = Note(SharedMemory())
         self.start()
 
     def start(self) -> None:
@@ -149,42 +175,58 @@ class _Worker:
         with _alone():
             process.start()
         self._process = process
+        self._note.write("", at=0.0)
+        self._known: set[int] = set()  # the memories that it has mapped
+        self._give(self._note.memory)
         theirs.close()  # so that the pipe ends with the process
-        self.sample: str | None = None  # the name of the last one that it began
-        self.ready = self.lost = False
-        self.hangs = False
-        self._heard: float | None = None  # time of its last message; None while it has no task
+        self.hangs = self.lost = False
+        self._asked: float | None = None  # when it was given its task; None while it has none
 
-    def call(self, function: Callable[[Any, Any], Result], task: Any) -> Result:
-        """Return `function(source, task)`. Raises _WorkerLost if the process ends, and what the function raises."""
-        self.sample = None
-        self._heard = time.monotonic()
+    def call(self, function: Callable[[Any, Any], Any], task: Any, memory: SharedMemory) -> Any:
+        """Return `function(source, task)`; of a micro-batch, what `stored` returns, since it lies in the memory.
+
+        Raises _WorkerLost if the process ends, and what the function raises.
+        """
+        self._asked = time.monotonic()
         try:
-            self._pipe.send((function, task))
-            while True:
-                kind, value = self._pipe.recv()
-                self._heard = time.monotonic()
-                if kind == "done":
-                    result: Result = value
-                    return result
-                if kind == "error":
-                    raise value
-                if kind == "ready":
-                    self.ready = True
-                else:
-                    self.sample = value
-        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            self._pipe.send((function, task, memory.file))
+            if memory.file not in self._known:
+                self._give(memory)
+            failed, result = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
             raise _WorkerLost(self._how_it_ended()) from error
         finally:
-            self._heard = None
+            self._asked = None
+        if failed:
+            raise result
+        return result
+
+    def _give(self, memory: SharedMemory) -> None:
+        send_handle(self._pipe, memory.file, self._process.pid)
+        self._known.add(memory.file)
+
+    @property
+    def sample(self) -> str:
+        """Return the name of the sample that it has begun; "" if it is between two tasks."""
+        return self._note.read()[1]
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the process has done its imports."""
+        return self._note.read()[0] > 0
 
     def silence(self) -> float:
-        """Return the seconds since the last message of a worker that has a task; 0 without a task."""
-        heard = self._heard
-        return 0.0 if heard is None else time.monotonic() - heard
+        """Return the seconds since the last sign of life of a worker that has a task; 0 without a task."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - max(asked, self._note.read()[0])
 
     def kill(self) -> None:
         self._process.kill()
+
+    def close(self) -> None:
+        """Free the pipe and the memory of a process that was killed."""
+        self._pipe.close()
+        self._note.memory.close()
 
     def _how_it_ended(self) -> str:
         self._process.kill()
@@ -216,6 +258,63 @@ def _alone() -> Iterator[None]:
                 os.environ["PYTHONSAFEPATH"] = before
 
 
+class Note:
+    """What a worker does now, in memory that it shares: nobody is woken up to be told."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        memory.reserve(_NOTE.size)
+        self.memory = memory
+        self._bytes = memory.tensor(0, [_NOTE.size], torch.uint8).numpy().data
+
+    def write(self, sample: str, *, at: float | None = None) -> None:
+        """Note the name of the sample that is begun, and the time."""
+        _NOTE.pack_into(self._bytes, 0, time.monotonic() if at is None else at, sample.encode()[: _NOTE.size - 8])
+
+    def read(self) -> tuple[float, str]:
+        """Return the time and the name."""
+        at, sample = _NOTE.unpack_from(self._bytes)
+        return at, sample.rstrip(b"\0").decode(errors="ignore")
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """What passes through a pipe in place of a `CollatedBatch` whose tensors lie in the memory."""
+
+    description: bytes
+    skipped: tuple[Skipped, ...]
+
+
+def stored(collated: CollatedBatch, memory: SharedMemory) -> StoredBatch:
+    """Write a micro-batch into the memory, and return what describes it. Raises UserError if the memory cannot grow."""
+    batch = collated.batch.with_tensors(collated.batch.host_tensors())  # what is copied to a device is contiguous
+    step = StepData([batch], read=0, skipped=(), imbalance=None)
+    description, tensors = serialize(step, pixels=True)
+    if (size := size_of(tensors)) > memory.bytes:
+        with _room():
+            memory.reserve(size + size // _SPARE)
+    copy_to(memory.tensor(0, [size], torch.uint8), tensors)
+    return StoredBatch(description, collated.skipped)
+
+
+def loaded(batch: StoredBatch, memories: SharedMemories, memory: SharedMemory) -> CollatedBatch:
+    """Return the micro-batch in the memory; its tensors are views, which are pinned for a GPU. Raises UserError."""
+    with _room():
+        whole = memories.lend(memory)
+    return CollatedBatch(deserialize(batch.description, whole).batches[0], batch.skipped)
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """Raise UserError where there is no memory to share."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--num-workers: no memory can be shared with data workers ({error.strerror}): lower it, allow more open "
+            "files (ulimit -n), or give the machine more memory; --num-workers 0 reads without them"
+        ) from error
+
+
 class TellingSource:
     """Wraps a source: calls `tell` with the name of each sample before it is read."""
 
@@ -240,24 +339,28 @@ def _work(source: FilesSource, pipe: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    telling = TellingSource(source, lambda name: pipe.send(("sample", name)))
-    with contextlib.suppress(BrokenPipeError):  # of a run that has ended meanwhile
-        pipe.send(("ready", None))
-    while True:
-        try:
-            function, task = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            answer = "done", function(telling, task)
-        except Exception as error:
-            error.add_note(traceback.format_exc())
-            answer = "error", error
-        with contextlib.suppress(BrokenPipeError):
-            try:
-                pipe.send(answer)
-            except RuntimeError as error:  # torch's, before anything is sent
-                pipe.send(("error", UserError(f"--num-workers: {error}: {_ROOM}")))
+    memories: dict[int, SharedMemory] = {}
+    with contextlib.suppress(EOFError, ConnectionError):  # of a run that has ended meanwhile
+        note = Note(SharedMemory(recv_handle(pipe)))
+        telling = TellingSource(source, note.write)
+        while True:
+            note.write("")
+            function, task, number = pipe.recv()
+            if number not in memories:
+                memories[number] = SharedMemory(recv_handle(pipe))
+            pipe.send(_answer(function, telling, task, memories[number]))
+
+
+def _answer(
+    function: Callable[[Any, Any], Any], source: TellingSource, task: Any, memory: SharedMemory
+) -> tuple[bool, Any]:
+    """Return whether `function(source, task)` failed, and its result or error."""
+    try:
+        result = function(source, task)
+        return False, stored(result, memory) if isinstance(result, CollatedBatch) else result
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        return True, error
 
 
 def _exit_with_parent() -> None:

@@ -79,7 +79,7 @@ class ImageBatch:
     """The images that this rank encodes, as patches: image after image, row-major within an image or tile."""
 
     sizes: ImageSizes
-    patches: Tensor  # [P, D] normalised pixels (channel, row, column within a patch), float32 until `HostStaging` casts
+    patches: Tensor  # [P, D] normalised pixels (channel, row, column within a patch), in the model's type
     # The ranks that all encode these images, if only the first of them has read the patches. On the others `patches`
     # has no memory (device "meta") until the micro-batch is on the device, where they are broadcast.
     vision_group: dist.ProcessGroup | None = None

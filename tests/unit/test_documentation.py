@@ -46,7 +46,7 @@ TAKES_RUN_FLAGS = ("convert", "plan", "preview")
 FOREIGN_FLAGS = {
     *"--nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-endpoint --rdzv-id --shutdown-timeout".split(),
     *"--logdir --backend-store-uri --local-dir".split(),
-    *"--signals-to-handle --signal --no-build-isolation --shm-size --build-arg".split(),
+    *"--signals-to-handle --signal --no-build-isolation --build-arg".split(),
     *"--tensor-parallel-size --limit-mm-per-prompt --enable-lora --lora-modules --model-path --tp".split(),  # servers
     *"--model --tasks --include --output --batch".split(),  # lmms-eval's, up to the underscore
     *("--to", "--failed"),  # of `make test-all`
@@ -54,7 +54,8 @@ FOREIGN_FLAGS = {
 }
 # Flags in messages alone: torchrun's, SLURM's, those of pip and of Hugging Face's hub, and examples.
 FOREIGN_IN_MESSAGES = {
-    *"--shutdown --jobs --force-reinstall --no-deps --no-cache-dir --index-url --repo-type --revision".split(),
+    *"--shutdown --jobs --shm-size --force-reinstall --no-deps --no-cache-dir --index-url".split(),
+    *"--repo-type --revision".split(),
     "--flag",
 }
 SUFFIXES = (".py", ".md", ".sh", ".toml", ".cpp")

@@ -184,7 +184,7 @@ def storage(facts: Facts, needs: Needs) -> Iterator[Problem]:
         what = f"{facts.disk_free / _GIB:.1f} GiB are free here: checkpoints take 14 bytes per parameter and more"
         yield Problem("warning", what, "name a folder on another disk with --run-dir")
     if facts.shared_memory is not None and facts.shared_memory < _LEAST_SHARED_MEMORY:
-        what = f"/dev/shm has {facts.shared_memory / 2**20:.0f} MiB: NCCL and data workers may fail"
+        what = f"/dev/shm has {facts.shared_memory / 2**20:.0f} MiB: NCCL may fail"
         remedy = "mount -o remount,size=16G /dev/shm  # for a container: docker run --shm-size=16g"
         yield Problem("warning", what, remedy)
 

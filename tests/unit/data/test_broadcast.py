@@ -18,7 +18,7 @@ def step() -> StepData:
     first, second = micro_batch(1, dtype=torch.bfloat16), micro_batch(2)
     odd = replace(
         second.text,
-        cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32),  # 12 bytes: what follows begins at 16
+        cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32),  # 12 bytes: what follows begins at 64
         feature_positions=torch.empty(0, dtype=torch.int64),
         positions=torch.arange(3 * 2 * 32).view(3, 2, 32),
         sources=torch.ones(2, 32, dtype=torch.int64),
@@ -58,4 +58,4 @@ def test_a_step_comes_out_as_it_went_in() -> None:
             else:
                 assert got == value, name
     assert b"pickle" not in description
-    assert aligned(5) == aligned(8) == 8
+    assert aligned(5) == aligned(64) == 64

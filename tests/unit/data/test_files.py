@@ -110,7 +110,7 @@ def test_each_sample_is_used_or_has_its_reason(broken: Path, number: int, reason
 def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=24))
     source = FilesSource(config)
-    spec = CollateSpec.of(config, source)
+    spec = replace(CollateSpec.of(config, source), dtype=torch.bfloat16)
     loaders = [
         RankLoader(source.sampler(config, collator), collator, dp_rank=1, dp_size=2, micro_batch_size=1, balance=True)
         for collator in (source.collator(spec), source.collator(spec, pool=WorkerPool(source, 1, timeout=300)))
@@ -121,6 +121,7 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
         for ours, theirs in zip(first.batches, second.batches, strict=True):
             assert ours.image_sizes == theirs.image_sizes
             assert ours.images.sizes == theirs.images.sizes
+            assert ours.images.patches.dtype == theirs.images.patches.dtype == torch.bfloat16
             assert torch.equal(ours.images.patches, theirs.images.patches)
             for name, value in vars(ours.text).items():
                 other = getattr(theirs.text, name)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.data import workers
 from megavlm.data.file_source import FilesSource
+from megavlm.data.types import CollatedBatch
 from megavlm.data.workers import WorkerPool, _WorkerLost
 from megavlm.errors import UserError
 from tests.support.data_files import sources_of, write_all
+from tests.support.micro_batch import micro_batch
 from tests.support.training import SMALL
 
 TASKS = [range(start, start + 4) for start in range(0, 32, 4)]
@@ -46,8 +50,16 @@ def trip(source: FilesSource, task: tuple[Path, str, Sequence[int]]) -> list[lis
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> FilesSource:
-    folder = write_all(tmp_path_factory.mktemp("data"), samples=40)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_all(tmp_path_factory.mktemp("data"), samples=40)
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> FilesSource:
+    return source_of(folder)
+
+
+def source_of(folder: Path) -> FilesSource:
     return FilesSource(parse([*SMALL, *sources_of(folder), "--seq-length", "96"]))
 
 
@@ -80,8 +92,6 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypa
         with pytest.raises(TypeError):
             pool.map(encode, [3])
         assert script.__file__ == str(tmp_path / "pickle.py")
-    with pytest.raises(UserError, match=r"^--num-workers: .*No space left on device \(28\): give /dev/shm more room"):
-        pool.map(too_large, [0])
     expected = [encode(source, task) for task in TASKS]
     assert pool.map(encode, TASKS) == expected
     assert lines == []
@@ -103,20 +113,9 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypa
     assert future.exception() is not None
 
 
-class TooLarge:
-    """Fits into no /dev/shm, as torch says it when a tensor is sent."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
-
-
-def too_large(source: FilesSource, task: int) -> TooLarge:
-    return TooLarge()
-
-
 @pytest.mark.parametrize("fate", ["hung (--data-worker-timeout)", "ended with exit status 3"])
 def test_workers_that_cannot_begin_end_the_run(source: FilesSource, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
-    def lost(worker: Any, function: Any, task: Any) -> None:
+    def lost(worker: Any, *_: Any) -> None:
         worker.lost = True
         raise _WorkerLost(fate)
 
@@ -126,3 +125,33 @@ def test_workers_that_cannot_begin_end_the_run(source: FilesSource, monkeypatch:
     with pytest.raises(UserError, match=told):
         pool.map(encode, TASKS[:1])
     pool.close()
+
+
+def batch(source: FilesSource, seconds: float) -> CollatedBatch:
+    time.sleep(seconds)
+    return CollatedBatch(replace(micro_batch(1), features=None))
+
+
+def left_alone(folder: str) -> None:
+    """Print the number of a worker, which then works for ten minutes."""
+    pool = WorkerPool(source_of(Path(folder)), 1, timeout=0)
+    kept = pool.map(batch, [0.0])
+    print(pool._workers[0]._process.pid, flush=True)
+    pool.map(batch, [600.0])
+    del kept
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_is_killed(folder: Path) -> None:
+    code = f"from tests.unit.data.test_workers import left_alone; left_alone({str(folder)!r})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        worker = Path("/proc") / run.stdout.readline().strip()
+        files = [[os.readlink(file) for file in (each / "fd").iterdir()] for each in (worker, Path(f"/proc/{run.pid}"))]
+        run.kill()
+    assert all("/memfd:megavlm (deleted)" in of_one for of_one in files), files
+    assert not [file for of_one in files for file in of_one if "/dev/shm" in file]
+    until = time.monotonic() + 60
+    while worker.exists() and "Z (zombie)" not in (worker / "status").read_text():
+        assert time.monotonic() < until, "the worker goes on"
+        time.sleep(0.1)

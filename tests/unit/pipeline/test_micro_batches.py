@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megavlm.arch.dims import RowSplit
-from megavlm.data.loader import HostStaging
+from megavlm.data import loader
 from megavlm.inputs.batch import ImageSizes, MicroBatch, TextBatch
 from megavlm.pipeline.micro_batches import on_device, own_part
 from tests.support.flags import resolved
 from tests.support.host_copies import LateCopies
-from tests.support.micro_batch import PATCHES, PIXELS, TOKENS, micro_batch
+from tests.support.micro_batch import TOKENS, micro_batch
 from tests.support.training import SMALL
 
 STEP = 8
@@ -77,7 +77,7 @@ def test_the_next_one_begins_when_one_is_handed_out() -> None:
     assert calls == [0, 3, 5], "what runs meanwhile is queued before a chunk gets its micro-batch"
 
 
-def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_travel_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, devices = [], []
 
     class Here:
@@ -99,17 +99,16 @@ def test_patches_travel_in_the_models_type_and_page_locked(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", Here)
     monkeypatch.setattr(torch, "empty", allocate)
     plain = micro_batch(1)
-    staged = HostStaging(torch.bfloat16, torch.device("cuda", 3))(plain)
+    staged = loader.pinned(plain, torch.device("cuda", 3))
     assert devices == [torch.device("cuda", 3)], "not the first device, where a context would be opened"
     travels = staged.host_tensors()
     assert {id(value) for value in pinned} == {id(value) for value in travels.values()}
     assert len(pinned) == len(travels) == 8
-    assert staged.images.patches.equal(plain.images.patches.bfloat16()), "what the first layer would have cast it to"
+    assert staged.images.patches.equal(plain.images.patches)
     assert staged.text.positions.shape == (1, TOKENS)
-    assert size(staged) == size(plain) - PATCHES * PIXELS * 2, "pixels take half"
-    on_cpu = HostStaging(torch.bfloat16, torch.device("cpu"))(plain)
-    assert on_cpu.images.patches.equal(staged.images.patches)
-    assert on_cpu.text.tokens is plain.text.tokens
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    assert loader.pinned(staged, torch.device("cuda", 3)).text.tokens is staged.text.tokens, "workers' are already"
+    assert loader.pinned(plain, torch.device("cpu")).text.tokens is plain.text.tokens
 
 
 MODEL = resolved(SMALL).model  # four patches make a feature
