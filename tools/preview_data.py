@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megavlm.programs.main import run
-from megavlm.programs.preview.preview import main
+from megavlm.programs.preview import main
 
 if __name__ == "__main__":
     run(main, teardown=True)

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("megavlm.programs.inference.chat", "Talk to a trained model in the terminal."),
     "evaluate": ("megavlm.programs.evaluation.evaluate", "Score a trained model on questions about images."),
     "embed": ("megavlm.programs.inference.embed", "Write the vectors of texts and images."),
-    "preview": ("megavlm.programs.preview.preview", "Show the training data of a run as a page."),
+    "preview": ("megavlm.programs.preview", "Show the training data of a run as a page."),
     "channels": ("megavlm.programs.channels", "Measure the channels of images that are not RGB."),
     "prepare": ("megavlm.programs.prepare", "Write a data set as WebDataset tars."),
     "doctor": ("megavlm.programs.doctor.doctor", "Check this machine, and name the command that mends it."),

@@ -391,7 +391,7 @@ def test_the_loop_reaches_a_bounded_part_of_the_package() -> None:
 # What is imported before the backend is active.
 EARLY = (
     *("megavlm.checkpoint.hf.pretrained", "megavlm.programs.convert", "megavlm.programs.train"),
-    *("megavlm.command_line.parsing", "megavlm.programs.preview.page", "pretrain_vlm"),
+    *("megavlm.command_line.parsing", "megavlm.programs.preview", "pretrain_vlm"),
 )
 # They take most of a second each, and no step of a run on CPUs needs them.
 HEAVY = (

@@ -18,8 +18,7 @@ from megavlm.data.visuals import unpatchified
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.patches import patchify
 from megavlm.programs.prepare import main as prepare
-from megavlm.programs.preview.page import _image, marked, page, skipped_samples
-from megavlm.programs.preview.preview import main
+from megavlm.programs.preview import _image, main, marked, page, skipped_samples
 from tests.support.data_files import record, sources_of, write_all
 from tests.support.html import told
 

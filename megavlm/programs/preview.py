@@ -1,17 +1,26 @@
-"""Show what a run reads first, one packing window of samples, as one HTML page that needs no other file or network."""
+"""Preview the training data: `megavlm preview CONFIG.yaml`, or with the flags of a run.
+
+Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
+how full packed sequences are, the sampling share of each source, and skipped samples with reasons.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from html import escape
 from itertools import chain, groupby, zip_longest
+from pathlib import Path
 
+from megavlm.command_line.commands import Parser, reported
+from megavlm.command_line.configuration import configured
 from megavlm.config.schema import Config
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import EncodedRecord, Sample
 from megavlm.data.visuals import seen
 from megavlm.errors import UserError
+from megavlm.files import write_out
 from megavlm.html import document, dot, facts, picture, section, table
 from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.rules.defaults import resolve
@@ -24,6 +33,32 @@ _LEGEND = (
     '<span class="image">image</span> stands for image tokens, <span class="image">video</span> for those of a video.'
     "</p>"
 )
+
+
+@reported("preview")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
+    options, rest = _parser().parse_known_args(argv)
+    if rest and not rest[0].startswith("-"):
+        is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
+        rest = ["--datasets" if is_data else "--config", *rest]
+    config = configured(rest, world=None)  # a preview does not depend on the layout
+    names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
+    write_out("--out", options.out, page(config, most=options.samples, title=f"Data of {names}"))
+    print(f"wrote {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description="Write an HTML page that shows the training data of a run.",
+        epilog="All flags of a run are accepted as well. "
+        "A leading argument without -- is taken as --config, or as --datasets where it is a file of records.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
+    parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full.")
+    return parser
 
 
 def page(config: Config, *, most: int, title: str) -> str:
