@@ -19,10 +19,8 @@ from tests.support.pool import Pools
 from tests.support.tiny_models import FAMILIES, square
 from tests.support.training import LEAN, started, train, train_composed
 
-RUN = [
-    *LEAN,
-    *"--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9 --set model.language.tie_embeddings=true".split(),
-]
+SAVING = "--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9"
+RUN = [*LEAN, *SAVING.split(), *"--set model.language.tie_embeddings=true".split()]
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
     (2, "--tp 2 --optimizer muon"),

@@ -29,9 +29,7 @@ def test_a_callback_hears_of_a_run_in_order_and_resumes(pools: Pools, tmp_path: 
     assert kinds == [("start", 0), *steps, ("save", 2), ("save", 3), ("stop", 3)]
     assert diary(tmp_path)[0] == ["start", 0, 3, 2]
     assert diary(tmp_path)[-1] == ["stop", 3, "finished", None]
-    assert [entry[2] for entry in diary(tmp_path) if entry[0] == "step"] == [
-        sorted(record) for record in metrics(tmp_path)
-    ]
+    assert [row[2] for row in diary(tmp_path) if row[0] == "step"] == [sorted(record) for record in metrics(tmp_path)]
     for name in set().union(*metrics(tmp_path)) - {"iteration", "time", "refused", "slow", "slowest_rank_phase"}:
         assert not tag_of(name).startswith("other/"), f"megavlm/metrics/tags.py has no tag for {name}"
     pools(2).run(train_to_error, [*argv, "--train-iters", "4"], str(tmp_path))
@@ -53,9 +51,7 @@ def test_a_callback_that_raises_is_named_on_all_ranks_after_a_save(pools: Pools,
     outcomes = pools(2).run(train_to_error, argv, str(tmp_path))
     assert [outcome[0] for outcome in outcomes] == ["UserError", "UserError"]
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][1].startswith(
-        f"--callback {HERE}:Broken fails in on_step_end: ZeroDivisionError (user_callbacks"
-    )
+    assert outcomes[0][1].startswith(f"--callback {HERE}:Broken fails in on_step_end: ZeroDivisionError (user_callback")
     assert outcomes[0][1].endswith("): a user's mistake")
     assert saved(tmp_path) == "iter_0000003"
     assert diary(tmp_path)[-1][1:3] == [3, "failed"]

@@ -82,9 +82,8 @@ def test_transformers_alone_answers_on_the_export(pools, tower, language, tmp_pa
     processor = transformers.AutoProcessor.from_pretrained(out)
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ASKED}]}]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
-    theirs = processor(
-        images=Image.open(tmp_path / "0.png"), text=prompt, add_special_tokens=False, return_tensors="pt"
-    )
+    image = Image.open(tmp_path / "0.png")
+    theirs = processor(images=image, text=prompt, add_special_tokens=False, return_tensors="pt")
     for folder in (out, tmp_path / "language"):
         assistant = Assistant.load(out, DataConfig(tokenizer=str(folder)), device=torch.device("cpu"))
         turn = Turn("user", (ImageRef(tmp_path / "0.png"), ASKED))
@@ -98,12 +97,8 @@ KINDS = [name for name, each in registered("connectors").items() if isinstance(e
 
 @pytest.mark.parametrize("kind", fast_and_slow(("qformer", "linear"), KINDS))
 def test_every_other_connector_answers_by_megavlms_own_model(pools, kind, tmp_path, capsys):
-    argv = [
-        *begun(tmp_path, "clip", "qwen2"),
-        "--projector-kind",
-        kind,
-        *MODELS.get(kind.replace("_", "-"), "").split(),
-    ]
+    flags = f"--projector-kind {kind} {MODELS.get(kind.replace('_', '-'), '')}"
+    argv = [*begun(tmp_path, "clip", "qwen2"), *flags.split()]
     pools(1).run(train_composed, argv, str(run := tmp_path / "run"))
     out = tmp_path / "exported"
     assert convert.main(["export", str(run), str(out)]) == 0

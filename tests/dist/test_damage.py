@@ -155,10 +155,8 @@ def test_a_checkpoint_under_another_number_says_so(pools: Pools, three: Path, tm
         shutil.copytree(root / "iter_0000009", root / "iter_0000003")
     ((printed, error),) = pools(1).run(resume, [*TINY, "--train-iters", "4"], str(tmp_path / "run"))
     assert error == ""
-    told = (
-        "is a copy of iter_0000003, and now damaged-iter_0000009" if copied else "is of iteration 3, and is now iter_"
-    )
-    assert f"iter_0000009 {told}" in printed
+    told = "a copy of iter_0000003, and now damaged-iter_0000009" if copied else "of iteration 3, and is now iter_"
+    assert f"iter_0000009 is {told}" in printed
     assert [iteration for iteration, _ in folders.complete(root)] == [3, 4]
 
 

@@ -46,9 +46,7 @@ def test_an_answer_ends_before_a_stop_token(pools: Pools, tmp_path: Path) -> Non
     stop = [whole[0][2], whole[1][0]]
     for world, flags in ((1, ()), (2, ("--pp", "2"))):
         found = pools(world).run(_stopped, argv("plain", *flags), str(tmp_path / "stopped"), stop)
-        expected = [
-            answer[: next((i for i, token in enumerate(answer) if token in stop), NEW_TOKENS)] for answer in whole
-        ]
+        expected = [each[: next((i for i, token in enumerate(each) if token in stop), NEW_TOKENS)] for each in whole]
         assert found == [expected] * world
 
 

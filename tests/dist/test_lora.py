@@ -203,10 +203,8 @@ def inputs_of(batch: MicroBatch, config: Config) -> dict[str, Any]:
 
 def test_what_adapters_do_not_hold_is_not_lost(pools, tmp_path, capsys):
     folder = hf.save(tiny("llava"), tmp_path / "hf")
-    argv = (
-        f"--init-from {folder} --lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
-    )
-    pools(1).run(train_composed, argv.split(), str(tmp_path / "run"))
+    flags = f"--lora-rank 2 --seq-length {hf.LENGTH} --train-iters 1 --no-tensorboard --freeze vision"
+    pools(1).run(train_composed, ["--init-from", str(folder), *flags.split()], str(tmp_path / "run"))
     assert convert.main(["export-lora", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "also trained projector whole" in capsys.readouterr().err
     assert convert.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2

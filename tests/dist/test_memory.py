@@ -179,6 +179,4 @@ def test_predicted_peak_is_within_a_tenth(pools: Pools, name: str, tmp_path) -> 
     for rank, (peaks, memories, there, counted) in enumerate(ranks):
         assert counted == there, f"rank {rank}: parameters"
         for place, peak, memory in zip(("device", "host"), peaks, memories, strict=True):
-            assert memory == pytest.approx(peak, rel=0.1), (
-                f"rank {rank}, {place}: {memory / max(1, peak):.3f} of {peak}"
-            )
+            assert memory == pytest.approx(peak, rel=0.1), f"{rank}, {place}: {memory / max(1, peak):.3f} of {peak}"

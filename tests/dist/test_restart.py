@@ -29,13 +29,8 @@ def undisturbed(run_once) -> Path:
 @pytest.mark.parametrize("launcher", ["--standalone", "--master-port 0", "--rdzv-backend c10d"])
 def test_a_rank_that_dies_costs_no_iteration(launcher: str, undisturbed: Path, tmp_path: Path):
     """Static and dynamic rendezvous keep their store differently."""
-    argv = [
-        *launcher.replace("port 0", f"port {free_ports(1)[0]}").split(),
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "2",
-    ]
+    here = launcher.replace("port 0", f"port {free_ports(1)[0]}")
+    argv = f"{here} --nproc-per-node 2 --max-restarts 2".split()
     with Launched(RUN, tmp_path / "run", launcher=argv) as run:
         for iteration in (6, 14):
             run.wait_for_iteration(iteration)

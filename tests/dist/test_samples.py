@@ -20,9 +20,8 @@ RUN = [
     *"--images-per-sample 1 --image-sizes --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --seq-length 96".split(),
     *"--init-method-std 0.2 --packing-window 16 --num-workers 0 --no-save".split(),
 ]
-ASKED = (
-    "--sample-interval 2 --set evaluation.sample_count=5 evaluation.sample_max_new_tokens=6 --eval-interval 0".split()
-)
+ASKED = "--sample-interval 2 --eval-interval 0".split()
+ASKED += "--set evaluation.sample_count=5 evaluation.sample_max_new_tokens=6".split()
 
 
 @pytest.fixture(scope="module")

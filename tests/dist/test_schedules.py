@@ -169,12 +169,8 @@ def train_recording_reductions(argv: Sequence[str], run_dir: str) -> None:
     counted: list[list[object]] = []
     reduced: list[list[object]] = []
     times: list[int] = []
-    run, register, start, reset = (
-        walker._Step.run,
-        Buckets.register_grad_ready,
-        Buckets.start_grad_sync,
-        Buckets.reset,
-    )
+    run, register = walker._Step.run, Buckets.register_grad_ready
+    start, reset = Buckets.start_grad_sync, Buckets.reset
 
     def recorded_run(self, each):
         now[:] = [each.kind, each.chunk, each.micro]
@@ -210,11 +206,8 @@ def test_gradients_are_reduced_with_the_last_micro_batch(pools, tmp_path, schedu
     """DDP learns in a run's first step how often each parameter meets a gradient before its bucket may be reduced. Were
     all micro-batches counted, steps with another number of them would reduce too early, and lose gradients, or never.
     """
-    argv = [
-        *LEAN,
-        *"--no-save --train-iters 3 --overlap-grad-reduce --set parallel.ddp_bucket_size=4000 --pp 2".split(),
-    ]
-    argv += ["--vpp", str(vpp), "--schedule", schedule]
+    argv = [*LEAN, *f"--no-save --train-iters 3 --pp 2 --vpp {vpp} --schedule {schedule}".split()]
+    argv += "--overlap-grad-reduce --set parallel.ddp_bucket_size=4000".split()
     pools(4).run(train_recording_reductions, argv, str(tmp_path))
     for rank in range(4):
         found = json.loads((tmp_path / f"reductions-{rank}.json").read_text())

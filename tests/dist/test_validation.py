@@ -81,9 +81,7 @@ def test_any_layout_measures_the_same(pools, folder, one, tmp_path, world, layou
     expected = validated(one(model))
     assert [record["iteration"] for record in expected] == [2, 4]
     assert {"validation/chat/loss", "validation/text/perplexity"} <= expected[0].keys()
-    assert expected[0]["validation/loss"] > 1.001 * expected[1]["validation/loss"], (
-        "each validation has its own weights"
-    )
+    assert expected[0]["validation/loss"] > 1.001 * expected[1]["validation/loss"], "each has its own weights"
     assert_same_validation(validated(tmp_path), expected)
 
 

@@ -26,10 +26,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder), str(source)]
     subprocess.run([*pip, *build], check=True)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True
-    )
-    return folder / "site"
+    site = folder / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    return site
 
 
 def megavlm(site: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -56,9 +56,8 @@ def test_two_processes_train_like_one_and_stop_like_one(pools, tmp_path: Path):
     run_dir = tmp_path / "run"
     argv = [*TINY, *"--tp 2 --train-iters 2000 --run-dir".split(), str(run_dir)]
     outputs = [tmp_path / "0", tmp_path / "1"]
-    ranks = [
-        start_program(argv, output, env=env | port) for output, env in zip(outputs, (BY_SRUN, BY_MPIRUN), strict=True)
-    ]
+    given = zip(outputs, (BY_SRUN, BY_MPIRUN), strict=True)
+    ranks = [start_program(argv, output, env=env | port) for output, env in given]
     while last_iteration(run_dir) < 3:
         time.sleep(0.05)
         assert all(rank.is_alive() for rank in ranks), [output.read_text() for output in outputs]

@@ -20,16 +20,8 @@ from tests.fake.device import NoDevice
 
 _aten = torch.ops.aten
 # Neither launch anything: memory, questions, marks. A scalar that is read is a wait, which `NoDevice` counts.
-_NO_KERNEL = (
-    "empty",
-    "new_empty",
-    "detach",
-    "lift_fresh",
-    "_unsafe_view",
-    "_local_scalar_dense",
-    "_reshape_alias",
-    "alias",
-)
+_MEMORY = ("empty", "new_empty", "detach", "lift_fresh", "_unsafe_view")
+_NO_KERNEL = (*_MEMORY, "_local_scalar_dense", "_reshape_alias", "alias")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 _HOST_CODE = ("/megavlm/", "/megatron/", "/transformers/", "/torch/nn/", "/torch/autograd/", "/benchmarks/")
 

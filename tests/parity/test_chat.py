@@ -296,9 +296,8 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
     tokenizer = HuggingFaceTokenizer.of(folders[folder])
     chat = ChatFormat.of(tokenizer, template=name)
     assert chat.end_of_turn
-    conversation = talk(
-        ("user", [None, "\nWhat is it?"]), ("assistant", "A cat."), ("user", "So?"), ("assistant", "No.")
-    )
+    said = ("user", [None, "\nWhat is it?"]), ("assistant", "A cat."), ("user", "So?"), ("assistant", "No.")
+    conversation = talk(*said)
     encoded = chat.encode(conversation, [IMAGE])
     answers = trained_texts(chat, encoded)
     assert [text.strip() for text in answers] == ["A cat." + chat.end_of_turn.strip(), "No." + chat.end_of_turn.strip()]

@@ -357,9 +357,8 @@ def test_several_images_in_a_sample(name: str) -> None:
     assert_same(CASES[name], [picture(50, 70, seed) for seed in range(3)])
 
 
-sides = st.one_of(
-    st.integers(1, 60), st.integers(1, 3000), st.sampled_from([27, 28, 29, 32, 64, 224, 336, 384, 448, 512])
-)
+MULTIPLES = [27, 28, 29, 32, 64, 224, 336, 384, 448, 512]
+sides = st.one_of(st.integers(1, 60), st.integers(1, 3000), st.sampled_from(MULTIPLES))
 
 
 @settings(max_examples=100, deadline=None)
@@ -402,9 +401,8 @@ class Sizes(SmolVLMImageProcessorPil):
     def resize(self, image: Any, size: Any, resample: Any = None, **_: Any) -> Any:
         from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
 
-        sides = (
-            get_resize_output_image_size(image, size.longest_edge) if size.longest_edge else (size.height, size.width)
-        )
+        longest = size.longest_edge
+        sides = get_resize_output_image_size(image, longest) if longest else (size.height, size.width)
         return np.broadcast_to(np.uint8(0), (3, *sides))
 
 

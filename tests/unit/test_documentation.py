@@ -204,12 +204,8 @@ def test_what_does_not_exist_is_found() -> None:
     assert set(
         unknown_keys("`model.language.nope`, `--set data.nope=1 `, `model.vision.qk_norm`, `model.projector.…`")
     ) == {"model.language.nope", "data.nope"}
-    assert set(missing_files(text, ROOT)) == {
-        "megavlm/data/nothing.py",
-        "nothing.py",
-        "tests/nowhere",
-        "docs/nothing.md",
-    }
+    nowhere = {"megavlm/data/nothing.py", "nothing.py", "tests/nowhere", "docs/nothing.md"}
+    assert set(missing_files(text, ROOT)) == nowhere
     assert list(missing_targets(text)) == ["tset"]
     assert list(missing_headings(text, ROOT / "README.md")) == ["docs/gpu.md#fp9"]
 

@@ -29,9 +29,7 @@ from tests.fuzz.child import Reader
 from tests.support import tokenizers
 
 SAFETENSORS = save({"a": torch.ones(4, 3), "b": torch.ones(2).bfloat16(), "c": torch.tensor(1.0)})
-CONFIGS = [
-    json.dumps({"model_type": family.model_types[0], **values}).encode() for family, values in PUBLISHED.values()
-]
+CONFIGS = [json.dumps({"model_type": kind.model_types[0], **values}).encode() for kind, values in PUBLISHED.values()]
 CLIP = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 28},

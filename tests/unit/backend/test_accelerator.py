@@ -33,9 +33,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 def _tensor(streams: Streams, name: str) -> Any:
     """What a tensor on the GPU says of its memory."""
-    return SimpleNamespace(
-        is_cuda=True, record_stream=lambda stream: streams.log.append((name, "is used by", str(stream)))
-    )
+    return SimpleNamespace(is_cuda=True, record_stream=lambda by: streams.log.append((name, "is used by", str(by))))
 
 
 def test_work_waits_for_what_was_queued_before_it_and_is_waited_for_where_told(streams: Streams) -> None:

@@ -210,9 +210,8 @@ def test_sections_are_values() -> None:
 
 def test_a_process_that_gets_a_configuration_gets_its_extensions() -> None:
     """Workers that decode samples are spawned: they count the tokens of images by themselves."""
-    sent = pickle.dumps(
-        resolve(parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"])).model.projector
-    )
+    given = parse([*POOLED, "--set", "model.projector.connectors.pooled.tokens=5"])
+    sent = pickle.dumps(resolve(given).model.projector)
     program = (
         f"import sys, pickle; sys.path += {[str(EXAMPLES / name) for name in PACKAGES]}\n"
         f"projector = pickle.loads({sent!r})\n"

@@ -29,9 +29,8 @@ def test_numbers_in_any_notation(tmp_path: Path, text: str, value: float) -> Non
 
 
 def test_lists_become_tuples_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
-    config = from_yaml_file(
-        written(tmp_path, "model:\n  freeze:\n  - vision\n  language:\n    num_query_groups: null\n")
-    )
+    file = written(tmp_path, "model:\n  freeze:\n  - vision\n  language:\n    num_query_groups: null\n")
+    config = from_yaml_file(file)
     assert config.model.freeze == ("vision",)
     assert config.train == TrainConfig()
 

@@ -46,9 +46,7 @@ def taken(
         composed = given_sampler.batch_at(place)
         place = composed.after
         places.append(place)
-        sequences += [
-            tuple((each.sample_id, int(each.encoded.tokens[0])) for each in row) for row in composed.sequences
-        ]
+        sequences += [tuple((s.sample_id, int(s.encoded.tokens[0])) for s in row) for row in composed.sequences]
     return sequences, places
 
 

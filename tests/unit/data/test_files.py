@@ -174,9 +174,7 @@ def test_a_picture_that_is_not_read_is_a_warning(tmp_path: Path) -> None:
         datasets = (DatasetConfig(path=str(tmp_path / "vqa.csv"), columns=columns),)
         warnings += FilesSource(replace(config, data=replace(config.data, datasets=datasets))).warnings()
     assert len(warnings) == 1
-    assert warnings[0].startswith(
-        "--datasets vqa: image_path is not read, and no image: to read it as one, add columns="
-    )
+    assert warnings[0].startswith("--datasets vqa: image_path is not read, and no image: to read it as one, add column")
 
 
 MISTAKES = (

@@ -112,9 +112,7 @@ def test_questions_are_the_same_for_every_seed_and_show_their_canvas(source: Dig
         assert np.array_equal(ours.pictures[0], theirs.pictures[0])
         assert np.array_equal(ours.sample.images[0].render(), ours.pictures[0][:, :, :1])
         assert not ours.sample.trained.any()
-        assert source.decode_answer(ours.sample.tokens).endswith(ours.question), (
-            "the prompt ends where the answer begins"
-        )
+        assert source.decode_answer(ours.sample.tokens).endswith(ours.question), "the answer begins there"
 
 
 def test_shuffling_gives_every_question_the_canvas_of_another(source: DigitsSource) -> None:

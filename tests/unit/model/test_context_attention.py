@@ -65,9 +65,7 @@ def attended(found: list[Any], group: int, head: int, bounds: list[int] | None, 
     query = found[group][head][0]
     if split.groups == 1:
         return attend(*found[group][head], None if bounds is None else packed(bounds, torch.device("cpu")))
-    keys, values = (
-        in_order_of_rows(torch.cat([each[head][which] for each in found]), split.groups) for which in (1, 2)
-    )
+    keys, values = (in_order_of_rows(torch.cat([each[head][at] for each in found]), split.groups) for at in (1, 2))
     spans = causal_spans(bounds or [0, LENGTH, 2 * LENGTH], rows=ROWS, split=split, group=group)
     core = CoreAttention(CONFIG, 1, AttnMaskType.causal, "self")
     return attend_to_earlier(query, keys, values, spans, core._attend)

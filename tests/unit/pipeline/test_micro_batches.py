@@ -130,9 +130,8 @@ def test_each_image_is_encoded_once_and_its_features_reach_its_tokens(split, gri
 
     assert sorted(torch.cat([each.patch_rows for each in dealt]).tolist()) == list(range(sizes.num_patches))
     assert sum(part.image_sizes.num_images for part in parts) == len(grids)
-    assert [each.num_features for each in dealt] == [
-        sum(part.image_sizes.image_tokens(MODEL.projector)) for part in parts
-    ]
+    features = [sum(part.image_sizes.image_tokens(MODEL.projector)) for part in parts]
+    assert [each.num_features for each in dealt] == features
     # The indices of the features that each rank encodes: those of its images, in order.
     patch_of_feature = torch.arange(sizes.num_patches).view(-1, 4)[:, 0]
     made = [patch_of_feature[torch.isin(patch_of_feature, each.patch_rows)] // 4 for each in dealt]

@@ -161,9 +161,8 @@ def test_flops_count_two_four_or_six_per_parameter_and_token():
     model = resolve_model(ModelConfig(language=LanguageConfig(vocab_size=100)))
 
     def forward(module):
-        return sum(
-            layer_cost(name, model, WORK).forward_flops for name in layer_names(model) if part_of(name) == module
-        )
+        names = [name for name in layer_names(model) if part_of(name) == module]
+        return sum(layer_cost(name, model, WORK).forward_flops for name in names)
 
     first = layer_cost("patch_embed", model, WORK).forward_flops  # its input needs no gradient
     everything = sum(map(forward, ("vision", "projector", "language")))

@@ -54,7 +54,5 @@ def test_layouts_within_the_planners_error_are_ties() -> None:
 def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
     said = ("1,024 is not divisible by 3", "512 is not divisible by 7", "no room in 80 GiB")
     rejected: list[Any] = [SimpleNamespace(reason=reason, candidate=SimpleNamespace(label="TP2")) for reason in said]
-    assert reasons(rejected) == [
-        "      2 × 1,024 is not divisible by 3 (as TP2)",
-        "      1 × no room in 80 GiB (as TP2)",
-    ]
+    told = ["2 × 1,024 is not divisible by 3 (as TP2)", "1 × no room in 80 GiB (as TP2)"]
+    assert reasons(rejected) == [f"      {line}" for line in told]

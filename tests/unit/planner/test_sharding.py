@@ -40,9 +40,8 @@ def test_bytes_of_a_parameter() -> None:
 def test_more_micro_batches_cost_more_collectives_from_stage_2_on() -> None:
     hardware, count = PROFILES["h100"], 1e9
     for kind in KINDS:
-        few, many = (
-            gradient_seconds(count, replace(case(kind), micro_batches=m), hardware, held=count) for m in (1, 8)
-        )
+        cases = (replace(case(kind), micro_batches=number) for number in (1, 8))
+        few, many = (gradient_seconds(count, each, hardware, held=count) for each in cases)
         assert few > 0
         assert (many > few) == (kind in ("optimizer_gradients", "full"))
         assert gradient_seconds(count, case(kind, dp=1), hardware, held=count) == 0

@@ -107,9 +107,7 @@ def test_the_default_is_ten_median_steps_and_never_below_a_minute():
 def test_the_line_names_rank_host_place_and_that_it_does_not_answer():
     table = [report(0, idle=65.0, waits=True), report(1, idle=2.0, silent=66.0)]
     line = sentence(table[1], table, interval=5.0)
-    assert line.startswith(
-        "rank 1 (node1, process 101) has made no progress for 68 s in iteration 13, compute (forward"
-    )
+    assert line.startswith("rank 1 (node1, process 101) has made no progress for 68 s in iteration 13, compute (forwar")
     assert "micro-batch 3" in line
     assert "does not answer" in line
     assert line.endswith("of the others, 1 of 1 wait in a collective")

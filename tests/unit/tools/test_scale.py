@@ -48,12 +48,5 @@ def test_requests_are_noted_and_files_elsewhere_are_not(scale: Any, tmp_path: Pa
         os.preadv(file, [bytearray(4)], 0)
         os.fsync(file)
         os.close(file)
-    assert log.read_text().splitlines() == [
-        "opens 1",
-        "bytes read 9",
-        "stats 1",
-        "listings 1",
-        "opens 1",
-        "bytes read 4",
-        "flushes 1",
-    ]
+    told = "opens 1, bytes read 9, stats 1, listings 1, opens 1, bytes read 4, flushes 1"
+    assert log.read_text().splitlines() == told.split(", ")

@@ -28,9 +28,8 @@ def spoken(number: int) -> list[dict[str, str]]:
 
 def rows(count: int) -> Any:
     """Every other image is in the table, the others are files."""
-    images = [
-        {"bytes": b"%d" % n, "path": None} if n % 2 else {"bytes": None, "path": f"{n}.png"} for n in range(count)
-    ]
+    many = range(count)
+    images = [{"bytes": b"%d" % n, "path": None} if n % 2 else {"bytes": None, "path": f"{n}.png"} for n in many]
     turns = [spoken(number) for number in range(count)]
     columns = {"id": pa.array(range(count)), "image": pa.array(images, IMAGE), "conversations": pa.array(turns, TURNS)}
     return pa.table(columns)

@@ -90,10 +90,8 @@ def test_an_option_names_every_kind() -> None:
 
 
 def test_images_take_their_tags_in_order() -> None:
-    record = llava(
-        human("<image> or <image>?"), ANSWER, human("And <image>"), ANSWER, images=["a.jpg", "b.jpg", "a.jpg"]
-    )
-    conversation = record_of(record, "llava", find)
+    said = human("<image> or <image>?"), ANSWER, human("And <image>"), ANSWER
+    conversation = record_of(llava(*said, images=["a.jpg", "b.jpg", "a.jpg"]), "llava", find)
     assert conversation.turns[0].parts == (A, " or ", B, "?")
     assert conversation.turns[2].parts == ("And ", A)
     assert conversation.images == (A, B, A)
