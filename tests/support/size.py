@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 290,
     "options": 304,
     "flags": 148,  # 150
-    "code lines of tests": 33_726,  # 33,000
+    "code lines of tests": 33_615,  # 33,000
     "words of documentation": 45_103,  # 45,000
 }
 _NO_CODE = {
