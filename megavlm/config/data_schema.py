@@ -82,6 +82,12 @@ class DataConfig:
     train_on: Literal["assistant", "last", "all"] = of_files(
         "assistant", "Files: tokens with a loss: all assistant turns, the last assistant turn, or all tokens."
     )
+    enable_thinking: bool | None = of_files(
+        None,
+        "Files: what the chat template is told of thinking, if it asks (Qwen3.5); false: thoughts that it leaves empty "
+        "precede answers and have no loss. Default: the template's.",
+        flag=KEY_ONLY,
+    )
     image_processor: str | None = of_files(
         None,
         "Files: folder with preprocessor_config.json; default: the Hugging Face model's, or with random weights one "

@@ -53,6 +53,7 @@ class Encoder:
             template=config.data.chat_template,
             placeholder=self.processor.placeholder,
             train_on=config.data.train_on,
+            enable_thinking=config.data.enable_thinking,
             model_type=model_type(tokenizer_path(config)),
             reserved=(self.processor.video.text,) if self.processor.video is not None else (),
             videos_as_text=self.processor.video is not None and self.processor.video.as_text,

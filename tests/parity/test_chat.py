@@ -325,6 +325,9 @@ def test_reasoning_that_a_template_rewrites(folders: dict[str, Path]) -> None:
     assert trained_texts(chat, encode(chat, case, one)) == ["<think>\nIt is blue.\n</think>\n\n7<|im_end|>"]
     plain = talk(("user", "3 + 4?"), ("assistant", "7"), ("user", "So?"), ("assistant", "Yes."))
     assert trained_texts(chat, encode(chat, case, plain)) == ["7<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
+    quick = format_of(case, folders, enable_thinking=False)
+    assert trained_texts(quick, encode(quick, case, plain)) == ["7<|im_end|>", "Yes.<|im_end|>"]
+    assert quick.tokenizer.decode(quick.prompt(talk(("user", "So?")), [])).endswith("<think>\n\n</think>\n\n")
     two = Conversation(one.turns * 2)
     with pytest.raises(BadSample, match="chat template"):
         encode(chat, case, two)

@@ -63,19 +63,24 @@ class ChatFormat:
         template: str = "auto",
         placeholder: str = "<image>",
         train_on: TrainOn = "assistant",
+        enable_thinking: bool | None = None,
         model_type: str | None = None,
         reserved: tuple[str, ...] = (),
         videos_as_text: bool = False,
     ) -> ChatFormat:
         """Return the format that `--chat-template` names.
 
-        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. If `auto` finds no
-        template, the format encodes plain text only. Raises UserError if the template is missing or cannot be used.
+        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. A template that asks gets
+        `enable_thinking`, unless it is None. If `auto` finds no template, the format encodes plain text only. Raises
+        UserError if the template is missing or cannot be used.
         """
         source = source_of(tokenizer, template, model_type)
         if source is None:
             return cls(None, tokenizer, tokenizer.image_text, train_on=train_on, reserved=reserved)
-        chosen = ChatTemplate(source, tuple(sorted(tokenizer.specials.items())))
+        names: dict[str, str | bool] = {**tokenizer.specials}
+        if enable_thinking is not None:
+            names["enable_thinking"] = enable_thinking
+        chosen = ChatTemplate(source, tuple(sorted(names.items())))
         try:
             in_parts, written = image_style(chosen, placeholder, tokenizer.image_text)
             openings, end_of_turn = openings_of(chosen, in_parts)

@@ -24,10 +24,10 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the special tokens that it may write (`bos_token`, `eos_token`, …)."""
+    """A template and what it may ask for: special tokens (`bos_token`, `eos_token`, …), `enable_thinking`."""
 
     source: str
-    specials: tuple[tuple[str, str], ...] = ()
+    specials: tuple[tuple[str, str | bool], ...] = ()
 
     def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """Return a conversation's text; `generate` adds the generation prompt, which precedes an answer.
