@@ -17,13 +17,17 @@ from megavlm.arch.kind import (
     norm_bytes,
     stream_bytes,
 )
+from megavlm.arch.layer_sizes import LayerSizes
 from megavlm.arch.layers import OUTPUT
 from megavlm.arch.objectives import learned_scalars, objective_of
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.transformer import norm_parameters
+from megavlm.arch.tensor_split import merger_width, mlp_share
+from megavlm.arch.transformer import VisionLayer, norm_parameters
 from megavlm.arch.workload import Workload
+from megavlm.config.derived import tower_merge
 from megavlm.config.schema import ModelConfig
 
+_VISION_LAYER = VisionLayer()
 LOSS_WORK = 2**25  # bytes of fp32 logits that `model/cross_entropy.py` makes at a time: about a GPU's second cache
 
 
@@ -53,6 +57,62 @@ class PatchEmbed(LayerKind):
         vision, patches = scenario.model.vision, scenario.work.patches
         norm = norm_bytes(scenario, patches, vision.hidden_size, vision.normalization) * vision.pre_norm
         return patches * vision.in_channels * vision.patch_size**2 * scenario.bytes_each + norm
+
+
+class VisionMerger(LayerKind):
+    """Merger inside the vision tower (MiniCPM-V 4.6): attention within each block of 2×2 patches, then an MLP of the
+    block's patches together, four times as wide as that of a vision layer, which is added to their mean.
+    """
+
+    reads = Stream.PATCHES
+    launches = (24, 44)  # about those of a vision layer: not measured
+    cpu_calls = 20
+
+    def is_present(self, model: ModelConfig) -> bool:
+        return model.vision.merger_layer is not None
+
+    def is_recomputed(self, model: ModelConfig) -> bool:
+        return True
+
+    def parameters(self, model: ModelConfig, tp: int) -> int:
+        return self._count(model, tp, mlp_share(merger_width(model.vision), tp))
+
+    def model_parameters(self, model: ModelConfig) -> int:
+        return self._count(model, 1, merger_width(model.vision))
+
+    def _count(self, model: ModelConfig, tp: int, ffn: int) -> int:
+        """Return a vision layer's number with an MLP `ffn` wide, whose norm and first layer read a whole block."""
+        vision, more = model.vision, tower_merge(model.vision) ** 2 - 1
+        gates = 2 if vision.activation == "swiglu" else 1
+        wider = more * (gates * ffn * vision.hidden_size + norm_parameters(vision))
+        return _VISION_LAYER.parameters_with(model, tp, ffn) + wider
+
+    def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
+        vision, width = model.vision, merger_width(model.vision)
+        gates = 2 if vision.activation == "swiglu" else 1
+        inputs = vision.hidden_size * tower_merge(vision) ** 2
+        return {
+            **_VISION_LAYER.hidden_weights(model),
+            "mlp.linear_fc1.weight": hidden_weight(inputs, *(width,) * gates),
+            "mlp.linear_fc2.weight": hidden_weight(width, vision.hidden_size),
+        }
+
+    def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
+        vision, block = model.vision, tower_merge(model.vision) ** 2
+        gates = 2 if vision.activation == "swiglu" else 1
+        projections = 4 * vision.hidden_size**2
+        mlp = (gates * block + 1) * vision.hidden_size * merger_width(vision)
+        attention = 4.0 * work.window_squares * vision.hidden_size
+        flops = 2.0 * (projections + mlp / block) * work.patches + attention
+        return LayerCost(projections + mlp, flops, attention)
+
+    def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
+        """Return what a vision layer saves: a quarter of the tokens, each four times as wide, is as much."""
+        return LayerSizes(scenario.model.vision, scenario).saved(trained=trained, core_attention=core_attention)
+
+    def communication(self, scenario: Scenario) -> Communication:
+        size = stream_bytes(self.reads, scenario)
+        return Communication((size, size), (size, size / tower_merge(scenario.model.vision) ** 2))
 
 
 class VisionNorm(LayerKind):

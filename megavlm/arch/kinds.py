@@ -13,6 +13,7 @@ per parameter and token, by what actually runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from megavlm.arch.ends import (
     Output,
     PatchEmbed,
     Projector,
+    VisionMerger,
     VisionNorm,
 )
 from megavlm.arch.kind import Communication, HiddenWeight, LayerCost, LayerKind, Stream, stream_bytes
@@ -40,9 +42,11 @@ from megavlm.arch.layers import (
     PATCH_EMBED,
     PROJECTOR,
     VISION_LAYER,
+    VISION_MERGER,
     VISION_NORM,
     carried_before,
     encoder_names,
+    is_merged,
     kind_of,
     layer_names,
     name_and_path,
@@ -55,7 +59,7 @@ from megavlm.arch.layers import (
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.transformer import LINEAR, SOFTMAX, LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
-from megavlm.arch.workload import Workload
+from megavlm.arch.workload import Workload, of_merged
 from megavlm.config.derived import has_experts, is_linear
 from megavlm.config.schema import Config, ModelConfig
 
@@ -73,6 +77,7 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
     {
         PATCH_EMBED: PatchEmbed(),
         VISION_LAYER: VisionLayer(),
+        VISION_MERGER: VisionMerger(),
         DEEPSTACK: DeepstackMerger(),
         VISION_NORM: VisionNorm(),
         PROJECTOR: Projector(),
@@ -106,6 +111,12 @@ def kind_in(model: ModelConfig, name: str) -> LayerKind:
     return _LANGUAGE[is_linear(model.language, number), has_experts(model, number)]
 
 
+def _at(name: str, scenario: Scenario) -> Scenario:
+    """Return a scenario with the patches that a layer reads: behind the tower's merger they are fewer."""
+    vision = scenario.model.vision
+    return replace(scenario, work=of_merged(scenario.work, vision)) if is_merged(name, vision) else scenario
+
+
 def is_transformer(name: str) -> bool:
     """Return whether a layer is a transformer layer."""
     return isinstance(layer_kind(name), TransformerKind)
@@ -115,7 +126,7 @@ def layer_sizes(name: str, scenario: Scenario) -> LayerSizes:
     """Return the sizes of a transformer layer's tensors on one tensor-parallel rank."""
     kind = kind_in(scenario.model, name)
     assert isinstance(kind, TransformerKind), name
-    return kind.sizes(scenario)
+    return kind.sizes(_at(name, scenario))
 
 
 def local_parameters(name: str, model: ModelConfig, tp: int, expert_ranks: int = 1) -> int:
@@ -168,7 +179,8 @@ def _hidden_weights(name: str, model: ModelConfig) -> Mapping[str, HiddenWeight]
 
 def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
     """Return the matrices' parameters and the forward FLOPs of a layer."""
-    return kind_in(model, name).cost(model, work, number_of(name))
+    seen = of_merged(work, model.vision) if is_merged(name, model.vision) else work
+    return kind_in(model, name).cost(model, seen, number_of(name))
 
 
 def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
@@ -183,7 +195,7 @@ def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") ->
     kind = kind_in(scenario.model, name)
     if recompute == "full" and kind.is_recomputed(scenario.model):
         return hidden_bytes(name, scenario)
-    return kind.saved_bytes(scenario, trained=trained, core_attention=recompute == "selective")
+    return kind.saved_bytes(_at(name, scenario), trained=trained, core_attention=recompute == "selective")
 
 
 def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
@@ -196,13 +208,13 @@ def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
 def waiting_bytes(name: str, scenario: Scenario) -> float:
     """Return the bytes that one micro-batch keeps for a layer's delayed weight gradients after its backward pass."""
     waits = leaves_weight_gradient(name, scenario)
-    return kind_in(scenario.model, name).waiting_bytes(scenario) if waits else 0.0
+    return kind_in(scenario.model, name).waiting_bytes(_at(name, scenario)) if waits else 0.0
 
 
 def hidden_bytes(name: str, scenario: Scenario) -> float:
     """Return the bytes of the input of a layer, on one tensor-parallel rank."""
     reads = layer_kind(name).reads
-    whole = stream_bytes(reads, scenario)
+    whole = stream_bytes(reads, _at(name, scenario))
     return whole if reads is Stream.FEATURES else whole / scenario.sequence_shards
 
 
@@ -221,7 +233,8 @@ def state_bytes(scenario: Scenario) -> list[float]:
 
 def communication(name: str, scenario: Scenario) -> Communication:
     """Return what a layer's forward pass communicates among tensor-parallel ranks."""
-    return kind_in(scenario.model, name).communication(scenario) if scenario.dims.tp > 1 else Communication()
+    kind = kind_in(scenario.model, name)
+    return kind.communication(_at(name, scenario)) if scenario.dims.tp > 1 else Communication()
 
 
 def step_flops(config: Config, work: Workload) -> float:

@@ -21,6 +21,7 @@ EMBEDDING = "embedding"
 LANGUAGE_NORM = "language.norm"
 OUTPUT = "output"
 VISION_LAYER = "vision.layers."
+VISION_MERGER = "vision.merger"
 DEEPSTACK = "deepstack."
 LANGUAGE_LAYER = "language.layers."
 # The k-th pair around language layer num_layers + k, which predicts the token k + 2 positions ahead.
@@ -31,6 +32,7 @@ MTP_NORM = "language.mtp_norm."
 PART_OF_KIND = {
     PATCH_EMBED: "vision",
     VISION_LAYER: "vision",
+    VISION_MERGER: "vision",
     DEEPSTACK: "projector",
     VISION_NORM: "vision",
     PROJECTOR: "projector",
@@ -104,6 +106,13 @@ def _predictors(model: ModelConfig) -> Iterator[str]:
         yield from (f"{MTP_INPUT}{depth}", f"{LANGUAGE_LAYER}{first + depth}", f"{MTP_NORM}{depth}")
 
 
+def is_merged(name: str, vision: VisionConfig) -> bool:
+    """Return whether a layer reads patches that the tower's merger has merged."""
+    kind, number = split_name(name)
+    behind = kind in (VISION_NORM, PROJECTOR) or (kind == VISION_LAYER and number > (vision.merger_layer or 0))
+    return vision.merger_layer is not None and behind
+
+
 def encoder_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the layers that turn images into features: all before the embedding."""
     names = layer_names(model)
@@ -111,11 +120,13 @@ def encoder_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _tower(vision: VisionConfig) -> Iterator[str]:
-    """Yield the vision layers, each followed by the merger of its output if DeepStack uses it."""
+    """Yield the vision layers, each followed by the merger of its output if DeepStack uses it, or by the tower's."""
     for number in range(vision_layers_run(vision)):
         yield f"{VISION_LAYER}{number}"
         if number in vision.deepstack_layers:
             yield f"{DEEPSTACK}{vision.deepstack_layers.index(number)}"
+        if number == vision.merger_layer:
+            yield VISION_MERGER
 
 
 def trains_weights(name: str, config: Config) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from megavlm.config.derived import tower_merge
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 # Rows of tensor cores' products in bf16 must be a multiple of 16 bytes long, and FP8 takes multiples of 16 elements.
@@ -51,6 +52,11 @@ def mlp_share(width: int, tp: int) -> int:
     aligned = share_of(share, MLP_MULTIPLE) * MLP_MULTIPLE
     adds_little = aligned - share <= share * MLP_MOST_ADDED
     return aligned if adds_little and (tp - 1) * aligned < width else share
+
+
+def merger_width(vision: VisionConfig) -> int:
+    """Return the width of the MLP of the tower's merger: a vision layer's for each patch of a block."""
+    return vision.ffn_hidden_size * tower_merge(vision) ** 2
 
 
 def share_runs(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megavlm.arch.image_tokens import Grid, tokens_per_grid
+from megavlm.config.derived import tower_merge, usual_side
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
 
@@ -46,6 +47,12 @@ def of_context_part(work: Workload, ranks: int, *, images: int = 0) -> Workload:
     )
 
 
+def of_merged(work: Workload, vision: VisionConfig) -> Workload:
+    """Return the workload of layers behind the tower's merger."""
+    block = tower_merge(vision) ** 2
+    return replace(work, patches=work.patches // block, patch_squares=work.patch_squares // block**2)
+
+
 def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
     """Return the workload of images with these grids of patches, without text."""
     lengths = [rows * columns + model.vision.class_token for rows, columns in grids]
@@ -68,7 +75,7 @@ def typical_workload(config: Config) -> Workload:
     All of its tokens are trained: which are is known only once data are read, and memory must suffice for all.
     """
     vision, data, images = config.model.vision, config.data, typical_images(config)
-    sides = data.image_sizes or (vision.image_size,)
+    sides = data.image_sizes or (usual_side(config.model),)
     grids = [(side // vision.patch_size,) * 2 for side in sides]
     if config.model.projector.anyres_max_tiles is not None:  # a base tile, and a grid of tiles if it is the only image
         tiles = [1 + (side // vision.image_size) ** 2 * (images == 1) for side in sides]
@@ -95,7 +102,12 @@ def typical_images(config: Config) -> int:
 
 
 def window_patches(model: ModelConfig) -> int:
-    """Return the side of the tower's windows in patches, rounded down to whole features; 0 if it has no windows."""
+    """Return the side of the tower's windows in patches, rounded down to whole features; 0 if it has no windows.
+
+    Those of a tower that merges patches are the blocks that it merges.
+    """
+    if model.vision.merger_layer is not None:
+        return tower_merge(model.vision)
     if model.vision.window_size is None:
         return 0
     merged = model.projector.pixel_shuffle

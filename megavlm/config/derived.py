@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from megavlm.config.schema import Config, LanguageConfig, ModelConfig
+from megavlm.config.schema import Config, LanguageConfig, ModelConfig, VisionConfig
 from megavlm.storage import is_url
 from megavlm.storage.hub import repository
 
@@ -181,9 +181,25 @@ def is_linear(language: LanguageConfig, layer: int) -> bool:
     return layer in language.linear_attention_layers
 
 
+def tower_merge(vision: VisionConfig) -> int:
+    """Return the side of the blocks of patches that the tower itself merges; 1 if it merges none."""
+    return 1 if vision.merger_layer is None else 2
+
+
+def usual_side(model: ModelConfig) -> int:
+    """Return the side in pixels of a usual image: that of the learned positions, rounded down to whole features."""
+    feature = model.vision.patch_size * model.projector.pixel_shuffle
+    return max(model.vision.image_size // feature, 1) * feature
+
+
+def block_side(model: ModelConfig) -> int:
+    """Return the side of the blocks that the projector merges, of patches as the tower's last layer has them."""
+    return model.projector.pixel_shuffle // tower_merge(model.vision)
+
+
 def block_channels(model: ModelConfig) -> int:
     """Return the channels of all patches of a block that the projector merges."""
-    return model.vision.hidden_size * model.projector.pixel_shuffle**2
+    return model.vision.hidden_size * block_side(model) ** 2
 
 
 def projector_inputs(model: ModelConfig) -> int:

@@ -47,7 +47,10 @@ class ProjectorConfig:
         None, "Inner width of the projector's MLP; default: model.language.hidden_size.", valid=AT_LEAST_1
     )
     pixel_shuffle: int = option(
-        1, "Merge each N×N block of neighbouring patches into one feature before the projector.", valid=AT_LEAST_1
+        1,
+        "Merge each N×N block of neighbouring patches into one feature before the projector; of them, "
+        "model.vision.merger_layer merges 2×2 within the tower.",
+        valid=AT_LEAST_1,
     )
     merge: Literal["concatenate", "average", "convolution"] = option(
         "concatenate",
@@ -176,6 +179,17 @@ class ModelConfig:
         "Steps that M-RoPE's time moves on in a second of a video (Qwen2.5-VL); default: one step for each group of "
         "frames that share patches (Qwen2-VL).",
         valid=POSITIVE,
+    )
+    canvas_tokens: tuple[int, ...] = key_only(
+        (),
+        "Token ids around the slices of an image, that before a slice first: M-RoPE lays image and slices out on one "
+        "canvas (MiniCPM-V 4.7); default: each is an image of its own.",
+        valid=AT_LEAST_0,
+        needs=Needs(
+            lambda config: bool(config.model.language.mrope_section),
+            "without M-RoPE",
+            "set model.language.mrope_section",
+        ),
     )
     init_method_std: float = option(
         0.02, "Standard deviation of the normal distribution of initial weights.", valid=POSITIVE

@@ -51,11 +51,11 @@ class VisionConfig:
     position_embedding: Literal["learned", "rope2d", "learned_rope2d"] = option(
         "learned", "Position encoding of patches: a learned table, 2-D rotary embedding, or both (Qwen3-VL)."
     )
-    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket"] = option(
+    position_interpolation: Literal["bicubic", "bilinear", "bilinear_unaligned", "bucket", "fraction"] = option(
         "bicubic",
         "Method that adapts the learned position table to other image sizes: bicubic, bilinear with aligned corners "
         "(Qwen3-VL) or without (PaddleOCR-VL), or bucket, which takes the table entry that contains the patch "
-        "(SmolVLM).",
+        "(SmolVLM); fraction does too, and rounds where a patch begins once less (MiniCPM-V).",
     )
     rotary_base: float = option(10000.0, "Base of the 2-D rotary position embedding.", valid=POSITIVE)
     rotary_interleaved: bool = option(
@@ -102,6 +102,12 @@ class VisionConfig:
         (),
         "Indices (from 0) of vision layers whose projected features are added after the first language layers "
         "(Qwen3-VL's DeepStack); default: no layer.",
+        valid=AT_LEAST_0,
+    )
+    merger_layer: int | None = option(
+        None,
+        "Index (from 0) of the vision layer after which each 2×2 neighbouring patches become one, by attention among "
+        "them and an MLP (MiniCPM-V 4.6); default: no layer.",
         valid=AT_LEAST_0,
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megavlm.arch.image_tokens import Grid, TileGroup, tokens_per_grid
 from megavlm.arch.tensor_split import share_of
-from megavlm.config.derived import block_channels, projector_inputs
+from megavlm.config.derived import block_channels, block_side, projector_inputs
 from megavlm.model.norm import Norm
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import VisionLayout
@@ -106,7 +106,7 @@ class Projector(ConnectorModule):
 
     def features(self, patches: Tensor, grids: tuple[Grid, ...], tile_groups: Sequence[TileGroup]) -> Tensor:
         first = self.projector.norm_before_merge
-        merged, factor = self.norm(patches) if first else patches, self.projector.pixel_shuffle
+        merged, factor = self.norm(patches) if first else patches, block_side(self.model)
         merged = self.convolution(merged if factor == 1 else self.merge(merged, grids, factor))
         out = self._projected((merged if first else self.norm(merged))[:, None])
         newline, most = self.image_newline, self.projector.anyres_max_tiles

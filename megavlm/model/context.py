@@ -13,8 +13,9 @@ from megavlm.arch.dims import RowSplit
 from megavlm.arch.image_tokens import TileGroup, smallest_grid, tokens_per_grid, tokens_per_image
 from megavlm.arch.kind import Stream
 from megavlm.arch.kinds import layer_kind
+from megavlm.arch.layers import is_merged
 from megavlm.arch.workload import window_patches
-from megavlm.config.derived import masks_all_layers, sequence_multiple, sequence_parallel
+from megavlm.config.derived import masks_all_layers, sequence_multiple, sequence_parallel, tower_merge
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 from megavlm.data.context_parts import followers, order_of
@@ -47,7 +48,7 @@ class MicroBatchContext:
     def layout(self) -> VisionLayout:
         """Return the layout of the packed vision sequence."""
         model = self.config.model
-        multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp)
+        multiple = sequence_multiple("vision", self.config, tp=self.groups.dims.tp) * tower_merge(model.vision) ** 2
         return VisionLayout.of(
             self.batch.image_sizes.grids,
             class_token=model.vision.class_token,
@@ -57,20 +58,40 @@ class MicroBatchContext:
         )
 
     @cached_property
+    def merged_layout(self) -> VisionLayout:
+        """Return the layout behind the tower's merger."""
+        return self.layout.merged()
+
+    def layout_at(self, name: str) -> VisionLayout:
+        """Return the layout of the vision sequence that layer `name` reads."""
+        return self.merged_layout if is_merged(name, self.config.model.vision) else self.layout
+
+    @cached_property
     def image_packing(self) -> Packing:
         """Return the sequences of vision layers that attend over whole images."""
+        vision = self.config.model.vision
+        # Blocks that are merged later have one size: each image's are joined as they are.
+        order = self.layout.image_order(self.device) if vision.merger_layer is None else None
         return packed(
             self.layout.bounds,
             self.device,
-            usual=_usual_length(self.config.model.vision),
-            order=self.layout.image_order(self.device),
-            padding=self._patch_padding,
+            usual=_usual_length(vision),
+            order=order,
+            padding=self._padding(self.layout),
         )
+
+    @cached_property
+    def merged_packing(self) -> Packing:
+        """Return the sequences of vision layers behind the tower's merger."""
+        vision, layout = self.config.model.vision, self.merged_layout
+        usual = _usual_length(vision) // tower_merge(vision) ** 2
+        return packed(layout.bounds, self.device, usual=usual, padding=self._padding(layout))
 
     @cached_property
     def window_packing(self) -> Packing:
         """Return the sequences of vision layers that attend inside windows."""
-        return packed(self.layout.window_bounds, self.device, usual=self.layout.window**2, padding=self._patch_padding)
+        layout = self.layout
+        return packed(layout.window_bounds, self.device, usual=layout.window**2, padding=self._padding(layout))
 
     @cached_property
     def language_packing(self) -> Packing | None:
@@ -230,7 +251,7 @@ class MicroBatchContext:
         model, reads = self.config.model, layer_kind(name).reads
         if reads is Stream.PATCHES:
             shards = self.groups.dims.tp if sequence_parallel(self.config) else 1
-            return self.layout.bounds[-1] // shards, 1, model.vision.hidden_size
+            return self.layout_at(name).bounds[-1] // shards, 1, model.vision.hidden_size
         if reads is Stream.TEXT:
             return self.state_shape
         rows = self.batch.num_features
@@ -280,13 +301,12 @@ class MicroBatchContext:
         tokens, _ = self._row_counts
         return (self._row_places[:, None] >= tokens).to(self.device, non_blocking=True)
 
-    @cached_property
-    def _patch_padding(self) -> Tensor | None:
+    def _padding(self, layout: VisionLayout) -> Tensor | None:
         """Return whether each vision token is padding or blank, [V, 1] bool; None unless `--qk-clip` needs it."""
         if "vision" not in clipped_parts(self.config):
             return None
-        real = 0 if self.layout.is_blank else sum(self.layout.lengths)
-        return (torch.arange(self.layout.bounds[-1]) >= real)[:, None].to(self.device, non_blocking=True)
+        real = 0 if layout.is_blank else sum(layout.lengths)
+        return (torch.arange(layout.bounds[-1]) >= real)[:, None].to(self.device, non_blocking=True)
 
     @cached_property
     def feature_rows(self) -> Tensor:

@@ -23,7 +23,9 @@ from megavlm.arch.layers import (
     PATCH_EMBED,
     PROJECTOR,
     VISION_LAYER,
+    VISION_MERGER,
     VISION_NORM,
+    is_merged,
     number_of,
 )
 from megavlm.arch.objectives import learned_scalars, objective_of
@@ -34,6 +36,7 @@ from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, PredictionInput, Representation
 from megavlm.model.layer_modules import cross_entropy_of, output_accumulation_fields
+from megavlm.model.merger import WindowMerger
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotation
 from megavlm.model.specs import LayerBuilder
@@ -64,6 +67,10 @@ def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:
 def _build_language_layer(builder: LayerBuilder, name: str) -> nn.Module:
     with building(name, builder.language, builder.config):
         return specs.language_layer(builder.config, builder.language_layers, builder.groups, number_of(name))
+
+
+def _build_vision_merger(builder: LayerBuilder, name: str) -> nn.Module:
+    return WindowMerger(builder.config, builder.vision, builder.groups)
 
 
 def _build_patch_embed(builder: LayerBuilder, name: str) -> nn.Module:
@@ -124,9 +131,20 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
 
 
 def _run_vision_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
-    windowed = attends_in_windows(context.config.model.vision, number_of(name))
-    packing = context.window_packing if windowed else context.image_packing
+    vision = context.config.model.vision
+    packing = context.image_packing
+    if attends_in_windows(vision, number_of(name)):
+        packing = context.window_packing
+    if is_merged(name, vision):
+        packing = context.merged_packing
     return chunk.run_transformer_layer(name, hidden, rotary=context.vision_rope, packing=packing)
+
+
+def _run_vision_merger(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
+    part, packing = chunk.parts[name], context.window_packing
+    if chunk.full_recompute and hidden.requires_grad and chunk.training:
+        return chunk.execution.recomputed(part, lambda x: part(x, packing), hidden)
+    return part(hidden, packing)
 
 
 def _run_language_layer(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchContext) -> Tensor:
@@ -162,7 +180,8 @@ def _run_projector(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBat
     part, sharded = chunk.parts[name], sequence_parallel(context.config)
 
     def run(x: Tensor) -> Tensor:
-        out: Tensor = part(x, context.layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
+        layout = context.layout_at(name)
+        out: Tensor = part(x, layout, tile_groups=context.tile_groups, sequence_parallel=sharded)
         return out
 
     recomputes = layer_kind(name).is_recomputed(context.config.model)
@@ -212,6 +231,7 @@ IMPLEMENTATIONS: Mapping[str, LayerImpl] = for_every_kind(
     {
         PATCH_EMBED: LayerImpl(_build_patch_embed, _run_patch_embed),
         VISION_LAYER: LayerImpl(_build_vision_layer, _run_vision_layer),
+        VISION_MERGER: LayerImpl(_build_vision_merger, _run_vision_merger),
         DEEPSTACK: LayerImpl(_build_deepstack_merger, _run_projector),
         VISION_NORM: LayerImpl(_build_vision_norm, _run_norm),
         PROJECTOR: LayerImpl(_build_projector, _run_projector),

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from megavlm.arch.ends import Projector
 from megavlm.arch.kinds import KINDS
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, kind_of, number_of
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_MERGER, kind_of, number_of
 from megavlm.arch.tensor_split import (
     Block,
     HeadSplit,
     Part,
     delta_split,
     language_split,
+    merger_width,
     mlp_share,
     share_runs,
     vision_split,
@@ -41,17 +42,20 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     if isinstance(layer, Projector):
         split = layer.connector(model).splits(model).get(leaf)
         return None if split is None else split.part(tp, rank)
-    if kind not in (VISION_LAYER, LANGUAGE_LAYER):
+    if kind not in (VISION_LAYER, VISION_MERGER, LANGUAGE_LAYER):
         return None
     block, _, leaf = leaf.partition(".")
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
         return _part_of_linear_attention(leaf, model, tp, rank)
     if block == "self_attention":
         heads = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
-        padded_at_end = kind == VISION_LAYER and heads.groups == heads.heads
+        padded_at_end = kind != LANGUAGE_LAYER and heads.groups == heads.heads
         return None if padded_at_end or heads.is_even else _part_of_attention(leaf, heads, rank)
     if block == "mlp":
-        return _part_of_mlp(leaf, model, kind == LANGUAGE_LAYER, tp, rank)
+        vision, language = model.vision, kind == LANGUAGE_LAYER
+        width = merger_width(vision) if kind == VISION_MERGER else vision.ffn_hidden_size
+        gated = language or vision.activation == "swiglu"
+        return _part_of_mlp(leaf, model.language.ffn_hidden_size if language else width, gated, tp, rank)
     return None
 
 
@@ -87,9 +91,7 @@ def _part_of_linear_attention(leaf: str, model: ModelConfig, tp: int, rank: int)
     return split.heads.part(rank, *blocks[leaf], axis=1 if leaf.startswith("out_proj.") else 0)
 
 
-def _part_of_mlp(leaf: str, model: ModelConfig, language: bool, tp: int, rank: int) -> Part | None:
-    width = model.language.ffn_hidden_size if language else model.vision.ffn_hidden_size
-    gated = language or model.vision.activation == "swiglu"
+def _part_of_mlp(leaf: str, width: int, gated: bool, tp: int, rank: int) -> Part | None:
     if mlp_share(width, tp) * tp == width:
         return None
     runs = partial(share_runs, width, tp, rank, share=mlp_share)

@@ -205,7 +205,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
     split = vision_split(vision, groups.dims.tp)
     core = LogitAttention if "vision" in clipped_parts(config) else modules.core_attention
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
-    submodules = _submodules(
+    submodules = layer_submodules(
         modules,
         AttnMaskType.no_mask,
         split=split,
@@ -242,7 +242,7 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
-    submodules = _submodules(
+    submodules = layer_submodules(
         modules,
         AttnMaskType.causal,
         split=split,
@@ -285,7 +285,7 @@ def _layer(
     return TransformerLayer(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
 
 
-def _submodules(
+def layer_submodules(
     modules: LayerModules,
     mask: AttnMaskType,
     *,

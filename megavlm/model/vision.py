@@ -5,7 +5,7 @@ Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -46,6 +46,12 @@ class VisionLayout:
         grids = grids or (blank,)
         tokens = sum(class_token + rows * columns for rows, columns in grids)
         return cls(grids, int(class_token), padding=-tokens % multiple, is_blank=is_blank, window=window)
+
+    def merged(self) -> VisionLayout:
+        """Return the layout once each window has become one token: of windows of one size, in order of images."""
+        side = self.window
+        grids = tuple((rows // side, columns // side) for rows, columns in self.grids)
+        return replace(self, grids=grids, padding=self.padding // side**2, window=0)
 
     @property
     def lengths(self) -> list[int]:
@@ -174,8 +180,9 @@ class PatchEmbed(nn.Module):
             return None
         side = self.vision.image_size // self.vision.patch_size
         count = int(self.vision.class_token)
-        if self.vision.position_interpolation == "bucket":
-            rows, columns = (position_buckets(length, side) for length in grid)
+        if self.vision.position_interpolation in ("bucket", "fraction"):
+            divides = self.vision.position_interpolation == "fraction"
+            rows, columns = (position_buckets(length, side, divides=divides) for length in grid)
             entries = count + (rows[:, None] * side + columns).flatten()
             grid_positions = self.position.index_select(0, entries.to(self.position.device, non_blocking=True))
             return torch.cat([self.position[:count], grid_positions])
@@ -185,13 +192,15 @@ class PatchEmbed(nn.Module):
         return torch.cat([self.position[:count], resized])
 
 
-def position_buckets(length: int, side: int) -> Tensor:
+def position_buckets(length: int, side: int, *, divides: bool = False) -> Tensor:
     """Return the part of an image, of `side` equal ones, in which each of `length` patches begins, [length] int64.
 
     Patch i of L begins at i/L, part j of S at j/S (NaViT's fractional positions; Idefics2). Both are rounded to fp32 as
     in the reference, i/L as i·(1/L), because rounding decides where they meet: at 19 of 19, patch 12 takes part 11.
+    With `divides` i/L is rounded once (MiniCPM-V 4.6): at 25 of 70 some patches take another part.
     """
-    starts = torch.arange(length, dtype=torch.float32) * torch.tensor(length).reciprocal()
+    starts = torch.arange(length, dtype=torch.float32)
+    starts = starts / length if divides else starts * torch.tensor(length).reciprocal()
     boundaries = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(starts.clamp(max=1 - 1e-6), boundaries, right=True)
 

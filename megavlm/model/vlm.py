@@ -30,6 +30,7 @@ from megavlm.arch.layers import (
     LANGUAGE_LAYER,
     OUTPUT,
     VISION_LAYER,
+    VISION_MERGER,
     carried_features,
     kind_of,
     layer_names,
@@ -311,7 +312,7 @@ def _shape_before(name: str, carried: int, states: int, context: MicroBatchConte
 
 def is_padded_for_tp(key: str) -> bool:
     """Return whether a parameter may have TP padding at its end: vocabulary rows, vision heads."""
-    if kind_of(key) == VISION_LAYER:
+    if kind_of(key) in (VISION_LAYER, VISION_MERGER):
         columns = (".self_attention.linear_proj.weight", ".self_attention.linear_proj.lora.o_proj.A")
         return ".self_attention.linear_qkv." in key or key.endswith(columns)
     return key in (TIED_KEY, f"{OUTPUT}.linear.weight")

@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megavlm.arch.layers import VISION_LAYER, kind_of, part_of
+from megavlm.arch.layers import part_of
 from megavlm.arch.tensor_split import vision_split
 from megavlm.config.lora_config import is_adapter
 from megavlm.config.schema import Config, ModelConfig
@@ -69,7 +69,7 @@ def real_shape(key: str, shape: tuple[int, ...], model: ModelConfig, *, vocab_si
     """Return a parameter's shape without TP padding (vocabulary rows, vision heads)."""
     if not is_padded_for_tp(key):
         return shape
-    if kind_of(key) != VISION_LAYER:
+    if part_of(key) != "vision":
         return (vocab_size, *shape[1:])
     split = vision_split(model.vision, 1)
     if key.endswith((".linear_proj.weight", ".A")):  # these read all heads, or the hidden states, which are as wide
@@ -106,7 +106,7 @@ def _draw(key: str, shape: tuple[int, ...], config: Config, *, seeded_by: str | 
     std = 1 / math.sqrt(shape[0]) if leaf == "image_newline" else model.init_method_std  # LLaVA-NeXT
     ends = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight")
     if key.endswith(ends) or (".mlp." in key and key.endswith("linear_fc2.weight")):
-        layers = model.vision.num_layers if kind_of(key) == VISION_LAYER else model.language.num_layers
+        layers = model.vision.num_layers if part_of(key) == "vision" else model.language.num_layers
         std /= math.sqrt(2 * layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 

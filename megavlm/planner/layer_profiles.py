@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megavlm.arch.kinds import carried_bytes, hidden_bytes, kind_in, waiting_bytes
-from megavlm.arch.layers import VISION_LAYER, kind_of, number_of
+from megavlm.arch.layers import VISION_LAYER, is_merged, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
@@ -171,13 +171,14 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
-    """Layers of one kind cost the same: numbers do not matter, windows, attention, experts and what is trained do."""
+    """Layers of one kind cost the same: numbers do not matter; windows, merging, attention and what is trained do."""
     name = scenario.names[index]
-    windowed = kind_of(name) == VISION_LAYER and attends_in_windows(scenario.model.vision, number_of(name))
+    vision = scenario.model.vision
     return (
         kind_of(name),
         kind_in(scenario.model, name),
-        windowed,
+        kind_of(name) == VISION_LAYER and attends_in_windows(vision, number_of(name)),
+        is_merged(name, vision),
         scenario.trains(name),
         scenario.gradient_reaches[index],
         name in scenario.fp8,

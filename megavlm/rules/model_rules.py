@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
-from megavlm.config.derived import rotary_channels
+from megavlm.config.derived import rotary_channels, tower_merge
 from megavlm.config.lora_config import (
     adapted_parts,
     adapts_experts,
@@ -26,7 +26,8 @@ from megavlm.rules.expert_rules import router
 
 def vision_tower(config: Config) -> Iterator[str]:
     """2-D rotary embedding rotates pairs of channels, half by row and half by column: 4 must divide the head width. A
-    window holds at least one feature and no class token. The j-th DeepStack layer adds to language layer j.
+    window holds at least one feature and no class token. The j-th DeepStack layer adds to language layer j. The tower's
+    merger takes blocks of patches alone, which the projector merges further.
     """
     vision, shuffle = config.model.vision, config.model.projector.pixel_shuffle
     hidden, heads, layers = vision.hidden_size, vision.num_attention_heads, vision.num_layers
@@ -69,6 +70,25 @@ def vision_tower(config: Config) -> Iterator[str]:
         )
     if len(vision.deepstack_layers) > count:
         yield f"{option} are more than model.language.num_layers {count}: list fewer"
+    if vision.merger_layer is None:
+        return
+    option = f"model.vision.merger_layer {vision.merger_layer}"
+    if vision.merger_layer > last:
+        yield f"{option} must be a layer that runs, 0 to {last}: see model.vision.num_layers"
+    if shuffle % tower_merge(vision):
+        yield f"{option} merges 2×2 patches: model.projector.pixel_shuffle {shuffle} is odd: set it to {shuffle + 1}"
+    for name, given in (
+        ("vision.window_size", vision.window_size is not None),
+        ("vision.class_token", vision.class_token),
+        ("vision.deepstack_layers", vision.deepstack_layers),
+        ("vision.position_embedding", vision.position_embedding != "learned"),
+        ("vision.num_query_groups", groups != heads),
+        ("vision.qk_norm", vision.qk_norm != "none"),
+        ("vision.layer_scale", vision.layer_scale),
+        ("projector.anyres_max_tiles", config.model.projector.anyres_max_tiles is not None),
+    ):
+        if given:
+            yield f"{option} and model.{name} cannot be combined: leave one of them out"
 
 
 def language_model(config: Config) -> Iterator[str]:
@@ -174,7 +194,7 @@ def images(config: Config) -> Iterator[str]:
         remedy = nearest(side, patch * shuffle)
         if side % patch:
             yield f"{flag} {side} is not a multiple of model.vision.patch_size {patch}: {remedy}"
-        if side // patch % shuffle:
+        if side // patch % shuffle and (side != vision.image_size or vision.position_interpolation != "fraction"):
             yield (
                 f"{flag} {side} is {side // patch} patches of model.vision.patch_size {patch} a side, which "
                 f"model.projector.pixel_shuffle {shuffle} does not divide: {remedy}"
@@ -204,7 +224,8 @@ def connector_takes_the_model(config: Config) -> Iterator[str]:
     """Features that do not lie as in the image have no rows and columns for M-RoPE, and no DeepStack."""
     model = resolve_model(config.model)
     connector = connector_of(model.projector)
-    for name, given in (("vision.deepstack_layers", model.vision.deepstack_layers), _mrope(config)):
+    merger = ("vision.merger_layer", model.vision.merger_layer is not None)
+    for name, given in (("vision.deepstack_layers", model.vision.deepstack_layers), merger, _mrope(config)):
         if given and not connector.keeps_grid:
             yield (
                 f"--projector-kind {connector.name} and model.{name} cannot be combined, as its features have no rows: "

@@ -60,6 +60,8 @@ PALIGEMMA = (
     "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=50 "
     "model.language.final_softcap=30 model.language.activation=geglu"
 )
+# Two thirds of the tower's layers run behind its merger.
+MINICPM = "--set model.vision.merger_layer=0 model.projector.pixel_shuffle=4 model.projector.input_norm=true"
 QFORMER = (
     "--set model.projector.pixel_shuffle=1 --projector-kind qformer --set "
     "model.projector.connectors.qformer.num_layers=6 model.projector.connectors.qformer.hidden_size=192 "
@@ -79,6 +81,8 @@ CASES = {
     "exaone4.5": (1, EXAONE),
     "paligemma": (1, PALIGEMMA),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
+    "minicpm-v": (1, MINICPM),
+    "tp2-minicpm-v-full-bf16": (2, f"--tp 2 {MINICPM} --recompute-granularity full --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),
     "experts-bf16": (1, f"{EXPERTS} {SHARED} --precision bf16"),
     "ep2-bf16": (2, f"--ep 2 {EXPERTS} --precision bf16"),

@@ -48,7 +48,7 @@ KNOWN = {**MODELS, "experts": EXPERTS, "uneven": UNEVEN, "lora": "--lora-rank 4 
     [
         ("rich", f"{MUON} --ema-decay 0.9"),
         ("experts", MUON),
-        *(slow(model, MUON) for model in ("glm4v", "gemma3", "qwen3-vl", "lora")),
+        *(slow(model, MUON) for model in ("glm4v", "gemma3", "qwen3-vl", "minicpm-v", "lora")),
         ("plain", LION),
     ],
 )

@@ -90,6 +90,7 @@ FAST = [
     ("tp4", "exaone4.5", ""),
     ("tp2-pp2", "paligemma", "loss-chunks"),
     ("pp2-vpp2", "mtp", "cuts-mtp"),
+    ("tp2-pp2-vpp2", "minicpm-v", ""),
     ("tp2-pp2", "padded-heads", "vision-tp2-passes"),
     ("tp2", "frozen-language", "vision-tp2-whole"),
 ]

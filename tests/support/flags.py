@@ -82,6 +82,11 @@ MODELS = {
     "model.vision.qk_norm=head model.vision.normalization=RMSNorm model.vision.activation=swiglu "
     # Norms of small outputs would multiply rounding.
     "--init-method-std 0.2",
+    # Grids of 4 and 8 patches a side become 2 and 4 behind the second layer; seven heads and an MLP that TP pads.
+    "minicpm-v": "--image-sizes 16 32 --set model.vision.patch_size=4 model.vision.merger_layer=1 "
+    "model.vision.position_interpolation=fraction model.vision.activation=gelu_tanh model.vision.hidden_size=28 "
+    "model.vision.num_attention_heads=7 model.vision.ffn_hidden_size=45 model.projector.pixel_shuffle=4 "
+    "model.projector.input_norm=true model.projector.hidden_size=112",
     # Two key heads for six value heads, which TP 4 shares; a gate on softmax attention, which half of a head rotates.
     # One layer predicts a further token.
     "qwen3.5": "--set model.language.linear_attention_layers=[0,2] model.language.linear_num_key_heads=2 "
