@@ -14,6 +14,7 @@ from torch import Tensor
 from megavlm.arch.image_tokens import tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
+from megavlm.data.canvas import canvas_positions
 from megavlm.data.types import POSITIVE, QUERY, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
@@ -38,6 +39,7 @@ class CollateSpec:
     channels: int = 3
     frames_per_patch: int = 1  # of a video; a patch of an image always has one
     mrope: bool = False  # three rotary positions per token
+    canvas_tokens: tuple[int, ...] = ()  # marks around slices; M-RoPE's positions are then those on a canvas
     num_sources: int = 0  # data sets whose losses are reported separately
     pooling: str | None = None  # how a text becomes a vector, if it does: of its `last` token, or the `mean`
     dtype: torch.dtype = torch.float32  # of patches: the model's, to which its first layer would cast them
@@ -60,6 +62,7 @@ class CollateSpec:
             channels=model.vision.in_channels,
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
+            canvas_tokens=model.canvas_tokens,
             num_sources=len(source.names),
             pooling=model.objective.pooling if objective_of(model).embeds else None,
             counted=objective_of(model).counted,
@@ -135,7 +138,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
     loss_mask = np.zeros((len(rows), seq_length), dtype=np.float32)
     positions = np.empty((3 if spec.mrope else 1, len(rows), seq_length), dtype=np.int64)
     sources = np.zeros((len(rows), seq_length), dtype=np.int64)
-    bounds, prefixes, merge = [0], [], spec.projector.pixel_shuffle
+    bounds, prefixes = [0], []
     for number, row in enumerate(rows):
         end = 0
         for sample in row:
@@ -147,11 +150,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
             tokens[number, start:end] = sample.tokens
             loss_mask[number, start : end - 1] = sample.trained[1:]
             sources[number, start:end] = sample.source
-            positions[:, number, start:end] = (
-                mrope_positions(spec.are_features(sample.tokens), runs_of(sample), merge=merge)
-                if spec.mrope
-                else np.arange(len(sample))
-            )
+            positions[:, number, start:end] = _positions(sample, spec)
             bounds.append(number * seq_length + end)
             prefix = int(sample.trained.argmax()) if sample.trained.any() else len(sample)
             prefixes.append((number * seq_length + start, prefix))
@@ -230,6 +229,16 @@ def _sizes_of(samples: Sequence[Sample]) -> ImageSizes:
         grids=tuple(grid for sample in samples for grid in sample.grids),
         tile_groups=tuple(group for sample in samples for group in sample.tile_groups),
     )
+
+
+def _positions(sample: Sample, spec: CollateSpec) -> NDArray[np.int64]:
+    """Return the rotary positions of a sample's tokens, [S], or with M-RoPE [3, S]."""
+    if not spec.mrope:
+        return np.arange(len(sample))
+    are_features, merge = spec.are_features(sample.tokens), spec.projector.pixel_shuffle
+    if spec.canvas_tokens:
+        return canvas_positions(sample.tokens, are_features, sample.grids, marks=spec.canvas_tokens, merge=merge)
+    return mrope_positions(are_features, runs_of(sample), merge=merge)
 
 
 def runs_of(sample: Sample) -> list[Run]:

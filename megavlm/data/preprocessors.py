@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Resampling
 
+from megavlm.config.derived import usual_side
 from megavlm.config.schema import Config, DataConfig, ModelConfig
 from megavlm.data.tokenizers import TextTokenizer
 from megavlm.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -107,7 +108,7 @@ def _video_settings(folder: Path) -> Any:
 
 def _plain(model: ModelConfig, *, fast: bool) -> Whole:
     """Return a processor that resizes images to the tower's size, whatever their shape, with values from −1 to 1."""
-    side, half = model.vision.image_size, (0.5, 0.5, 0.5)
+    side, half = usual_side(model), (0.5, 0.5, 0.5)
     return Whole(
         patch_size=model.vision.patch_size,
         projector=model.projector,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -34,7 +35,10 @@ class Visuals:
     def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
         """Return the layout of each, of which only the header is read. Raises BadSample."""
         images = sum(isinstance(visual, ImageRef) for visual in visuals)
-        return [self._layout(visual, images) for visual in visuals]
+        numbers = {ImageRef: count(), VideoRef: count()}
+        return [
+            self.processor.numbered(self._layout(visual, images), next(numbers[type(visual)])) for visual in visuals
+        ]
 
     def load(self, visuals: Sequence[Visual], wanted: StoredImage) -> LoadedImage:
         """Return one of a record's images and videos with its patches. Raises BadSample."""

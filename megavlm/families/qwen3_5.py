@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megavlm.config.schema import ModelConfig
+from megavlm.config.schema import LanguageConfig, ModelConfig
 from megavlm.families import qwen3_vl
 from megavlm.families.shared.experts import shared_qwen_experts
 from megavlm.families.shared.family import NamePrefixes, Predictors
 from megavlm.families.shared.language import predictor_table, types_of_layers
+from megavlm.families.shared.qwen_vl import text_model as qwen_text_model
 from megavlm.families.shared.qwen_vl import with_defaults, with_experts
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table
@@ -49,6 +50,7 @@ _MOE_TEXT: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_SECTION = (11, 11, 10)
 _MARKS = {"image_token_id": 248056, "video_token_id": 248057}
 
 
@@ -67,23 +69,33 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
     tower = {**settings.section("vision_config").values, "deepstack_visual_indexes": []}
     whole = with_defaults(settings, _MARKS)
     whole = Settings({**whole.values, "vision_config": tower}, settings.where)
-    model = qwen3_vl.whole_model(whole, text, kind="qwen3", section=(11, 11, 10))
+    model = qwen3_vl.whole_model(whole, text, kind="qwen3", section=_SECTION)
+    return replace(model, language=hybrid(model.language, text))
+
+
+def text_model(text: Settings, *, tied: bool) -> LanguageConfig:
+    """Qwen3_5TextConfig as the language model of another architecture."""
+    text = with_defaults(text, _TEXT)
+    return hybrid(qwen_text_model(text, kind="qwen3", tied=tied, section=_SECTION, interleaved=True), text)
+
+
+def hybrid(language: LanguageConfig, text: Settings) -> LanguageConfig:
+    """Return a language model with what Qwen3.5 adds to Qwen3: linear attention, a gate, other norms and rotation."""
     if not text.get("attn_output_gate", True):
         refuse(text, "attn_output_gate", "attention is known with a gate on its output")
     if text.need("linear_num_value_heads") % text.need("linear_num_key_heads"):
         refuse(text, "linear_num_value_heads", "each key head serves as many value heads")
-    layers, rope = model.language.num_layers, text.section("rope_parameters")
+    layers, rope = language.num_layers, text.section("rope_parameters")
     interval = text.get("full_attention_interval", 4)
     usual = ["full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)]
-    language = replace(
-        model.language,
+    return replace(
+        language,
         rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)),
         attention_output_gate=True,
         apply_layernorm_1p=True,
         linear_attention_layers=types_of_layers(text, usual, "linear_attention", "full_attention"),
         **{name: text.need(name) for name in _LINEAR},
     )
-    return replace(model, language=language)
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:

@@ -17,6 +17,7 @@ from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import exportable, settings_at
 from megavlm.checkpoint.summary import check_model, read_summary
+from megavlm.config.derived import usual_side
 from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.synthetic import SyntheticSource
@@ -109,12 +110,11 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
 
 def _length_of_a_sample(model: ModelConfig, tiling: Tiling | None) -> int:
     """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
-    vision, size = model.vision, (model.vision.image_size, model.vision.image_size)
-    groups = []
+    groups, size = [], (usual_side(model),) * 2
     if model.projector.anyres_max_tiles is not None:
         groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
     tiles = sum(group.tiles for group in groups) or 1
-    features = sum(tokens_per_image([grid_of(*size, vision.patch_size)] * tiles, groups, model.projector))
+    features = sum(tokens_per_image([grid_of(*size, model.vision.patch_size)] * tiles, groups, model.projector))
     return 64 * -(-(features + 32) // 64)
 
 

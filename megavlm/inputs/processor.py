@@ -58,6 +58,10 @@ class Processor(ABC):
     def views(self, pixels: Pixels, *, images: int = 1) -> list[Pixels]:
         """Return the pixels of the tiles of `layout`, in its order: [height, width, C], before normalisation."""
 
+    def numbered(self, layout: Layout, number: int) -> Layout:
+        """Return the layout of image `number` (from 0) of a sample, or of its video: some models write the number."""
+        return layout
+
     def tiles(self, pixels: Pixels, *, images: int = 1) -> list[Tensor]:
         """Return the normalised patches of each tile, [rows·columns, C·p·p] float32, row-major, as `patchify` does."""
         return [self._patches(view) for view in self.views(pixels, images=images)]

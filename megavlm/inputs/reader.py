@@ -19,7 +19,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.processor import MOST_PIXELS, Processor, Whole
 from megavlm.inputs.resize import Size
 from megavlm.inputs.video import Budget, VideoProcessor
-from megavlm.json_files import FLAG, OBJECT, Expected, check, listed, mapped, number, whole
+from megavlm.json_files import FLAG, OBJECT, TEXT, Expected, check, listed, mapped, number, whole
 
 _AREA = whole(1, 2**26)  # pixels; larger pictures are not made on the way either
 _FRAMES = whole(1, 2**18)
@@ -58,6 +58,13 @@ OPTIONS: dict[str, Expected] = {
     "max_patches": whole(1, 256),
     "image_grid_pinpoints": listed(listed(whole(1, 2**14), 2, 2), 1, 1_024),
     "video_sampling": OBJECT,
+    "slice_mode": FLAG,
+    "use_image_id": FLAG,
+    "max_slice_nums": whole(1, 1_024),
+    "scale_resolution": whole(1, 2**13),
+    "downsample_mode": TEXT,
+    "max_num_frames": _FRAMES,
+    "stack_frames": whole(1, 64),
 }
 # Of `video_sampling`.
 VIDEO_SAMPLING: dict[str, Expected] = {"fps": _FPS, "max_frames": _FRAMES, "video_size": _SIZE}

@@ -153,11 +153,13 @@ class VideoProcessor(ABC):
     def layout(self, clip: Clip, budget: Budget) -> Layout:
         """Return frames, tiles and prompt of a clip, without its pixels. Raises BadSample for unusable sizes."""
         numbers = self.numbers(clip, self._affordable(budget))
-        tile = self._tile(*self.frame_size((clip.height, clip.width), len(numbers), budget))
+        size = clip.height, clip.width
+        tile = self._tile(*self.frame_size(size, len(numbers), budget))
+        arrangement, slices = self.slices(size)
         return Layout(
-            size=(clip.height, clip.width),
-            tiles=(tile,) * self.groups(len(numbers)),
-            arrangement=(0, 0),
+            size=size,
+            tiles=(tile, *slices) * self.groups(len(numbers)),
+            arrangement=arrangement,
             prompt=self.prompt(clip, numbers, self._tokens(tile)),
             film=Film(
                 frames=numbers,
@@ -181,6 +183,10 @@ class VideoProcessor(ABC):
     @abstractmethod
     def prompt(self, clip: Clip, numbers: tuple[int, ...], tokens: int) -> Prompt:
         """Return the text of a video whose groups of frames have `tokens` features each."""
+
+    def slices(self, size: Size) -> tuple[Size, tuple[Tile, ...]]:
+        """Return (rows, columns) of slices that are seen beside a frame, and their tiles; most models have none."""
+        return (0, 0), ()
 
     def moments(self, clip: Clip, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return `Film.moments`."""

@@ -22,7 +22,7 @@ from tests.support.tiny_models import FAMILIES, MIXTURES
 # colocated encoder.
 LATER = (
     *"qwen3-vl-videos exaone4.5-videos llava-onevision-videos llava-tied llava-onevision-tied internvl-6b".split(),
-    *"deepseek-vl cosmos3 paddleocr-vl video-llama-3 qianfan-ocr lighton-ocr glm-ocr".split(),
+    *"deepseek-vl cosmos3 paddleocr-vl video-llama-3 qianfan-ocr lighton-ocr glm-ocr minicpmv-4.6".split(),
 )
 COLOCATED = ("qwen3-vl", "llava-onevision", "gemma3", "mistral3", "glm4v", "qwen2.5-vl-videos")
 FAST = {

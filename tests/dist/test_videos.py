@@ -17,7 +17,7 @@ from tests.support.clips import clip
 from tests.support.training import assert_same_curve, metrics, train
 from tests.support.whole_models import whole_folder
 
-FAMILIES = ("qwen2.5-vl", "qwen3-vl", "onevision", "internvl", "smolvlm")
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "onevision", "internvl", "smolvlm", "minicpmv-4.7")
 LAYOUTS = {
     "tp2": (2, "--tp 2"),
     "pp2": (2, "--pp 2"),
@@ -38,6 +38,7 @@ VIDEOS = {
     "onevision": {"size": {"height": 28, "width": 28}},
     "internvl": {"size": {"height": 28, "width": 28}},
     "smolvlm": {"max_image_size": {"longest_edge": 32}, "num_frames": 5},
+    "minicpmv-4.7": {"patch_size": 4, "scale_resolution": 48, "max_slice_nums": 2},
 }
 
 

@@ -29,7 +29,10 @@ from tests.support.harness import Single, difference
 from tests.support.tiny_models import IMAGES, MODELS, QWEN3_MOE, VIDEOS, config_of, images_of, tiny
 
 TIED_ALREADY = ("qwen3-vl", "lighton-ocr")
-LATER = ("cosmos3-videos", "lighton-ocr-untied")
+LATER = (
+    *("cosmos3-videos", "lighton-ocr-untied", "minicpmv-4.6", "minicpmv-4.6-videos", "minicpmv-4.7-videos"),
+    "minicpmv-4.7-4x",
+)
 # What a family has in more than one way, beside the models that run at all layouts.
 CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     **{name: (partial(tiny, name), images_of(name)) for name in MODELS},
@@ -46,16 +49,24 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     **{
         f"{name}-videos": (partial(tiny, name), images_of(name, VIDEOS))
         for name in (
-            "llava-onevision",
-            "qwen2-vl",
-            "qwen2.5-vl",
-            "qwen3-vl",
-            "qwen3-vl-moe",
-            "qwen3.5",
-            "cosmos3",
-            "exaone4.5",
+            *(
+                "llava-onevision",
+                "qwen2-vl",
+                "qwen2.5-vl",
+                "qwen3-vl",
+                "qwen3-vl-moe",
+                "qwen3.5",
+                "cosmos3",
+                "exaone4.5",
+            ),
+            *("minicpmv-4.6", "minicpmv-4.7"),
         )
     },
+    # Without the merger inside the tower: a feature has 8 × 8 pixels.
+    "minicpmv-4.7-4x": (
+        partial(tiny, "minicpmv-4.7", downsample_mode="4x"),
+        ([[(16, 24), ((8, 16), (2, 1), (16, 8))], [(24, 8)]], [[], []]),
+    ),
     "gemma3-two-tokens": (
         partial(tiny, "gemma3", text={"sliding_window": 2, "layer_types": ["sliding_attention"] * 3}),
         IMAGES["gemma3"],
@@ -106,12 +117,21 @@ GENERATION: dict[str, Callable[[], dict[str, Any]]] = {
         **{"image_grid_thw": torch.tensor([[1, 4, 6]]), "image_merge_sizes": torch.tensor([1])},
     ),
     "smolvlm": partial(asked, 9, 1, 1, 3, 26, 26),
+    "minicpmv-4.6": partial(asked, 2, 1, 3, 4, 128, target_sizes=torch.tensor([[4, 8]])),
+    "minicpmv-4.7": partial(
+        *(asked, 2, 1, 3, 4, 128),
+        target_sizes=torch.tensor([[4, 8]]),
+        mm_token_type_ids=torch.tensor([[0, 0, 1, 1, 0, 0]]).int(),
+    ),
     **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "cosmos3", "glm-ocr"), QWEN),
     "exaone4.5": lambda: {name: value for name, value in QWEN().items() if name != "mm_token_type_ids"},
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith(("-tied", "-6b", "-siglip"))])
+@pytest.mark.parametrize(
+    "name",
+    [slow(name) if name in LATER else name for name in MODELS if not name.endswith(("-tied", "-6b", "-siglip"))],
+)
 def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) -> None:
     """Byte for byte, of one file (LLaVA) and of several; with a pooling head and layers that do not run."""
     options = {"vision_feature_layer": -2} if name == "llava-onevision" else {}
@@ -119,7 +139,19 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
     folder = hf.save(tiny(name, **options), tmp_path / "hf", **several)
     assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(several)
     hf.assert_round_trip(folder, tmp_path, single)
-    checked = ("qwen", "glm", "internvl", "deepseek", "cosmos", "exaone", "qianfan", "lighton", "paddleocr", "video")
+    checked = (
+        "qwen",
+        "glm",
+        "internvl",
+        "deepseek",
+        "cosmos",
+        "exaone",
+        "qianfan",
+        "lighton",
+        "paddleocr",
+        "video",
+        "minicpmv",
+    )
     if name.startswith(checked):
         assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
     if name in GENERATION:
@@ -154,6 +186,12 @@ def test_a_folder_may_say_that_it_is_of_another_type(single: Single, tmp_path: P
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral3"}))
     hf.assert_round_trip(folder, tmp_path, single)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours"), "--samples", "1"]) == 0
+
+
+@pytest.mark.slow
+def test_a_merger_that_is_left_out_is_exported_as_it_was(single: Single, tmp_path: Path) -> None:
+    folder = hf.save(tiny("minicpmv-4.7", downsample_mode="4x"), tmp_path / "hf")
+    hf.assert_round_trip(folder, tmp_path, single)
 
 
 def as_before_transformers_5(name: str) -> str:

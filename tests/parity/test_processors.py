@@ -30,6 +30,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -44,7 +45,7 @@ from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.processor import Processor
 from tests.support.hostile import reason_of
-from tests.support.processors import bare, model_of, picture, pixtral_processor
+from tests.support.processors import SLICED, bare, model_of, picture, pixtral_processor
 
 Pixels = NDArray[np.uint8]
 Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
@@ -196,6 +197,13 @@ def gemma(side: int, patch: int, *, merge: int) -> Case:
     return case(image_processor, model_of(patch, merge=merge), Gemma3Processor, full_image_sequence=sequence)
 
 
+def minicpm(patch: int, **options: Any) -> Case:
+    image_processor = MiniCPMV4_6ImageProcessorPil(patch_size=patch, **options)
+    theirs = bare(transformers.MiniCPMV4_6Processor, slice_mode=image_processor.slice_mode, **SLICED)
+    model = model_of(patch, merge=4)
+    return Case(image_processor, model, lambda *seen: theirs.replace_image_token(*seen, image_token_divisor=16))
+
+
 SQUARES = [[28 * rows, 28 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 SMALL_SPLIT: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 CASES: dict[str, Case] = {
@@ -256,6 +264,9 @@ CASES: dict[str, Case] = {
     "pixtral": pixtral(1),
     "mistral3": pixtral(2),
     "lighton": lighton(60),
+    "minicpmv": minicpm(4, scale_resolution=48),
+    "minicpmv-448": minicpm(14),
+    "minicpmv-whole": minicpm(4, scale_resolution=48, slice_mode=False),
     "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor, patch=8),
     "smolvlm-512": idefics(
         SmolVLMImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}),
@@ -267,7 +278,13 @@ CASES: dict[str, Case] = {
         Idefics3ImageProcessorPil(**SMALL_SPLIT, do_image_splitting=False), kind=Idefics3Processor, patch=8
     ),
 }
-LARGE = ("onevision-384", "internvl-448", "smolvlm-512", "qwen3")  # their real sizes cost the reference seconds
+LARGE = (
+    "onevision-384",
+    "internvl-448",
+    "smolvlm-512",
+    "minicpmv-448",
+    "qwen3",
+)  # their real sizes cost the reference seconds
 SMALL = [name for name in CASES if name not in LARGE]
 
 SIZES = [  # (height, width): landscape, portrait, square, a tile exactly, one pixel, a line, a wide strip
@@ -302,6 +319,11 @@ def their_patches(case: Case, pixels: Any, index: int, grids: list[tuple[int, in
         blocks = of_image.view(rows // 2, columns // 2, 2, 2, 3, 2, patch * patch)  # merge blocks, then two frames
         assert torch.equal(blocks[..., 0, :], blocks[..., 1, :])
         return [blocks[..., 0, :].permute(0, 2, 1, 3, 4, 5).reshape(rows * columns, 3 * patch * patch)]
+    if "target_sizes" in pixels:
+        lengths = torch.as_tensor(np.array(pixels["target_sizes"])).prod(1).tolist()
+        side_by_side = torch.as_tensor(np.array(pixels["pixel_values"]))[0].unflatten(2, (-1, patch))
+        patches = side_by_side.permute(2, 0, 1, 3).flatten(1).split(lengths)
+        return list(patches[index * len(grids) : (index + 1) * len(grids)])
     tiles = np.array(pixels["pixel_values"])
     tiles = tiles.reshape(-1, *tiles.shape[-3:])[index * len(grids) : (index + 1) * len(grids)]
     assert len(tiles) == len(grids)
@@ -340,7 +362,9 @@ def test_tiles_and_prompts(name: str, size: tuple[int, int]) -> None:
     assert_same(case, [image])
 
 
-@pytest.mark.parametrize(("name", "size"), zip(LARGE, [(300, 431), (431, 300), (90, 61), (173, 210)], strict=True))
+@pytest.mark.parametrize(
+    ("name", "size"), zip(LARGE, [(300, 431), (431, 300), (90, 61), (500, 610), (173, 210)], strict=True)
+)
 def test_tiles_of_real_sizes(name: str, size: tuple[int, int]) -> None:
     assert_same(CASES[name], [picture(*size)])
 
@@ -381,6 +405,21 @@ def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
     except BadSample as refused:  # the reference keeps newlines at most
         assert refused.reason is Reason.TOO_NARROW  # noqa: PT017
         assert expected.count("<image>") - (tile // case.ours().patch_size) ** 2 < 6 * tile
+
+
+@settings(max_examples=100, deadline=None)
+@given(height=sides, width=sides, most=st.integers(1, 10))
+def test_slices_of_any_size(height: int, width: int, most: int) -> None:
+    """Against the reference's functions of the size."""
+    case = minicpm(14, max_slice_nums=most)
+    layout, theirs = case.ours().layout(height, width), case.theirs
+    grid = theirs.get_sliced_grid((height, width), most, 448)
+    sides = [theirs.find_best_resize((height, width), 448, 14, "16x", allow_upscale=grid is None)]
+    if grid is not None:
+        refined = theirs.get_refine_size((height, width), grid, 448, 14, "16x", allow_upscale=True)
+        sides += [(refined[0] // grid[0], refined[1] // grid[1])] * (grid[0] * grid[1])
+    assert layout.arrangement == tuple(grid or (0, 0))
+    assert [(tile.height, tile.width) for tile in layout.tiles] == sides
 
 
 @settings(max_examples=100, deadline=None)

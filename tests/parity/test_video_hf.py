@@ -49,6 +49,7 @@ class Way:
 
     options: dict[str, Any]
     grids: tuple[tuple[int, int], ...]
+    fps: float = 4.0
 
 
 QWEN2 = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}
@@ -79,6 +80,10 @@ WAYS = {
         ((4, 4),) * 5,
     ),
 }
+# A frame a second of 2.75 seconds, whatever is asked for; each is cut into four.
+MINICPM = {"video_processor_type": "MiniCPMV4_6VideoProcessor", "scale_resolution": 60, "patch_size": 4}
+SLICED = ("minicpmv-4.6", "minicpmv-4.7")
+WAYS |= dict.fromkeys(SLICED, Way({**MINICPM, "max_slice_nums": 4}, ((12, 16),) * 5 * 3, fps=1.0))
 WAYS["glm4v-moe"] = WAYS["glm-ocr"] = WAYS["glm4v"]  # mixtures of experts see as the models without do
 WAYS["qwen3-vl-moe"] = WAYS["cosmos3"] = WAYS["qwen3-vl"]
 
@@ -114,14 +119,14 @@ def seen(single: Single, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     inputs = references(
         [Task(PROCESSORS.get(name, name), str(made[name][0]), MESSAGES, film, rate, LENGTHS) for name in WAYS], root
     )
-    return {name: look(*made[name], given, single) for name, given in zip(WAYS, inputs, strict=True)}
+    return {name: look(*made[name], given, single, WAYS[name].fps) for name, given in zip(WAYS, inputs, strict=True)}
 
 
-def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single) -> Seen:
+def look(folder: Path, theirs: Any, inputs: dict[str, Any], single: Single, fps: float) -> Seen:
     config = hf.config_for(folder, seq_length=LENGTH)
     datasets = (DatasetConfig(path=str(folder.parents[1] / "train.jsonl")),)
     data = DataConfig(datasets=datasets, video_max_tokens=10**6)
-    config = replace(config, data=replace(data, video_fps=4.0))
+    config = replace(config, data=replace(data, video_fps=fps))
     source = FilesSource(config)
     record = source.encode(0)
     assert not record.skipped
@@ -161,7 +166,20 @@ def test_pairs_of_frames_have_the_pixels_and_positions_of_transformers(name: str
     assert len(moments) == groups, "a position in time for each pair"
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith(PAIRED)])
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_of_frames_have_the_pixels_and_positions_of_transformers(name: str, seen: dict[str, Seen]) -> None:
+    ours, inputs = seen[name], seen[name].inputs
+    assert inputs["target_sizes_videos"].tolist() == list(map(list, WAYS[name].grids))
+    assert ours.batch.images is not None
+    patches = inputs["pixel_values_videos"][0].unflatten(2, (-1, 4)).permute(2, 0, 1, 3).flatten(1)
+    torch.testing.assert_close(ours.batch.images.patches, patches, rtol=1e-5, atol=2e-6)
+    if name == "minicpmv-4.7":
+        asked = {kind: inputs[kind] for kind in ("mm_token_type_ids", "target_sizes_videos")}
+        positions, _ = ours.theirs.model.get_rope_index(inputs["input_ids"], **asked)
+        assert ours.batch.text.positions[:, 0, : len(ours.sample)].tolist() == positions[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith((*PAIRED, *SLICED))])
 def test_frames_have_the_pixels_of_transformers(name: str, seen: dict[str, Seen]) -> None:
     ours, inputs = seen[name], seen[name].inputs
     frames = inputs["pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"].flatten(0, -4)
@@ -174,7 +192,7 @@ def test_frames_are_taken_where_transformers_takes_them(name: str, seen: dict[st
     ours = seen[name]
     for (count, rate), expected in zip(LENGTHS, ours.inputs["frames"], strict=True):
         clip = Clip(100, 130, tuple(number / rate for number in range(count)), rate)
-        budget = replace(ours.video.usual, fps=4.0)
+        budget = replace(ours.video.usual, fps=WAYS[name].fps)
         if name.startswith(UNBOUND):
             budget = replace(budget, max_frames=10**6)
         numbers = ours.video.numbers(clip, budget)

@@ -94,7 +94,9 @@ def batch_of(
     samples = []
     for number, sizes in enumerate(images):
         words = [
-            word for word in rng.integers(1, vocabulary, 64).tolist() if word not in (image_token, model.video_token)
+            word
+            for word in rng.integers(1, vocabulary, 64).tolist()
+            if word not in (image_token, model.video_token, *model.canvas_tokens)
         ]
         seen, groups = tiled(sizes, model)
         held = tuple(_picture(size, model, seed=seed + 10 * number + place) for place, size in enumerate(seen))
@@ -104,6 +106,8 @@ def batch_of(
             if isinstance(each, TileGroup) and each.kind != "image":
                 inside = isinstance(before, TileGroup) and before.kind == "frame"
                 tokens += [words.pop(), words.pop()][: 0 if inside else 2] + [model.video_token or 0] * next(counts)
+            elif not isinstance(each, TileGroup) and (model.canvas_tokens or each.arrangement != (0, 0)):
+                tokens += [words.pop(), *marked(each, counts, model)]
             elif isinstance(each, TileGroup) or each.film is None:
                 tokens += [words.pop(), words.pop()] + [image_token] * next(counts)
             else:
@@ -125,13 +129,34 @@ def batch_of(
             video_token=model.video_token,
             frames_per_patch=model.vision.temporal_patch_size,
             mrope=bool(model.language.mrope_section),
+            canvas_tokens=model.canvas_tokens,
         ),
     )
 
 
-def _picture(size: tuple[int, ...], model: ModelConfig, *, seed: int) -> Image | LoadedImage:
+def marked(image: Image | LoadedImage, counts: Iterator[int], model: ModelConfig) -> list[int]:
+    """Return the tokens of an image and its slices, or of a video's frames, between MiniCPM-V's marks."""
+    before_slice, behind_slice, before, behind, line_break = model.canvas_tokens or (1, 2, 3, 4, 5)
+    feature = model.image_token if image.film is None else model.video_token
+    assert feature is not None
+    if image.film is not None:
+        return [token for _ in image.grids for token in (before, *[feature] * next(counts), behind)]
+    tokens = [before, *[feature] * next(counts), behind]
+    for number in range(len(image.grids) - 1):
+        tokens += [line_break] * (number > 0 == number % image.arrangement[1])
+        tokens += [before_slice, *[feature] * next(counts), behind_slice]
+    return tokens
+
+
+def _picture(size: Any, model: ModelConfig, *, seed: int) -> Image | LoadedImage:
     """An image, or a video whose groups of frames are 0, 3, 6, … steps of M-RoPE from its beginning, or among text."""
     patch, span = model.vision.patch_size, model.vision.temporal_patch_size
+    if isinstance(size[0], tuple):  # sliced
+        copy, (rows, columns), part = size
+        sizes: list[tuple[int, int]] = [copy, *[part] * (rows * columns)]
+        arrays = [random_image(*sides, seed=seed + 100 * number) for number, sides in enumerate(sizes)]
+        pixels = torch.cat([normalised([cells_of(array, patch)], 1, mean=0.5, std=0.5) for array in arrays])
+        return LoadedImage(tuple(grid_of(*sides, patch_size=patch) for sides in sizes), pixels, (rows, columns))
     *frames, height, width = size
     arrays = [random_image(height, width, seed=seed + 100 * number) for number in range(*frames or [1])]
     if not frames:

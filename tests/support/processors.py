@@ -20,6 +20,7 @@ from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrPro
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -99,6 +100,26 @@ ANYRES: dict[str, Any] = {
     **{"num_image_tokens": 4, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
 }
 AROUND = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
+SLICED = {
+    **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>"},
+    **{"image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>"},
+    **{"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+}
+
+
+def minicpm(kind: Any) -> Whole:
+    """Pictures of about 48 × 48 pixels, in features of 16; what is larger is cut into up to six."""
+    return Whole(
+        kind,
+        MiniCPMV4_6ImageProcessorPil(scale_resolution=48, patch_size=4, max_slice_nums=6),
+        TEMPLATES["minicpmv"],
+        "minicpm",
+        {**SLICED, "slice_mode": True, "default_use_image_id": True},
+        model_of(4, merge=4),
+        marks=SLICED,
+    )
+
+
 CASES = {
     "llava": Whole(
         transformers.LlavaProcessor,
@@ -248,6 +269,8 @@ CASES = {
         options={"num_image_tokens": 4},
         marks={"image_token": "<image_placeholder>"},
     ),
+    "minicpmv-4.6": minicpm(transformers.MiniCPMV4_6Processor),
+    "minicpmv-4.7": minicpm(transformers.MiniCPMV4_7Processor),
     "smolvlm": Whole(
         transformers.SmolVLMProcessor,
         SmolVLMImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32}),

@@ -118,6 +118,12 @@ ROTARY_TOWER = {name: value for name, value in TOWER.items() if name != "image_s
 # Positions of six by six patches, and another epsilon than the projector's.
 PADDLE_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "layer_norm_eps": 1e-3}
 GLM_OCR_TOWER = {**QWEN_TOWER, "out_hidden_size": 48, "rms_norm_eps": 1e-3}
+# Positions of six by six patches; the merger follows the second of four layers.
+MINICPM_TOWER = {**TOWER, "image_size": 24, "patch_size": 4, "num_hidden_layers": 4, "layer_norm_eps": 1e-4}
+MINICPM_TEXT = {**QWEN3_5, "model_type": "qwen3_5_text"}
+CANVAS_MARKS: dict[str, Any] = {
+    **{"image_start_id": 58, "image_end_id": 57, "slice_start_id": 56, "slice_end_id": 55, "newline_id": 54}
+}
 MARKS: dict[str, Any] = {"image_token_id": 60, "video_token_id": 59}
 QWEN_MARKS = {**MARKS, "vision_start_token_id": 58, "vision_end_token_id": 57}
 TILES: dict[str, Any] = {
@@ -224,6 +230,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False, **MARKS},
     ),
     "glm-ocr": _of("glm_ocr", GLM_OCR_TOWER, GLM_OCR, **MARKS),
+    "minicpmv-4.7": _of("minicpmv4_7", MINICPM_TOWER, MINICPM_TEXT, insert_layer_id=1, **CANVAS_MARKS, **TIED, **MARKS),
+    "minicpmv-4.6": _of(
+        "minicpmv4_6", MINICPM_TOWER, MINICPM_TEXT, insert_layer_id=2, tie_word_embeddings=False, **MARKS
+    ),
     "glm4v": _of("glm4v", GLM_TOWER, GLM, tie_word_embeddings=False, **MARKS),
     # Matrices that fit only one way round.
     "qwen3-vl-moe": _of(
@@ -279,7 +289,8 @@ def tiny(name: str, **options: Any) -> Any:
     return model
 
 
-# For each micro-batch the images (height, width) of its samples, by the beginnings of names; one has none.
+# For each micro-batch the images (height, width) of its samples, by the beginnings of names; one has none. Of a sliced
+# image these are the sizes of its small copy, of its arrangement and of a slice.
 IMAGES: dict[str, Any] = {
     # One image a sample: up to two tiles wide or high, with padding above and below, left and right, or none.
     "llava-next": ([[(6, 24)], [(12, 12)]], [[(24, 7)], []], [[], []], [[(12, 24)], [(9, 20)]]),
@@ -301,6 +312,10 @@ IMAGES: dict[str, Any] = {
     ),
     # Of 5 × 3 patches of 4 pixels there are 2 × 1 features.
     "lighton": ([[(16, 16), (20, 12)], []], [[], []], [[(12, 20)], [(16, 8)]]),
+    # A feature has 16 × 16 pixels. A picture, and one whose small copy is followed by two rows of three slices.
+    "minicpmv": (
+        *([[((16, 32), (2, 3), (32, 16)), (48, 16)], [(32, 32)]], [[], [((16, 16), (1, 2), (16, 32))]], [[], []]),
+    ),
     # With patches of 4 and windows of 16 pixels, 24 × 40 has windows of all four kinds; 8 × 8 is one feature.
     **dict.fromkeys(
         ("qwen", "cosmos3", "glm", "exaone", "paddleocr"),
@@ -310,6 +325,7 @@ IMAGES: dict[str, Any] = {
 # (frames, height, width) of videos beside images. Qwen: three frames fill two groups, of which the second repeats the
 # last; the second micro-batch has none, so that its patches are narrower. Transformers takes OneVision's of one length.
 VIDEOS: dict[str, Any] = {
+    "minicpmv": ([[(2, 32, 16), (16, 16)], [(32, 48)]], [[], [(1, 16, 32), (2, 16, 16)]]),
     **dict.fromkeys(
         ("qwen", "cosmos3", "exaone"),
         ([[(4, 24, 40), (8, 8)], [(3, 16, 32)]], [[(16, 16)], []], [[(16, 16)], [(2, 8, 8), (2, 8, 8)]]),
@@ -335,6 +351,8 @@ def _at_layouts(name: str) -> Any:
         return (*images_of(model, VIDEOS), images[1])
     if name.startswith(("qwen", "cosmos3", "glm", "exaone", "paddleocr")):
         return (*images, [[], [(16, 8)]])
+    if name.startswith("minicpmv"):
+        return (*images, [[], [(16, 32)]])
     if name.startswith(("llava-onevision", "smolvlm", "idefics3")):
         return images
     return (images[0], images[-1])
@@ -348,7 +366,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]
 # One model of each family, and InternVL's mixture of experts.
-SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos"))]
+SINGLE = [name for name in FAMILIES if not name.endswith(("-tied", "-6b", "-videos", "-4.6"))]
 
 
 def square(name: str) -> str:

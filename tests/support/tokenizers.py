@@ -30,6 +30,8 @@ SPECIALS = {
     "ernie": "<|begin_of_sentence|> </s> <|IMAGE_START|> <|IMAGE_PLACEHOLDER|> <|IMAGE_END|> <image>",
     "exaone": "[PAD] <|system|> <|user|> <|assistant|> <|endofturn|> <vision> </vision> <|image_pad|> <|video_pad|> "
     "<image>",
+    "minicpm": "<|endoftext|> <|im_start|> <|im_end|> <|image_pad|> <|video_pad|> <image> </image> <slice> </slice> "
+    "<image_id> </image_id> <think> </think>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -39,6 +41,7 @@ MARKS = {
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "glm": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "exaone": {"eos_token": "<|endofturn|>", "pad_token": "[PAD]"},
+    "minicpm": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "ernie": {"eos_token": "</s>"},

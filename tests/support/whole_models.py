@@ -36,6 +36,8 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "paddleocr-vl": ("paddleocr-vl", {"patch_size": 14, "image_size": 56}, {}),
     "video-llama-3": ("video-llama-3", {"patch_size": 14}, {}),
     "exaone4.5": ("exaone4.5", {"patch_size": 14, "window_size": 56}, {}),
+    "minicpmv-4.6": ("minicpmv-4.6", {}, {}),
+    "minicpmv-4.7": ("minicpmv-4.7", {}, {}),
     "glm4v": ("glm4v", {"patch_size": 14, "image_size": 56}, {}),
     "glm-ocr": ("glm-ocr", {"patch_size": 14}, {}),
     "glm4v-moe": ("glm4v-moe", {"patch_size": 14, "image_size": 56}, {}),
@@ -60,6 +62,7 @@ def whole_folder(name: str, root: Path) -> tuple[Path, Any, Any]:
         tokenizer=tokenizer,
         chat_template=case.template,
         image_token_id=model.config.image_token_id,
+        **({"video_token_id": model.config.video_token_id} if name.startswith("minicpmv") else {}),
     )
     return folder, model, processor
 
@@ -75,6 +78,8 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
         "video_token_id": "<|video_pad|>",
         "vision_start_token_id": "<|vision_start|>",
         "vision_end_token_id": "<|vision_end|>",
+        **{"image_start_id": "<image>", "image_end_id": "</image>", "newline_id": "Ċ"},
+        **{"slice_start_id": "<slice>", "slice_end_id": "</slice>"},
     }
     known, size = tokenizer.get_vocab(), len(tokenizer)
     ids = {key: known.get(word, size + 1) for key, word in words.items() if key in MODELS[like]}

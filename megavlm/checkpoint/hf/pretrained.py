@@ -260,6 +260,7 @@ def with_pretrained_model(config: Config, *, weights: bool = True) -> Config:
                 image_token=whole.image_token,
                 video_token=whole.video_token,
                 video_steps_per_second=whole.video_steps_per_second,
+                canvas_tokens=whole.canvas_tokens,
             )
     return replace(config, model=model)
 

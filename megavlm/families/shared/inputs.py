@@ -45,6 +45,18 @@ def in_blocks(batch: MicroBatch, side: int) -> Tensor:
     return torch.cat(blocks)
 
 
+def feature_kinds(batch: MicroBatch, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return of each token whether it is an image's (1), a video's (2) or text (0), [B, S], and of each grid."""
+    import torch
+
+    tokens = batch.text.tokens
+    kinds = tokens.eq(model.image_token or 0).int()
+    if model.video_token is not None:
+        kinds = kinds + 2 * tokens.eq(model.video_token).int()
+    counts = torch.tensor(batch.image_sizes.image_tokens(model.projector), device=tokens.device)
+    return kinds, kinds[kinds > 0][counts.cumsum(0) - 1]  # wherever padding has moved the features to
+
+
 def _by_image(batch: MicroBatch) -> tuple[Tensor, ...]:
     assert batch.images is not None
     return batch.images.patches.split([rows * columns for rows, columns in batch.image_sizes.grids])

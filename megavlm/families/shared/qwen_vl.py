@@ -11,7 +11,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, 
 from megavlm.errors import UserError
 from megavlm.families.shared.experts import ExpertFiles
 from megavlm.families.shared.family import NamePrefixes
-from megavlm.families.shared.inputs import in_blocks
+from megavlm.families.shared.inputs import feature_kinds, in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
@@ -141,15 +141,12 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
     tokens, grids = batch.text.tokens, batch.image_sizes.grids
     if not grids:
         return {"input_ids": tokens}
+    kinds, kind_of_grid = feature_kinds(batch, model)
     vision, side = model.vision, model.projector.pixel_shuffle
     patches = in_blocks(batch, side).unflatten(1, (vision.in_channels, -1, vision.patch_size**2))
     patches = patches.expand(-1, -1, vision.temporal_patch_size, -1).flatten(1)
-    kinds = tokens.eq(model.image_token or 0).int()
-    if model.video_token is not None:
-        kinds = kinds + 2 * tokens.eq(model.video_token).int()
-    counts = torch.tensor(batch.image_sizes.image_tokens(model.projector), device=tokens.device)
-    kind_of_grid = kinds[kinds > 0][counts.cumsum(0) - 1]  # wherever padding has moved the features to
-    kind_of_patch = kind_of_grid.repeat_interleave(counts * side**2)
+    counts = torch.tensor([rows * columns for rows, columns in grids], device=tokens.device)
+    kind_of_patch = kind_of_grid.repeat_interleave(counts)
     given = {"input_ids": tokens, "mm_token_type_ids": kinds}
     for kind, pixels, thw in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
         seen = [(1, *grid) for grid, its_kind in zip(grids, kind_of_grid.tolist(), strict=True) if its_kind == kind]

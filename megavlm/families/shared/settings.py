@@ -32,7 +32,7 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         TEXT,
         "model_type hidden_act norm_type vision_feature_select_strategy vision_aspect_ratio "
-        "projector_hidden_act hidden_activation",
+        "projector_hidden_act hidden_activation downsample_mode",
     ),
     **_each(_LAYERS, "num_hidden_layers depth"),
     **_each(
@@ -53,7 +53,14 @@ _SETTINGS: dict[str, Expected] = {
     **_each(_EPSILON, "rms_norm_eps layer_norm_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
     **_each(OBJECT, "rope_scaling rope_parameters"),
-    **_each(_TOKEN, "image_token_id image_token_index video_token_id video_token_index"),
+    **_each(
+        _TOKEN,
+        "image_token_id image_token_index video_token_id video_token_index image_start_id image_end_id slice_start_id "
+        "slice_end_id newline_id",
+    ),
+    "insert_layer_id": _LAYER,
+    **_each(_SQUARE, "merge_kernel_size window_kernel_size"),
+    "merger_times": whole(1, 64),
     "tokens_per_second": number(1e-3, 1e6),
     **_each(_SQUARE, "image_size patch_size temporal_patch_size"),
     **_each(

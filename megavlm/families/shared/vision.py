@@ -53,6 +53,18 @@ def idefics3(settings: Settings) -> VisionConfig:
     )
 
 
+def minicpm(settings: Settings, *, merger_layer: int | None) -> VisionConfig:
+    """MiniCPMV4_6VisionConfig: SigLIP with positions for any grid and a merger inside; names are SigLIP's."""
+    settings.require("hidden_act", "gelu_pytorch_tanh", why="the merger computes this one in any case")
+    return VisionConfig(
+        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
+        norm_epsilon=settings.get("layer_norm_eps", 1e-6),
+        activation="gelu_tanh",
+        position_interpolation="fraction",
+        merger_layer=merger_layer,
+    )
+
+
 def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
     """InternVLVisionConfig: InternViT-300M (LayerNorm) and 6B (RMSNorm, normalised queries and keys)."""
     norm: Literal["LayerNorm", "RMSNorm"] = (
