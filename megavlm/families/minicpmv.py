@@ -1,7 +1,7 @@
 """MiniCPM-V 4.6 and 4.7: SigLIP with a merger inside, another merger behind it, and Qwen3.5's hybrid language model.
 
 A large image is seen as a small copy of the whole and as slices at full resolution, each an image of its own to the
-tower; so is each frame of a video. 4.7 gives all of them places on one canvas (`data/canvas.py`), 4.6 counts tokens.
+tower; so is each frame of a video. 4.7 gives all of them places on one canvas (`data/collate.py`), 4.6 counts tokens.
 With downsample_mode 4x the merger inside is left out, and its weights are exported as they were.
 """
 

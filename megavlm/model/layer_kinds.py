@@ -36,11 +36,10 @@ from megavlm.model.connector import Projector
 from megavlm.model.context import MicroBatchContext
 from megavlm.model.language import Embedding, Output, PredictionInput, Representation
 from megavlm.model.layer_modules import cross_entropy_of, output_accumulation_fields
-from megavlm.model.merger import WindowMerger
 from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotation
 from megavlm.model.specs import LayerBuilder
-from megavlm.model.vision import PatchEmbed
+from megavlm.model.vision import PatchEmbed, WindowMerger
 from megavlm.precision.fp8_state import building
 
 if TYPE_CHECKING:

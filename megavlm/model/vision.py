@@ -1,4 +1,4 @@
-"""Patch embedding, and the layout of patches in the packed vision sequence.
+"""Patch embedding, the layout of patches in the packed vision sequence, and the merger inside a tower.
 
 Legend: N images, C class tokens per image (0 or 1), V vision tokens = Σ (C + rows·columns) + padding, H width.
 """
@@ -12,9 +12,19 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megavlm.config.schema import VisionConfig
+from megavlm.arch.layers import VISION_MERGER
+from megavlm.arch.tensor_split import merger_width, mlp_share, vision_split
+from megavlm.config.derived import tower_merge
+from megavlm.config.schema import Config, VisionConfig
+from megavlm.model.layer_modules import modules_of
+from megavlm.model.packing import Packing
+from megavlm.model.specs import layer_submodules
 from megavlm.model.vision_ops import Grid, joint_window_order, resized_table
 from megavlm.parallel.groups import Groups
 
@@ -222,3 +232,51 @@ def rope2d(coordinates: Tensor, *, head_width: int, base: float, interleaved: bo
         frequencies = torch.stack([frequencies, frequencies * base ** (-2 / head_width)])
     angles = (coordinates.float()[:, :, None] * frequencies).flatten(1)
     return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+class WindowMerger(MegatronModule):
+    """Attention within each block of neighbouring patches, then an MLP of the block: [V(/TP), 1, H] → [V/4(/TP), 1, H].
+
+    With y = x + attention(norm(x)), a block of y₁ … y₄ becomes (y₁ + … + y₄)/4 + MLP(norm(y₁ ‖ … ‖ y₄)), as in
+    Transformers' MiniCPMV4_6ViTWindowAttentionMerger. Patches are in the order of their blocks, so that four
+    tokens in a row are one block, also where sequence parallelism has sharded them.
+    """
+
+    def __init__(self, config: Config, layer_config: TransformerConfig, groups: Groups) -> None:
+        vision, tp = config.model.vision, groups.dims.tp
+        # Weights are drawn or loaded later; rows that pad them stay zero.
+        layer_config = replace(
+            layer_config,
+            ffn_hidden_size=mlp_share(merger_width(vision), tp) * tp,
+            init_method=nn.init.zeros_,
+            output_layer_init_method=nn.init.zeros_,
+        )
+        super().__init__(config=layer_config)
+        self.block = tower_merge(vision) ** 2
+        modules = modules_of(VISION_MERGER, config, groups)
+        parts = layer_submodules(
+            replace(modules, column_linear=modules.column_linear_alone),  # without a norm inside
+            AttnMaskType.no_mask,
+            split=vision_split(vision, tp),
+            qk_norm=None,
+            branch=None,
+            qkv_bias=vision.add_qkv_bias,
+            activation=vision.activation,
+        )
+        inputs = vision.hidden_size * self.block
+        norm = {"config": layer_config, "eps": vision.norm_epsilon}
+        self.input_layernorm = build_module(modules.norm_alone, hidden_size=vision.hidden_size, **norm)
+        self.self_attention = build_module(
+            parts.self_attention, config=layer_config, layer_number=1, pg_collection=groups.collection
+        )
+        self.pre_mlp_layernorm = build_module(modules.norm_alone, hidden_size=inputs, **norm)
+        self.mlp = build_module(parts.mlp, config=layer_config, input_size=inputs, tp_group=groups.collection.tp)
+
+    def forward(self, hidden: Tensor, packing: Packing) -> Tensor:
+        """Return the merged patches; each sequence of `packing` is a block."""
+        normed = self.input_layernorm(hidden)
+        attended, _ = self.self_attention(normed, attention_mask=None, packed_seq_params=packing)
+        blocks = (hidden + attended).unflatten(0, (-1, self.block))  # [V/4(/TP), 4, 1, H]
+        joined, _ = self.mlp(self.pre_mlp_layernorm(blocks.transpose(1, 2).flatten(2)))
+        merged: Tensor = blocks.mean(1) + joined
+        return merged

@@ -10,7 +10,7 @@ import torch
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 
 from megavlm.arch.image_tokens import Grid
-from megavlm.data.canvas import canvas_positions
+from megavlm.data.collate import canvas_positions
 
 SLICE, END_OF_SLICE, IMAGE, END_OF_IMAGE, BREAK, FEATURE = range(90, 96)
 MARKS = {
