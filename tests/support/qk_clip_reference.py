@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megavlm.arch.layers import is_merged
+
 Logits = dict[str, list[float]]  # of a layer, the largest of each head since they were last read
 
 
@@ -40,7 +42,8 @@ def _sequences(name: str, batch: Any, query: Tensor, key: Tensor, model: Any) ->
     """Queries and keys [length, heads, width] of each sample, or of each image, without padding."""
     if name.startswith("language"):
         return [(query[:length, row], key[:length, row]) for row, length in enumerate(batch.text.lengths)]
-    lengths = [model.vision.class_token + rows * columns for rows, columns in batch.image_sizes.grids]
+    share = 4 if is_merged(name, model.vision) else 1
+    lengths = [model.vision.class_token + rows * columns // share for rows, columns in batch.image_sizes.grids]
     total = sum(lengths)
     return list(zip(query[:total, 0].split(lengths), key[:total, 0].split(lengths), strict=True)) if lengths else []
 
