@@ -96,7 +96,7 @@ def test_rows_of_answers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key/value cache has whole rows, so generation exchanges nothing."""
 
     class Cached:
-        def attend(self, core: object, query: Tensor, *_: Tensor, scale: float | None) -> Tensor:
+        def attend(self, core: object, query: Tensor, *_: Tensor, **how: float | None) -> Tensor:
             return query
 
     monkeypatch.setattr(context_attention, "all_to_all", None)
