@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 307,
     "flags": 148,  # 150
     "code lines of tests": 33_834,  # 33,000
-    "words of documentation": 45_059,  # 45,000
+    "words of documentation": 44_998,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
