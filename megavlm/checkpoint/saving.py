@@ -10,6 +10,7 @@ their tensors at the first save; as long as these stay what they were, later sav
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import multiprocessing
@@ -276,5 +277,8 @@ class Saver:
 
 
 def _serve(connection: Connection, of_the_rank: Connection, pulse: Any, file: int) -> None:
+    # What a rank no longer uses is for the rank to free: this process has none of the threads that a process group or a
+    # GPU's memory ends with, and would end by a signal. A writer that replaces another is forked in the midst of a run.
+    gc.freeze()
     of_the_rank.close()  # else this process would hold open the socket whose end ends it
     serve(connection, pulse, file)

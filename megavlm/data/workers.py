@@ -93,7 +93,9 @@ class WorkerPool:
         return list(self._threads.map(self._call, [function] * len(tasks), tasks))
 
     def close(self) -> None:
-        """Kill the workers and drop their tasks."""
+        """Kill the workers and drop their tasks, once: loaders of training and of validation share them."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         for worker in self._workers:
             worker.kill()

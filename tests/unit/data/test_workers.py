@@ -110,6 +110,7 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypa
     future = pool._threads.submit(pool._call, encode, TASKS[0])
     time.sleep(0.2)
     pool.close()  # which waits for no worker
+    pool.close()  # again, as the loader of validation does
     assert future.exception() is not None
 
 
