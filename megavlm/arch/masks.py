@@ -54,8 +54,9 @@ def mask_bytes(scenario: Scenario) -> float:
 
 
 def score_bytes(scenario: Scenario, heads: int) -> float:
-    """Return the bytes of scores that the backward pass of attention with bounded ones has at a time, 0 without a
-    bound: tanh, softmax, its gradient and their product, of the largest span, in fp32.
+    """Return the bytes of attention scores that a backward pass holds at a time where `attention_softcap` bounds them.
+
+    These are tanh, softmax, its gradient and their product, of the largest span, in fp32. Without a bound it is 0.
     """
     if scenario.model.language.attention_softcap is None:
         return 0.0

@@ -68,7 +68,9 @@ class SharedMemory:
         return flat.view(dtype).view(tuple(shape))
 
     def lend(self, then: Callable[[], object], *, pins: bool = False) -> Tensor:
-        """Return all that was reserved, [bytes] uint8. Once no tensor refers to it, `then` is called, in any thread."""
+        """Return the whole reserved memory as a tensor, [bytes] uint8. Once neither it nor a view of it exists, `then`
+        is called, in any thread.
+        """
         self.reserve(max(1, os.fstat(self.file).st_size), pins=pins)
         assert self._memory is not None
         array = np.frombuffer(self._memory, dtype=np.uint8)

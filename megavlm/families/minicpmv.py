@@ -126,7 +126,7 @@ def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a picture is cut: a small copy of about `scale`² pixels, and at most `most` slices of as many.
+    """The rule by which an image is cut: a small copy of about `scale`² pixels, and at most `most` slices of that size.
 
     All sides are multiples of `unit` pixels, those of a feature.
     """
@@ -186,7 +186,7 @@ def _multiple(length: float, of: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices(Processor):
-    """Sees the whole picture small, then its slices row by row, between marks; images of a sample have numbers."""
+    """Lays an image out as a small copy of the whole, then its slices row by row, between mark tokens."""
 
     cutting: Cutting
     numbers_images: bool

@@ -83,7 +83,7 @@ class TrainedModel:
         return CollateSpec.of(self.config, self.source, seq_length=max(map(len, samples)))
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """Return samples in one micro-batch, each in a row of its own."""
+        """Return a micro-batch of the samples, each in a row of its own."""
         return collate([[sample] for sample in samples], self.spec(samples))
 
     def inputs(self, batch: MicroBatch, mask: Tensor) -> dict[str, Tensor]:

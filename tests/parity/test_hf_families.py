@@ -170,7 +170,7 @@ def test_round_trip_and_generation(name: str, single: Single, tmp_path: Path) ->
 def test_what_is_not_trained_is_exported_as_it_was(
     name: str, beside: list[str], single: Single, tmp_path: Path
 ) -> None:
-    """Layers that predict further tokens; generators of images and sound."""
+    """Weights beside the trained model (of MTP layers, of generators of images and sound) are exported unchanged."""
     folder = hf.save(tiny(name), tmp_path / "hf")
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -241,7 +241,7 @@ def silent(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(said: dict[str, Any]) -> dict[str, Any]:
-    """As published folders of PaddleOCR-VL, which Transformers takes for tied whatever they say."""
+    """Return settings in the form of PaddleOCR-VL's published folders, which Transformers ties whatever they say."""
     return {**said.pop("text_config"), **said, "tie_word_embeddings": False}
 
 

@@ -174,8 +174,9 @@ class Pretrained:
 
 
 def copies(family: Family, variant: int, model: ModelConfig, names: Container[str]) -> dict[str, str]:
-    """Return each of `names` that repeats another tensor, with that one: a tied output weight, and what layers that
-    predict further tokens share with the model.
+    """Return, for each of `names` that is a copy of another tensor, the name of that tensor.
+
+    Copies are a tied output weight, and the embedding and output weights of multi-token prediction layers.
     """
     prefixes = family.name_prefixes[variant]
     table = family.table(model, prefixes)

@@ -34,7 +34,7 @@ PREFIXES = (
 
 
 def with_experts(*ways: ExpertFiles) -> tuple[NamePrefixes, ...]:
-    """Return the prefixes of a model with experts, whose files hold them in one of these ways."""
+    """Return the name prefixes of a mixture of experts, one for each of the ways in which files store the experts."""
     return tuple(replace(PREFIXES[0], experts=way) for way in ways)
 
 
