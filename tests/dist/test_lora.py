@@ -228,4 +228,5 @@ def test_a_run_with_adapters_answers_as_its_merged_weights(pools, tmp_path, caps
         capsys.readouterr()
         assert chat.main([str(model), "--prompt", "Which?", "--max-new-tokens", "8", "--device", "cpu"]) == 0
         answers.append(capsys.readouterr().out)
+    assert answers[0].strip()
     assert answers[0] == answers[1] != answers[2]

@@ -131,6 +131,7 @@ class Pools:
 def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR2, open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (open while it runs)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    import torch
     import torch.distributed as dist
 
     from megavlm import backend
@@ -151,6 +152,7 @@ def _work(rank: int, world: int, end: Connection, stack_file: str) -> None:
         except EOFError:
             return
         try:
+            torch.manual_seed(2)  # as in tests/conftest.py
             result = function(*args)
             threads = len(os.listdir("/proc/self/task"))
             if threads > MOST_THREADS:
