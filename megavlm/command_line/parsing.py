@@ -170,7 +170,7 @@ class _StoreOnce(argparse.Action):
 def _parser(*, all_options: bool) -> argparse.ArgumentParser:
     """Return the parser of all options, by section, or of the common ones, by task (for `--help` alone)."""
     parser = Parser(
-        usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG VALUE ...] ...",
+        usage="%(prog)s [--recipe NAME | --config FILE.yaml] [--FLAG VALUE ...]",
         description="Train a vision-language model. Flags override the recipe or file, which overrides the defaults; "
         f"the last of repeated flags wins, but --datasets add up. Recipes: {', '.join(RECIPES)}.",
         formatter_class=Formatter,

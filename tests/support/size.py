@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 290,
     "options": 307,
     "flags": 148,  # 150
-    "code lines of tests": 33_880,  # 33,000
-    "words of documentation": 44_998,  # 45,000
+    "code lines of tests": 33_887,  # 33,000
+    "words of documentation": 44_999,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

@@ -139,6 +139,7 @@ def test_negative_numbers_in_any_spelling_are_values(word: str) -> None:
 
 def help_text(flag: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py", flag])
     with pytest.raises(SystemExit) as stop:
         parse([flag])
     assert stop.value.code == 0
@@ -175,6 +176,14 @@ def test_help_lists_the_common_options_by_task(capsys, monkeypatch):
     listed = set(re.findall(r"^  (--[a-z0-9-]+)", text, flags=re.MULTILINE)) - set(RUN_FLAGS)
     assert listed == {min(option.flags, key=len) for option in options() if option.common}
     assert [line[:-1] for line in text.splitlines() if re.fullmatch(r"[a-z ]+:", line)] == ["run", *COMMON_GROUPS]
+
+
+@pytest.mark.parametrize(("flag", "most"), [("--help", 80), ("--help-all", 450), ("--help-keys", 450)])
+def test_help_is_short(flag, most, capsys, monkeypatch):
+    lines = help_text(flag, 80, capsys, monkeypatch).splitlines()
+    assert len(lines) <= most
+    if flag == "--help":  # one screen; a name of the others may be longer than a line
+        assert max(map(len, lines)) <= 80
 
 
 def test_every_help_line_is_a_sentence_that_explains_a_missing_default() -> None:
