@@ -11,7 +11,14 @@ import pytest
 import torch
 from peft.utils import transformers_weight_conversion
 
-from megavlm.checkpoint.hf.adapters import PREFIX, export_adapters, factors_of_experts, grouped, table_in_memory
+from megavlm.checkpoint.hf.adapters import (
+    PREFIX,
+    factors_of_experts,
+    grouped,
+    peft_adapters,
+    table_in_memory,
+    write_adapters,
+)
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained
 from megavlm.config.lora_config import all_names
 from megavlm.config.schema import Config, LoraConfig
@@ -70,7 +77,7 @@ def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
     held = grouped(trained(engine), config.model)
     adapted = sum(len(adapters.pairs) for key, adapters in held.items() if key.startswith("language."))
     assert adapted == sum(name.startswith("language.") for name in all_names(config))
-    export_adapters(held, table, config.lora, tmp_path / "adapters", base=str(folder))
+    write_adapters(*peft_adapters(held, table, config.lora), tmp_path / "adapters")
     theirs: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
 
     given = hf.batch_of(config, images)

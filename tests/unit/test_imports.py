@@ -40,7 +40,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("megavlm.model",),
     ("megavlm.optim",),
     ("megavlm.pipeline",),
-    ("megavlm.checkpoint",),
+    ("megavlm.checkpoint", "megavlm.weights"),
     ("megavlm.html",),
     ("megavlm.metrics",),
     ("megavlm.train",),

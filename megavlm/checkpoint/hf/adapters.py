@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader, TrainedReader
+from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader, TrainedRecords
 from megavlm.checkpoint.hf.sidecar import exportable, family_at
 from megavlm.config.lora_config import LINEAR_ATTENTION, frozen_parts, is_adapter, trained_whole
-from megavlm.config.schema import LoraConfig, ModelConfig
+from megavlm.config.schema import Config, LoraConfig, ModelConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.family import Family
 from megavlm.families.shared.table import FusedQKV, Grouped, Rule, Table
@@ -59,7 +59,10 @@ class Adapters:
             shares = dict(zip(fused, rule.counts if isinstance(rule, FusedQKV) else (1, 1), strict=True))
             width = self.pairs[present[0]][1].shape[0] // shares[present[0]]
             rows = {name: width * share for name, share in shares.items()}
-            blocks = [self.pairs[name][1] if name in present else torch.zeros(rows[name], 0) for name in fused]
+            blocks = [
+                self.pairs[name][1] if name in present else self.pairs[present[0]][1].new_zeros(rows[name], 0)
+                for name in fused
+            ]
             (hf_name,) = rule.hf_names
             return {hf_name: (torch.cat([self.pairs[name][0] for name in present]), torch.block_diag(*blocks))}
         order = {3: QKV_LINEARS, 2: MLP_LINEARS}.get(len(rule.hf_names), tuple(self.pairs))
@@ -73,7 +76,7 @@ def _in_file(b: Tensor, rule: Grouped, hf_name: str) -> Tensor:
     return b[order.argsort()]
 
 
-def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Adapters]:
+def read_adapters(records: TrainedRecords, model: ModelConfig) -> dict[str, Adapters]:
     """Return all adapters of a checkpoint, in fp32, by the name of the megavlm weight that they adapt.
 
     Raises UserError if they are damaged.
@@ -83,7 +86,7 @@ def read_adapters(records: CheckpointReader, model: ModelConfig) -> dict[str, Ad
     return grouped({key: records.read(key, 0, records.stored[key].shape[0]) for key in keys}, model)
 
 
-def read_routers(records: CheckpointReader) -> dict[str, Tensor]:
+def read_routers(records: TrainedRecords) -> dict[str, Tensor]:
     """Return all tensors of routers of a checkpoint by name. Raises UserError if they are damaged."""
     keys = [key for key in records.stored if ".mlp.router." in key and not key.startswith("optimizer.")]
     records.verify(keys)
@@ -124,7 +127,7 @@ def folded(weights: Tensor, pair: tuple[Tensor, Tensor], rows: slice, lora: Lora
     """
     a, b = pair
     a = a if a.ndim == 2 else a[rows]
-    return weights.float() + (lora.alpha / lora.rank) * (b[rows] @ a)
+    return weights.to(b.device, torch.float32) + (lora.alpha / lora.rank) * (b[rows] @ a)
 
 
 def table_in_memory(family: Family, model: ModelConfig) -> Table:
@@ -145,7 +148,17 @@ def export_adapters_of(source: Path, out: Path, *, base: str | None) -> None:
     Raises UserError if it has none, or has trained what they do not contain.
     """
     checkpoint, sidecar, saved = exportable(source)
-    records = TrainedReader(checkpoint)
+    tensors, config = adapters_of(TrainedReader(checkpoint), family_at(sidecar), saved, source)
+    write_adapters(tensors, {**config, "base_model_name_or_path": base}, out)
+
+
+def adapters_of(
+    records: TrainedRecords, family: Family, saved: Config, source: Path
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return PEFT's tensors of the adapters that `records` reads, by name, and its configuration (`peft_adapters`).
+
+    Raises UserError, which names `source`, if there are none, or if what they do not contain was trained, too.
+    """
     adapters = read_adapters(records, saved.model)
     if not adapters:
         raise UserError(f"{source} has no adapters: train with --lora-rank, or use export")
@@ -154,34 +167,26 @@ def export_adapters_of(source: Path, out: Path, *, base: str | None) -> None:
             f"{source} has also trained {' and '.join(left)} whole, which adapters do not contain: use merge-lora, or "
             f"train with --freeze {' '.join((*frozen_parts(saved), *left))}"
         )
-    family = family_at(sidecar)
     named = {name for held in adapters.values() if held.of_experts is None for name in held.pairs}
     if lost := sorted(named & {*family.not_in_peft}):
         raise UserError(
             f"{source} has adapters of {', '.join(lost)}, which PEFT would take for those of experts: use merge-lora, "
             "or train with --lora-targets q_proj k_proj v_proj o_proj"
         )
-    table = table_in_memory(family, saved.model)
     routers = read_routers(records) if saved.lora.train_router else {}
-    export_adapters(adapters, table, saved.lora, out, base=base, routers=routers)
+    return peft_adapters(adapters, table_in_memory(family, saved.model), saved.lora, routers=routers)
 
 
-def export_adapters(
+def peft_adapters(
     adapters: Mapping[str, Adapters],
     table: Table,
     lora: LoraConfig,
-    out: Path,
     *,
-    base: str | None,
     routers: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` into a new folder `out`.
-
-    `base` is the folder of the model that the adapters belong to, `routers` are the tensors of those that were trained.
-    Raises UserError if `out` exists.
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return adapters as PEFT names them: the tensors of `adapter_model.safetensors`, and `adapter_config.json`, which
+    does not name the base model yet. `routers` are the tensors of those that were trained.
     """
-    if out.exists():
-        raise UserError(f"{out} exists: choose another folder, or remove it")
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     parameters, routers = factors_of_experts(adapters, table), routers or {}
@@ -198,7 +203,7 @@ def export_adapters(
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
@@ -211,6 +216,16 @@ def export_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    return tensors, config
+
+
+def write_adapters(tensors: dict[str, Tensor], config: Mapping[str, Any], out: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` into a new folder `out`.
+
+    Raises UserError if `out` exists.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists: choose another folder, or remove it")
     temporary = out.with_name(f"tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

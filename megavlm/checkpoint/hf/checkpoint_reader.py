@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,16 @@ class Stored:
 
     shape: Shape
     dtype: torch.dtype
+
+
+class TrainedRecords(Protocol):
+    """What reads weights at full precision: of a checkpoint, or of a model in training."""
+
+    stored: dict[str, Stored]
+
+    def verify(self, keys: Iterable[str]) -> None: ...
+
+    def read(self, key: str, start: int, stop: int) -> Tensor: ...
 
 
 class CheckpointReader:

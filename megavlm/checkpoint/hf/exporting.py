@@ -23,7 +23,7 @@ from megavlm.arch.objectives import OBJECTIVES, learned_scalars, objective_of
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import rename_flushed
 from megavlm.checkpoint.hf.adapters import Adapters, folded, is_model_adapter, read_adapters
-from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
+from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader, TrainedRecords
 from megavlm.checkpoint.hf.embedding_files import (
     write_embedding_file,
     write_embedding_files,
@@ -64,7 +64,7 @@ class Exported:
     them.
     """
 
-    records: TrainedReader
+    records: TrainedRecords
     sidecar: Sidecar
     model: ModelConfig
     family: Family
@@ -86,6 +86,20 @@ class Exported:
     ) -> Exported:
         """Open a checkpoint, or what it has of one part. Raises UserError if it lacks tensors, or is damaged."""
         records = TrainedReader(checkpoint, averaged=averaged)
+        return cls.over(records, checkpoint, sidecar, model, part=part, merged=merged)
+
+    @classmethod
+    def over(
+        cls,
+        records: TrainedRecords,
+        checkpoint: Path,
+        sidecar: Sidecar,
+        model: ModelConfig,
+        *,
+        part: str | None = None,
+        merged: LoraConfig | None = None,
+    ) -> Exported:
+        """Return the export of weights that `records` reads; messages name `checkpoint`. Raises UserError as `of`."""
         family = family_at(sidecar)
         if sidecar.variant >= len(family.name_prefixes):
             raise UserError(
@@ -249,7 +263,7 @@ def export_run(source: Path, out: Path, *, merge: bool, averaged: bool) -> None:
     rename_flushed(temporary, out)
 
 
-def _scores(records: TrainedReader, model: ModelConfig) -> dict[str, float]:
+def _scores(records: TrainedRecords, model: ModelConfig) -> dict[str, float]:
     """Return what makes scores of cosines in the loss of a model that embeds, as trained or as given: the temperature
     that divides them, and the bias of a sigmoid loss. A loss of an extension has its own.
     """
