@@ -121,7 +121,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("connector", fast_and_slow(("qformer", "linear"), CONNECTORS))
+@pytest.mark.parametrize("connector", fast_and_slow(["qformer"], CONNECTORS))
 def test_other_connectors_leave_as_a_folder_for_each_part_and_come_back(pools, connector, tmp_path):
     """A run that takes the parts and adapts the language model alone writes the others as they came, byte for byte."""
     vision = hf.save(CLIP, tmp_path / "vision")
@@ -173,6 +173,7 @@ def hold_parts(pools: Pools, run: Path, few: list[str], folder: Path) -> None:
         assert configs[0].read_bytes() == configs[1].read_bytes(), part
 
 
+@pytest.mark.slow
 def test_parts_of_larger_models_leave_alone(pools: Pools, tmp_path: Path) -> None:
     """The tower and the language model of a LLaVA with a Q-Former: a folder of each has nothing else in it."""
     whole = hf.save(tiny("llava"), tmp_path / "whole")

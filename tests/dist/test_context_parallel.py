@@ -22,7 +22,7 @@ LAYOUTS = {
     "cp2-dp2": (4, "--cp 2"),
 }
 FAST = [
-    ("cp2-tp2", "qwen3-vl", ""),
+    ("cp2-tp2", "qwen3-vl", "--micro-batch-size 2"),
     ("cp2-pp2-vpp2", "one-image-rank", ""),
     ("cp2-dp2", "gemma3", ""),
     ("cp4", "qwen3.5", ""),  # two ranks exchange heads, and two such groups gather rows

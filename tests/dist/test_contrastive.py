@@ -36,7 +36,7 @@ MODELS = {
     "fp8": "--precision bf16 --fp8 hybrid --fp8-parts vision language",
 }
 LAYOUTS = {
-    "tp2": (2, "--tp 2"),
+    "tp2": (2, "--tp 2 --micro-batch-size 2"),
     "pp2-vpp2": (2, "--pp 2 --vpp 2"),
     "dp2": (2, ""),
     "zero3": (2, "--data-parallel-sharding full"),
@@ -62,7 +62,7 @@ OF_EXPERTS = {
 }
 LAYOUTS |= OF_EXPERTS
 FAST = [
-    ("plain", "rich", "tp2"),
+    ("mean", "plain", "tp2"),
     ("mean", "plain", "pp2-vpp2"),
     ("mean", "plain", "dp2"),
     ("mean", "plain", "cp2"),

@@ -107,7 +107,7 @@ MANY = ((2, "--ep 2"), (4, "--ep 4"), (2, "--tp 2 --etp 2"), (2, "--cp 2 --ep 2"
 @pytest.mark.parametrize(
     ("model", "option", "layouts"),
     [
-        ("sigmoid", "", ((4, "--tp 2 --ep 2 --etp 2"), (2, "--tp 2"), (1, ""))),
+        ("sigmoid", "", ((4, "--tp 2 --ep 2 --etp 2"), (1, ""))),
         slow("softmax", "", MANY),
         slow("softmax", "--data-parallel-sharding none", MANY),
     ],

@@ -34,7 +34,7 @@ def train_without_encoder(argv: list[str], run_dir: str) -> None:
         train(argv, run_dir)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, ""), (2, "--vision-tp 2"), slow(4, "--cp 2")])
+@pytest.mark.parametrize(("world", "layout"), [(2, ""), slow(2, "--vision-tp 2"), slow(4, "--cp 2")])
 def test_features_come_from_disk_once_they_are_there(pools, plain, tmp_path, world, layout):
     argv = [*FROZEN, "--no-save", "--vision-cache", str(tmp_path / "cache"), *layout.split()]
     pools(world).run(train, argv, str(tmp_path / "first"))

@@ -17,7 +17,7 @@ CASES = [
     (2, "gemma3", "--tp 2"),
     (2, "qwen3.5", "--tp 2"),
     (2, "shared-kv", "--data-parallel-sharding full"),
-    (4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
+    slow(4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
     slow(1, "qwen2.5-vl", ""),
     slow(2, "llava-onevision", "--pp 2 --vpp 2"),
     slow(4, "gemma3", "--cp 2 --tp 2"),

@@ -46,10 +46,10 @@ FAST = [
     Case(2, "qwen2.5-vl"),
     Case(2, "frozen-vision", te=True),
     Case(2, "rich", COLOCATED, te=True),
-    Case(2, "plain", FULL),
     Case(4, "lora", "--pp 2 --vpp 2"),
 ]
 SLOW = [
+    Case(2, "plain", FULL),
     Case(4, "qwen3-vl", "--tp 2 --data-parallel-sharding none"),
     *[Case(2, model, te=True) for model in MODELS_HERE],
     *[Case(2, model, COLOCATED, te=True) for model in ("qwen3-vl", "frozen-vision-projector", "frozen-language")],

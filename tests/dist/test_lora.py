@@ -57,7 +57,7 @@ OF_EXPERTS = (
 FAST = (
     (2, LORA, "--pp 2 --vpp 2 --recompute-granularity full --set execution.loss_chunk_tokens=2"),
     (2, LORA, "--tp 2 --no-sequence-parallel"),
-    (2, OF_EXPERTS, "--tp 2"),
+    (2, OF_EXPERTS, "--tp 2 --micro-batch-size 2"),
 )
 SLOW = (
     (2, LORA, "--tp 2"),
@@ -94,7 +94,7 @@ def test_stages_below_the_first_adapter(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lora", "layouts"),
     [
-        (LORA, ((2, "--tp 2 --train-iters 3"), (2, "--pp 2 --no-save"))),
+        (LORA, ((2, "--tp 2 --micro-batch-size 2 --train-iters 3"), (2, "--pp 2 --no-save"))),
         slow(OF_EXPERTS, ((4, "--tp 2 --ep 2 --etp 2 --train-iters 2"), (2, "--ep 2 --train-iters 3"), (2, "--tp 2"))),
     ],
 )

@@ -62,7 +62,7 @@ def test_two_steps_are_those_of_the_papers(pools: Pools, tmp_path: Path, model: 
 
 # In float64, without sharding: TP, PP, VPP, CP, EP, replicas, encoders colocated and split, padded and shared heads.
 FAST = [
-    (4, "gemma3", "--tp 2 --pp 2"),
+    (2, "gemma3", "--pp 2"),
     (4, "uneven", "--tp 2"),
     (2, "padded-heads", "--tp 2 --placement colocated"),
     (4, "experts", "--pp 2 --vpp 2 --ep 2"),
@@ -80,6 +80,7 @@ LAYOUTS = [
 MET = ("--tp", "--pp", "--cp", "--placement")  # by each model
 SLOW = [
     *FAST,
+    (4, "gemma3", "--tp 2 --pp 2"),
     *covering(
         (
             (world, model, flags)
@@ -104,7 +105,8 @@ def test_every_layout_gives_the_numbers_of_one_process(pools, alone, tmp_path, w
 
 ZERO_2, ZERO_3 = "--data-parallel-sharding optimizer_gradients", "--data-parallel-sharding full"
 SHARDED = [
-    (4, "rich", SLOWER, "--tp 2"),
+    (2, "rich", SLOWER, ""),
+    slow(4, "rich", SLOWER, "--tp 2"),
     (2, "rich", SLOWER, f"{ZERO_3} --placement colocated"),
     (4, "rich", LION, f"--pp 2 --vpp 2 {ZERO_2}"),
     slow(2, "rich", SLOWER, "--offload optimizer"),

@@ -85,7 +85,7 @@ def test_layouts_clip_the_heads_of_one_process(pools, alone, tmp_path, world, mo
 @pytest.mark.parametrize(
     ("world", "model", "optimizer", "flags"),
     [
-        (4, "padded-heads", CLIP, "--tp 2"),
+        (4, "padded-heads", CLIP, "--tp 2 --micro-batch-size 2"),
         slow(2, "grouped", SLOWER, f"{ZERO_3} --placement colocated"),
         slow(4, "grouped", CLIP, "--hybrid-shard-size 2"),
         slow(2, "grouped", CLIP, "--offload optimizer --overlap-param-gather --overlap-grad-reduce"),

@@ -37,7 +37,7 @@ CLIP = "--qk-clip --set optimizer.qk_clip_threshold=0.0005"  # which clips half 
         slow(4, f"{MUON} --tp 2 --micro-batch-size 2 --set optimizer.muon_precision=bf16"),
         slow(2, f"{MUON} {FULL}"),
         slow(2, f"{MUON} --precision bf16 --placement colocated"),
-        (2, "--precision bf16 --overlap-grad-reduce --overlap-param-gather"),
+        slow(2, "--precision bf16 --overlap-grad-reduce --overlap-param-gather"),
         slow(4, "--pp 2 --vpp 2 --precision bf16 --overlap-grad-reduce --overlap-param-gather"),
         slow(2, f"{LION} {NONE} --precision bf16"),
         slow(2, f"{MUON} {CLIP} --tp 2 --micro-batch-size 4 --precision bf16"),

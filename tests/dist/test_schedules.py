@@ -19,7 +19,6 @@ FAST = [
     ("gpipe", 2, "one-image-rank", "--pp 2"),
     ("zb-h1", 2, "frozen-vision-projector", "--pp 2"),
     ("zb-h1", 4, "rich", "--pp 4 --pipeline-cuts 1 3 8"),
-    ("zb-h1", 4, "qwen3-vl", "--pp 2 --tp 2 --set execution.loss_chunk_tokens=2"),
     (
         "zb-h1",
         4,
@@ -29,6 +28,7 @@ FAST = [
 ]
 LAYOUTS = ((4, "--pp 2 --tp 2"), (4, "--pp 4"), (2, "--pp 2"))
 SLOW = [
+    ("zb-h1", 4, "qwen3-vl", "--pp 2 --tp 2 --set execution.loss_chunk_tokens=2"),
     ("gpipe", 4, "rich", "--pp 2 --tp 2"),
     *[("gpipe", 2, model, "--pp 2") for model in ("plain", "frozen-vision", "qwen3-vl", "gemma3", "qformer")],
     # ZB-H1 meets each model, at two stages, at four and with TP in turn.

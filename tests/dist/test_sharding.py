@@ -22,13 +22,13 @@ FAST = [
     (4, "rich", f"--pp 2 --vpp 2 {GRADIENTS} --set execution.loss_chunk_tokens=2"),
     (4, "plain", f"{FULL} --hybrid-shard-size 2"),
     (2, "rich", f"{FULL} --placement colocated"),
-    (4, "rich", "--hybrid-shard-size 2 --placement colocated"),
-    (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
     (2, "frozen-vision", "--data-parallel-sharding optimizer --offload optimizer activations"),
     (2, "rich", f"{FULL} --offload optimizer parameters"),
     (2, "rich", "--offload optimizer=nvme:DISK"),
 ]
 SLOW = [
+    (4, "rich", "--hybrid-shard-size 2 --placement colocated"),
+    (2, "llava-onevision", f"{FULL} --offload optimizer activations"),
     (2, "frozen-vision", GRADIENTS),
     (4, "learning-rates", f"--tp 2 --no-sequence-parallel {GRADIENTS}"),
     (4, "frozen-vision-projector", f"--pp 2 {FULL}"),
@@ -61,6 +61,7 @@ def test_sharding_gives_the_numbers_of_one_process(pools, one_process, tmp_path,
     assert_same_curve(metrics(tmp_path), one_process(model))
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(pools: Pools, one_process, tmp_path: Path):
     """As in test_parity: masters and sums are fp32, so that rounding is that of bf16 products alone."""
     for kind in ("optimizer_gradients", "full"):

@@ -32,7 +32,7 @@ SUBJECTS: dict[str, dict[str, Collection[str]]] = {
         for figure in ("logits", "gradients", "losses")
     },
     "Answers, resume and LoRA": {
-        **{"answers": ["answers"], "export's answers": ["generation"], "resume": ["resume"]},
+        **{"answers": ["answers"], "resume": ["resume"]},
         **{"other layout": ["reshard"], "LoRA, gradients": ["lora_gradients"], "losses": ["lora_losses"]},
         "merged": ["lora_merged"],
     },

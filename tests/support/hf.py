@@ -362,15 +362,3 @@ def different(folder: Path, other: Path) -> list[str]:
     names = {file.name for file in folder.iterdir() if file.is_file()}
     _, changed, unreadable = filecmp.cmpfiles(folder, other, names, shallow=False)
     return [*changed, *unreadable]
-
-
-def assert_same_generation(folder: Path, out: Path, **inputs: Tensor) -> None:
-    """The exported folder loads with `from_pretrained` and generates the same tokens."""
-    ours, theirs = (
-        transformers.AutoModelForImageTextToText.from_pretrained(path).generate(
-            **inputs, max_new_tokens=8, do_sample=False
-        )
-        for path in (out / "theirs", folder)
-    )
-    assert ours.shape == theirs.shape
-    hold(family_in(folder), "generation", int((ours != theirs).sum()))

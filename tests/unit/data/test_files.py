@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -111,12 +112,15 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
     config = config_for(write_all(tmp_path, samples=24))
     source = FilesSource(config)
     spec = replace(CollateSpec.of(config, source), dtype=torch.bfloat16)
-    loaders = [
-        RankLoader(source.sampler(config, collator), collator, dp_rank=1, dp_size=2, micro_batch_size=1, balance=True)
-        for collator in (source.collator(spec), source.collator(spec, pool=WorkerPool(source, 1, timeout=300)))
-    ]
-    for _ in range(3):
-        first, second = (loader.next_step() for loader in loaders)
+    given = {"dp_rank": 1, "dp_size": 2, "micro_batch_size": 1, "balance": True}
+    with ExitStack() as opened:
+        pool = opened.enter_context(closing(WorkerPool(source, 1, timeout=300)))
+        collators = [source.collator(spec), source.collator(spec, pool=pool)]
+        loaders = [RankLoader(source.sampler(config, collator), collator, **given) for collator in collators]
+        for loader in loaders:
+            opened.callback(loader.close)
+        steps = [tuple(loader.next_step() for loader in loaders) for _ in range(3)]
+    for first, second in steps:
         assert first.imbalance == second.imbalance is not None
         for ours, theirs in zip(first.batches, second.batches, strict=True):
             assert ours.image_sizes == theirs.image_sizes
@@ -126,8 +130,6 @@ def test_workers_give_what_the_thread_gives(tmp_path: Path) -> None:
             for name, value in vars(ours.text).items():
                 other = getattr(theirs.text, name)
                 assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
-    for loader in loaders:
-        loader.close()
 
 
 def test_records_that_cannot_be_used_are_counted_after_one_pass(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def trip(source: FilesSource, task: tuple[Path, str, Sequence[int]]) -> list[lis
     return found
 
 
+@pytest.fixture
+def pool_of(source: FilesSource) -> Iterator[Any]:
+    """Make pools that are closed whatever a test finds: workers that are left would keep pytest from ending."""
+    with ExitStack() as opened:
+        yield lambda workers, **options: opened.enter_context(closing(WorkerPool(source, workers, **options)))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_all(tmp_path_factory.mktemp("data"), samples=40)
@@ -64,20 +72,19 @@ def source_of(folder: Path) -> FilesSource:
 
 
 @pytest.mark.slow
-def test_workers_that_hang_in_tasks_are_replaced(source: FilesSource, tmp_path: Path) -> None:
+def test_workers_that_hang_in_tasks_are_replaced(source: FilesSource, pool_of: Any, tmp_path: Path) -> None:
     lines: list[str] = []
-    pool = WorkerPool(source, 2, timeout=20, report=lines.append)
+    pool = pool_of(2, timeout=20, report=lines.append)
     pool.map(encode, [range(1), range(1)])  # both have started
     pool._timeout = 2.0
     tasks = [(tmp_path / f"{number}", "hangs", task) for number, task in enumerate(TASKS[:2])]
     assert pool.map(trip, tasks) == [encode(source, task) for task in TASKS[:2]]
-    pool.close()
     assert len(lines) == 2
     assert all(source.label(task[2])[1] in "".join(lines) for task in TASKS[:2]), lines
     assert all("hung" in line for line in lines), lines
 
 
-def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypatch):
+def test_whatever_happens_to_a_worker_no_work_is_lost(source, pool_of, tmp_path, monkeypatch):
     """In one pool, because each worker imports for seconds. The first one starts where data have modules of Python
     beside them, which it would import before it has a path, and where the script that was started trains when it is
     imported.
@@ -88,7 +95,7 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypa
         patch.chdir(tmp_path)
         patch.setattr(script, "__spec__", None)
         patch.setattr(script, "__file__", str(tmp_path / "pickle.py"), raising=False)
-        pool = WorkerPool(source, 1, timeout=300, report=lines.append)
+        pool = pool_of(1, timeout=300, report=lines.append)
         with pytest.raises(TypeError):
             pool.map(encode, [3])
         assert script.__file__ == str(tmp_path / "pickle.py")
@@ -109,23 +116,20 @@ def test_whatever_happens_to_a_worker_no_work_is_lost(source, tmp_path, monkeypa
     os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
     future = pool._threads.submit(pool._call, encode, TASKS[0])
     time.sleep(0.2)
-    pool.close()  # which waits for no worker
-    pool.close()  # again, as the loader of validation does
+    pool.close()  # which waits for no worker; the fixture does so again, as the loader of validation
     assert future.exception() is not None
 
 
 @pytest.mark.parametrize("fate", ["hung (--data-worker-timeout)", "ended with exit status 3"])
-def test_workers_that_cannot_begin_end_the_run(source: FilesSource, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+def test_workers_that_cannot_begin_end_the_run(pool_of: Any, monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
     def lost(worker: Any, *_: Any) -> None:
         worker.lost = True
         raise _WorkerLost(fate)
 
     monkeypatch.setattr(workers._Worker, "call", lost)
-    pool = WorkerPool(source, 1, timeout=0)
     told = r"before it began a sample, as 2 before it: --num-workers 0 reads without them; .*storage"
     with pytest.raises(UserError, match=told):
-        pool.map(encode, TASKS[:1])
-    pool.close()
+        pool_of(1, timeout=0).map(encode, TASKS[:1])
 
 
 def batch(source: FilesSource, seconds: float) -> CollatedBatch:
