@@ -7,37 +7,30 @@ All bytes are equal before normalisation; what `fast` resizing changes is measur
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
-from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
-from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
@@ -45,7 +38,8 @@ from megavlm.families import processor_from
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.processor import Processor
 from tests.support.hostile import reason_of
-from tests.support.processors import SLICED, bare, model_of, picture, pixtral_processor
+from tests.support.processors import CASES as WHOLE
+from tests.support.processors import bare, model_of, picture
 
 Pixels = NDArray[np.uint8]
 Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
@@ -64,227 +58,104 @@ class Case:
         return processor_from(self.theirs.to_dict(), self.model, fast=fast, model_type=self.model_type)
 
 
-def case(
-    image_processor: Any,
-    model: ModelConfig,
-    kind: Any,
-    around: tuple[str, str] = ("", ""),
-    model_type: str | None = None,
-    **options: Any,
-) -> Case:
-    """Return a case with a processor of this kind, whose template writes `around` before and after an image."""
-    theirs = bare(kind, image_processor=image_processor, **options)
+# What templates write before and after an image.
+AROUND = {
+    "qwen": ("<|vision_start|>", "<|vision_end|>"),
+    "exaone": ("<vision>", "</vision>"),
+    "glm": ("<|begin_of_image|>", "<|end_of_image|>"),
+    "paddle": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
+}
+MODEL_TYPES = {"exaone4.5": "exaone4_5", "lighton": "lighton_ocr"}
+
+
+def case(name: str, image_processor: Any = None, model: ModelConfig | None = None, **changes: Any) -> Case:
+    """Return a family's case, or one of another image processor and with other attributes of the whole processor."""
+    whole = WHOLE[name]
+    image_processor = image_processor or whole.image_processor
+    theirs = bare(changes.pop("kind", whole.kind), image_processor=image_processor, **{**whole.attributes, **changes})
+    around = next((marks for start, marks in AROUND.items() if name.startswith(start)), ("", ""))
+    more = {"image_token_divisor": 16} if name.startswith("minicpm") else {}
 
     def prompt(pixels: Any, index: int) -> str:
-        written: str = theirs.replace_image_token(pixels, index)
+        written: str = theirs.replace_image_token(pixels, index, **more)
         return written.join(around)
 
-    return Case(image_processor, model, prompt, model_type)
-
-
-def llava(image_processor: Any, *, tower: str, strategy: str) -> Case:
-    return case(
-        image_processor,
-        model_of(14),
-        transformers.LlavaProcessor,
-        patch_size=14,
-        num_additional_image_tokens=int("clip" in tower),
-        vision_feature_select_strategy=strategy,
-        image_token="<image>",
-    )
+    return Case(image_processor, model or whole.model, prompt, MODEL_TYPES.get(name))
 
 
 def onevision(tile: int, patch: int, resolutions: list[list[int]], *, most: int) -> Case:
     image_processor = LlavaOnevisionImageProcessorPil(
-        size={"height": tile, "width": tile},
-        image_grid_pinpoints=resolutions,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
+        size={"height": tile, "width": tile}, image_grid_pinpoints=resolutions
     )
-    return case(
-        image_processor,
-        model_of(patch, most=most),
-        transformers.LlavaOnevisionProcessor,
-        num_image_tokens=(tile // patch) ** 2,
-        vision_feature_select_strategy="full",
-        vision_aspect_ratio=f"anyres_max_{most}",
-        image_token="<image>",
-    )
+    changes = {"num_image_tokens": (tile // patch) ** 2, "vision_aspect_ratio": f"anyres_max_{most}"}
+    return case("onevision", image_processor, model_of(patch, most=most), **changes)
 
 
 def internvl(tile: int, patch: int, *, fewest: int, most: int) -> Case:
     image_processor = GotOcr2ImageProcessorPil(
         size={"height": tile, "width": tile}, min_patches=fewest, max_patches=most, crop_to_patches=True
     )
-    return case(
-        image_processor,
-        model_of(patch, merge=2),
-        InternVLProcessor,
-        image_seq_length=(tile // patch // 2) ** 2,
-        start_image_token="<img>",
-        end_image_token="</img>",
-        image_token="<IMG_CONTEXT>",
-    )
+    changes = {"image_seq_length": (tile // patch // 2) ** 2}
+    return case("internvl", image_processor, model_of(patch, merge=2), **changes)
 
 
-def qwen(patch: int, *, kind: type, **options: Any) -> Case:
-    image_processor = Qwen2VLImageProcessorPil(patch_size=patch, **options)
-    around = ("<|vision_start|>", "<|vision_end|>")
-    return case(image_processor, model_of(patch, merge=2), kind, around, image_token="<|image_pad|>")
-
-
-def exaone(**size: int) -> Case:
-    """Return a case with Qwen's image processor and other marks around an image."""
-    around = ("<vision>", "</vision>")
-    made = case(
-        Qwen2VLImageProcessorPil(patch_size=14, size=size),
-        *(model_of(14, merge=2), transformers.Exaone4_5_Processor, around),
-        image_token="<|image_pad|>",
-    )
-    return replace(made, model_type="exaone4_5")
-
-
-def glm(**size: int) -> Case:
-    """Return a case for which an image is two frames."""
-    image_processor, around = Glm4vImageProcessorPil(size=size), ("<|begin_of_image|>", "<|end_of_image|>")
-    model = model_of(14, merge=2, frames=2)
-    return case(image_processor, model, transformers.Glm4vProcessor, around, image_token="<|image|>")
-
-
-def pixtral(merge: int) -> Case:
-    return case(
-        pil.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=4 * merge),
-        model_of(4, merge=merge),
-        pixtral_processor(),
-        patch_size=4,
-        spatial_merge_size=merge,
-        image_token="[IMG]",
-        image_break_token="[IMG_BREAK]",
-        image_end_token="[IMG_END]",
-    )
-
-
-def lighton(longest: int) -> Case:
-    """Return a case whose images have sides of whole patches, of which two by two make a feature."""
-    return case(
-        pil.PixtralImageProcessorPil(size={"longest_edge": longest}, patch_size=4),
-        model_of(4, merge=2, convolution=True),
-        LightOnOcrProcessor,
-        model_type="lighton_ocr",
-        effective_patch_size=8,
-        image_token="<|image_pad|>",
-    )
-
-
-def idefics(image_processor: Any, *, kind: type, patch: int) -> Case:
+def idefics(image_processor: Any, *, kind: type = Idefics3Processor, patch: int = 8) -> Case:
     tile = image_processor.max_image_size["longest_edge"]
-    return case(
-        image_processor,
-        model_of(patch, merge=2),
-        kind,
-        image_seq_len=(tile // patch // 2) ** 2,
-        fake_image_token="<fake_token_around_image>",
-        image_token="<image>",
-        global_image_token="<global-img>",
-        global_image_tag="<global-img>",
-    )
+    changes = {"image_seq_len": (tile // patch // 2) ** 2, "global_image_tag": "<global-img>", "kind": kind}
+    return case("smolvlm", image_processor, model_of(patch, merge=2), **changes)
 
 
-def gemma(side: int, patch: int, *, merge: int) -> Case:
-    image_processor = Gemma3ImageProcessorPil(size={"height": side, "width": side})
-    image_tokens = "<image_soft_token>" * (side // patch // merge) ** 2
-    sequence = f"\n\n<start_of_image>{image_tokens}<end_of_image>\n\n"
-    return case(image_processor, model_of(patch, merge=merge), Gemma3Processor, full_image_sequence=sequence)
+def sides_of(height: int, width: int) -> dict[str, int]:
+    return {"height": height, "width": width}
 
 
-def minicpm(patch: int, **options: Any) -> Case:
-    image_processor = MiniCPMV4_6ImageProcessorPil(patch_size=patch, **options)
-    theirs = bare(transformers.MiniCPMV4_6Processor, slice_mode=image_processor.slice_mode, **SLICED)
-    model = model_of(patch, merge=4)
-    return Case(image_processor, model, lambda *seen: theirs.replace_image_token(*seen, image_token_divisor=16))
-
-
-SQUARES = [[28 * rows, 28 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+WITHOUT_CLASS = {"num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"}
 SMALL_SPLIT: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+FAMILIES = [name for name in WHOLE if name not in ("llava-next", "minicpmv-4.7")]
 CASES: dict[str, Case] = {
-    "clip-336": llava(
-        CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}),
-        tower="clip_vision_model",
-        strategy="default",
-    ),
-    "clip-odd": llava(
-        CLIPImageProcessorPil(size={"shortest_edge": 57}, crop_size={"height": 70, "width": 42}),
-        tower="clip_vision_model",
-        strategy="default",
-    ),
-    "llava-square": llava(LlavaImageProcessorPil(do_pad=True), tower="clip_vision_model", strategy="default"),
-    "siglip": llava(
-        SiglipImageProcessorPil(size={"height": 224, "width": 196}), tower="siglip_vision_model", strategy="full"
-    ),
-    "onevision": onevision(28, 14, SQUARES, most=9),
+    **{name: case(name) for name in FAMILIES},
+    "clip-336": case("llava", CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=sides_of(336, 336))),
+    "clip-odd": case("llava", CLIPImageProcessorPil(size={"shortest_edge": 57}, crop_size=sides_of(70, 42))),
+    "llava-square": case("llava", LlavaImageProcessorPil(do_pad=True)),
+    "siglip": case("llava", SiglipImageProcessorPil(size=sides_of(224, 196)), **WITHOUT_CLASS),
     "onevision-384": onevision(384, 14, LlavaOnevisionImageProcessorPil.image_grid_pinpoints, most=9),
     "onevision-uneven": onevision(30, 7, [[30, 60], [60, 30], [60, 60], [30, 120]], most=2),
-    "internvl": internvl(28, 7, fewest=1, most=12),
     "internvl-448": internvl(448, 14, fewest=1, most=12),
     "internvl-few": internvl(28, 7, fewest=2, most=6),
-    "qwen2.5": qwen(
-        14, kind=transformers.Qwen2_5_VLProcessor, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}
+    "qwen2.5-old": case("qwen2.5-vl", Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=200704)),
+    "qwen3": case(
+        "qwen3-vl",
+        Qwen2VLImageProcessorPil(
+            **{"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
+            **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        ),
     ),
-    "qwen2.5-old": qwen(14, kind=transformers.Qwen2_5_VLProcessor, min_pixels=3136, max_pixels=200704),
-    "qwen3": qwen(
-        16,
-        kind=transformers.Qwen3VLProcessor,
-        size={"shortest_edge": 65536, "longest_edge": 16777216},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
+    "deepseek-odd": case(
+        "deepseek-vl", DeepseekVLImageProcessorPil(size=sides_of(29, 29), min_size=5), model_of(7), num_image_tokens=16
     ),
-    "exaone4.5": exaone(shortest_edge=4 * 28**2, longest_edge=60 * 28**2),
-    "gemma3": gemma(56, 7, merge=4),
-    "deepseek-vl": case(
-        DeepseekVLImageProcessorPil(size={"height": 29, "width": 29}, min_size=5),
-        model_of(7),
-        transformers.DeepseekVLProcessor,
-        num_image_tokens=16,
-        image_token="<image_placeholder>",
+    "glm4v-odd": case(
+        "glm4v", Glm4vImageProcessorPil(size={"shortest_edge": 2 * 3137 + 1, "longest_edge": 2 * 60 * 28**2 + 1})
     ),
-    "paddleocr-vl": case(
-        PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
-        model_of(14, merge=2),
-        transformers.PaddleOCRVLProcessor,
-        ("<|IMAGE_START|>", "<|IMAGE_END|>"),
-        image_token="<|IMAGE_PLACEHOLDER|>",
+    "pixtral": case(
+        *("mistral3", pil.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size=4), model_of(4)),
+        **{"patch_size": 4, "spatial_merge_size": 1},
     ),
-    "video-llama-3": case(
-        VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * 14**2, "longest_edge": 60 * 14**2}),
-        model_of(14),
-        transformers.VideoLlama3Processor,
-        image_token="<|image_pad|>",
+    "minicpmv-448": case("minicpmv-4.6", MiniCPMV4_6ImageProcessorPil(patch_size=14), model_of(14, merge=4)),
+    "minicpmv-whole": case(
+        "minicpmv-4.6",
+        MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=48, slice_mode=False),
+        slice_mode=False,
     ),
-    "glm4v": glm(shortest_edge=2 * 3137 + 1, longest_edge=2 * 60 * 28**2 + 1),
-    "pixtral": pixtral(1),
-    "mistral3": pixtral(2),
-    "lighton": lighton(60),
-    "minicpmv": minicpm(4, scale_resolution=48),
-    "minicpmv-448": minicpm(14),
-    "minicpmv-whole": minicpm(4, scale_resolution=48, slice_mode=False),
-    "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor, patch=8),
+    "smolvlm": idefics(SmolVLMImageProcessorPil(**SMALL_SPLIT), kind=SmolVLMProcessor),
     "smolvlm-512": idefics(
         SmolVLMImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512}),
-        kind=SmolVLMProcessor,
-        patch=16,
+        **{"kind": SmolVLMProcessor, "patch": 16},
     ),
-    "idefics3": idefics(Idefics3ImageProcessorPil(**SMALL_SPLIT), kind=Idefics3Processor, patch=8),
-    "idefics3-whole": idefics(
-        Idefics3ImageProcessorPil(**SMALL_SPLIT, do_image_splitting=False), kind=Idefics3Processor, patch=8
-    ),
+    "idefics3": idefics(Idefics3ImageProcessorPil(**SMALL_SPLIT)),
+    "idefics3-whole": idefics(Idefics3ImageProcessorPil(**SMALL_SPLIT, do_image_splitting=False)),
 }
-LARGE = (
-    "onevision-384",
-    "internvl-448",
-    "smolvlm-512",
-    "minicpmv-448",
-    "qwen3",
-)  # their real sizes cost the reference seconds
+# Their real sizes cost the reference seconds.
+LARGE = ("onevision-384", "internvl-448", "smolvlm-512", "minicpmv-448", "qwen3")
 SMALL = [name for name in CASES if name not in LARGE]
 
 SIZES = [  # (height, width): landscape, portrait, square, a tile exactly, one pixel, a line, a wide strip
@@ -411,8 +282,8 @@ def test_tile_counts_of_any_size(name: str, height: int, width: int) -> None:
 @given(height=sides, width=sides, most=st.integers(1, 10))
 def test_slices_of_any_size(height: int, width: int, most: int) -> None:
     """Against the reference's functions of the size."""
-    case = minicpm(14, max_slice_nums=most)
-    layout, theirs = case.ours().layout(height, width), case.theirs
+    theirs = MiniCPMV4_6ImageProcessorPil(patch_size=14, max_slice_nums=most)
+    layout = case("minicpmv-4.6", theirs, model_of(14, merge=4)).ours().layout(height, width)
     grid = theirs.get_sliced_grid((height, width), most, 448)
     sides = [theirs.find_best_resize((height, width), 448, 14, "16x", allow_upscale=grid is None)]
     if grid is not None:
@@ -423,7 +294,7 @@ def test_slices_of_any_size(height: int, width: int, most: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(name=st.sampled_from(["qwen2.5", "qwen2.5-old", "qwen3", "paddleocr-vl"]), height=sides, width=sides)
+@given(name=st.sampled_from(["qwen2.5-vl", "qwen2.5-old", "qwen3", "paddleocr-vl"]), height=sides, width=sides)
 def test_native_grids_of_any_size(name: str, height: int, width: int) -> None:
     case = CASES[name]
     try:
