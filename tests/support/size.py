@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 290,
     "options": 307,
     "flags": 148,  # 150
-    "code lines of tests": 33_999,  # 33,000
+    "code lines of tests": 33_837,  # 33,000
     "words of documentation": 44_999,  # 45,000
 }
 _NO_CODE = {
