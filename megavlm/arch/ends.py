@@ -216,7 +216,8 @@ class LanguageNorm(LayerKind):
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         tokens = scenario.work.tokens / scenario.sequence_shards
-        return norm_bytes(scenario, tokens, scenario.model.language.hidden_size, "RMSNorm")
+        language = scenario.model.language
+        return norm_bytes(scenario, tokens, language.hidden_size, language.normalization)
 
 
 class MtpInput(LayerKind):
@@ -240,8 +241,9 @@ class MtpInput(LayerKind):
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         """Return the bytes of the inputs of both norms, and of the matrix's, which they make together."""
-        hidden, tokens = scenario.model.language.hidden_size, scenario.work.tokens / scenario.sequence_shards
-        return 2 * norm_bytes(scenario, tokens, hidden, "RMSNorm") + 2 * tokens * hidden * scenario.bytes_each
+        language, tokens = scenario.model.language, scenario.work.tokens / scenario.sequence_shards
+        norm = norm_bytes(scenario, tokens, language.hidden_size, language.normalization)
+        return 2 * norm + 2 * tokens * language.hidden_size * scenario.bytes_each
 
 
 class Output(LayerKind):

@@ -28,6 +28,7 @@ class LayerSizes:
 
     routed: RoutedRows | None = None  # of a mixture of experts
     gated = False  # whether attention's output is multiplied by a projection of the input
+    read = 2  # different tensors that attention and MLP read
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
@@ -49,7 +50,7 @@ class LayerSizes:
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
         t = T / scenario.sequence_shards
         norms = self.norms * norm_bytes(scenario, t, self.hidden, self.norm)
-        linear_inputs = (2 * t * self.hidden + T * self.ffn) * e * trained
+        linear_inputs = (self.read * t * self.hidden + T * self.ffn) * e * trained
         attention = self.attention_saved(trained=trained, core_attention=core_attention)
         return norms + linear_inputs + attention + T * self.inner * self.ffn * e + 2 * t * self.hidden * e * self.scaled
 
@@ -77,7 +78,7 @@ class LayerSizes:
         outputs. Sequence parallelism shards the inputs of the first and the third, but not with Transformer Engine.
         """
         T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
-        inputs = 2 * t * self.hidden + T * (self.heads * self.width + self.ffn)
+        inputs = self.read * t * self.hidden + T * (self.heads * self.width + self.ffn)
         outputs = T * ((self.heads + 2 * self.groups) * self.width + self.inner * self.ffn + 2 * self.hidden)
         return (inputs + outputs) * self.scenario.bytes_each
 
@@ -95,10 +96,10 @@ class LanguageLayerSizes(LayerSizes):
         self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
         self.discards, self.gated = split.discards, split.gated
         self.ffn, self.inner = mlp_share(language.ffn_hidden_size, tp), 2
-        self.norm, self.activation = "RMSNorm", language.activation
+        self.norm, self.activation = language.normalization, language.activation
         self.qkv_bias, self.linear_bias = language.add_qkv_bias, False
         self.rotated, self.qk_norm, self.scaled = not linear, language.qk_norm and not linear, False
-        self.norms = norms_of_layer(language)
+        self.norms, self.read = norms_of_layer(language), 2 - language.parallel_block
         exchanging = scenario.dims.row_split.heads
         self.copies = exchanging // gcd(self.groups, exchanging)
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries

@@ -173,7 +173,12 @@ def attends_in_window(language: LanguageConfig, layer: int) -> bool:
 
 def norms_of_layer(language: LanguageConfig) -> int:
     """Return the number of norms of hidden states in a language layer, of inputs and of outputs."""
-    return 2 * (language.input_norms + language.post_norms)
+    return (2 - language.parallel_block) * language.input_norms + 2 * language.post_norms
+
+
+def has_norms_apart(language: LanguageConfig) -> bool:
+    """Return whether a language layer's linear layers have no norm inside: none, one for two of them, or LayerNorm."""
+    return not language.input_norms or language.parallel_block or language.normalization == "LayerNorm"
 
 
 def is_linear(language: LanguageConfig, layer: int) -> bool:

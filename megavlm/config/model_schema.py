@@ -38,8 +38,9 @@ class ProjectorConfig:
 
     kind: str = option(
         "mlp",
-        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), gated (a linear layer, norm and GELU, "
-        "then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own (docs/models.md).",
+        "Type of the projector: one linear layer, an MLP (linear, GELU, linear), swiglu (a SwiGLU MLP: Cohere), gated "
+        "(a linear layer, norm and GELU, then a SwiGLU MLP: GLM-4.1V), or a connector with options of its own "
+        "(docs/models.md).",
         flag="--projector-kind",
         point="connectors",
     )

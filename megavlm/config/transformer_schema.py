@@ -190,24 +190,30 @@ class LanguageConfig:
         False,
         "M-RoPE: interleave time, height and width over the channel pairs (Qwen3-VL); off: one block of pairs each.",
     )
-    norm_epsilon: float = option(1e-6, "Epsilon of the language model's RMSNorm layers.", valid=POSITIVE)
+    normalization: Literal["RMSNorm", "LayerNorm"] = option(
+        "RMSNorm", "Type of the language model's norm layers of hidden states; LayerNorm has no bias (Cohere)."
+    )
+    norm_epsilon: float = option(1e-6, "Epsilon of the language model's norm layers.", valid=POSITIVE)
     add_qkv_bias: bool = option(False, "Add biases to the query, key and value projections (Qwen2).")
     qk_norm: bool = option(False, "Apply RMSNorm to queries and keys per head (Qwen3).")
     post_norms: bool = option(
         False,
-        "Apply RMSNorm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
+        "Apply a norm to the output of attention and of the MLP too, before it is added to the residual (Gemma).",
     )
     input_norms: bool = option(
         True,
-        "Apply RMSNorm to the input of attention and of the MLP; off: to their outputs alone (EXAONE 4).",
+        "Apply a norm to the input of attention and of the MLP; off: to their outputs alone (EXAONE 4).",
         needs=Needs(
             lambda config: config.model.language.post_norms,
             "without norms of outputs",
             "add --set model.language.post_norms=true",
         ),
     )
+    parallel_block: bool = option(
+        False, "Let the MLP read what attention reads, after one norm; off: attention's output, after another (Cohere)."
+    )
     apply_layernorm_1p: bool = option(
-        False, "Multiply by 1 + weight in the language model's RMSNorm layers, instead of by the weight (Gemma)."
+        False, "Multiply by 1 + weight in the language model's norm layers, instead of by the weight (Gemma)."
     )
     activation: Literal["swiglu", "geglu"] = option(
         "swiglu", "Gated activation of the language MLP: with SiLU, or with tanh-approximated GELU (Gemma)."
@@ -225,6 +231,7 @@ class LanguageConfig:
     final_softcap: float | None = option(
         None, "Bound c of logits x, as c · tanh(x / c) (Gemma 2); default: none.", valid=POSITIVE
     )
+    logit_scale: float = option(1.0, "Factor of logits (Cohere).", valid=POSITIVE)
     embedding_scale: float = option(
         1.0, "Factor of token embeddings, but not of image features (Gemma: √hidden size).", valid=POSITIVE
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megavlm.arch.image_tokens import Grid, TileGroup, tokens_per_grid
 from megavlm.arch.tensor_split import share_of
 from megavlm.config.derived import block_channels, block_side, projector_inputs
+from megavlm.model.layer_modules import ACTIVATIONS
 from megavlm.model.norm import Norm
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import VisionLayout
@@ -99,7 +100,8 @@ class Projector(ConnectorModule):
         if model.projector.kind == "linear":
             self.linear_fc1 = ColumnParallelLinear(inputs, gathered, bias=bias, gather_output=True, **common)
         else:
-            self.linear_fc1 = ColumnParallelLinear(inputs, hidden, bias=bias, gather_output=False, **common)
+            rows = hidden * (2 if model.projector.kind == "swiglu" else 1)
+            self.linear_fc1 = ColumnParallelLinear(inputs, rows, bias=bias, gather_output=False, **common)
             self.linear_fc2 = RowParallelLinear(
                 hidden, outputs, bias=bias, input_is_parallel=True, skip_bias_add=False, is_expert=False, **common
             )
@@ -125,5 +127,9 @@ class Projector(ConnectorModule):
         out, _ = self.linear_fc1(features)
         if self.linear_fc2 is None:
             return out[..., : self.outputs]
-        out, _ = self.linear_fc2(F.gelu(out) if self.linear_gate is None else F.silu(gate) * out)
+        if self.projector.kind == "swiglu":
+            inner = ACTIVATIONS["swiglu"](out)
+        else:
+            inner = F.gelu(out) if self.linear_gate is None else F.silu(gate) * out
+        out, _ = self.linear_fc2(inner)
         return out

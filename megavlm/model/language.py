@@ -105,9 +105,13 @@ class Output(MegatronModule):
         cross_entropy: CrossEntropy,
         chunk: int,
         softcap: float | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """Build the output layer. `chunk` positions have logits in memory at a time while the loss is computed."""
+        """Build the output layer. `chunk` positions have logits in memory at a time while the loss is computed; they
+        are multiplied by `scale`, and then bounded by `softcap`.
+        """
         super().__init__(config=layer_config)
+        self.scale = scale
         self.vocab_size = vocab_size
         self.tp_group = groups.tp
         self.linear = ColumnParallelLinear(
@@ -160,7 +164,9 @@ class Output(MegatronModule):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all positions, [S, B, H]."""
+        """Return the hidden states of all positions, [S, B, H], with the factor of the logits, which are many more."""
+        if self.scale != 1:
+            hidden = hidden * self.scale
         if self.linear.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
@@ -180,8 +186,8 @@ class PredictionInput(MegatronModule):
     def __init__(self, language: LanguageConfig, layer_config: TransformerConfig) -> None:
         super().__init__(config=layer_config)
         width, epsilon = language.hidden_size, language.norm_epsilon
-        self.embedding_norm = Norm(layer_config, width, epsilon)
-        self.hidden_norm = Norm(layer_config, width, epsilon)
+        self.embedding_norm = Norm(layer_config, width, epsilon, bias=False)
+        self.hidden_norm = Norm(layer_config, width, epsilon, bias=False)
         self.projection = nn.Linear(2 * width, width, bias=False, dtype=layer_config.params_dtype)
         self.projection.weight.sequence_parallel = layer_config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -104,7 +104,7 @@ def _build_embedding(builder: LayerBuilder, name: str) -> nn.Module:
 
 def _build_language_norm(builder: LayerBuilder, name: str) -> nn.Module:
     language = builder.config.model.language
-    return Norm(builder.language, language.hidden_size, language.norm_epsilon)
+    return Norm(builder.language, language.hidden_size, language.norm_epsilon, bias=False)
 
 
 def _build_prediction_input(builder: LayerBuilder, name: str) -> nn.Module:
@@ -126,6 +126,7 @@ def _build_output(builder: LayerBuilder, name: str) -> nn.Module:
         cross_entropy=cross_entropy_of(builder.config),
         chunk=builder.config.execution.loss_chunk_tokens,
         softcap=model.language.final_softcap,
+        scale=model.language.logit_scale,
     )
 
 

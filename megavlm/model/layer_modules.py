@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.arch.layers import part_of
-from megavlm.config.derived import fp8_in, fp8_multiple, layer_precision, shards_gradients
+from megavlm.config.derived import fp8_in, fp8_multiple, has_norms_apart, layer_precision, shards_gradients
 from megavlm.config.lora_config import adapted_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import CoreAttention
@@ -198,6 +199,17 @@ class EmulatedExecution(Execution):
 
 def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
     """Return the modules of layer `name`. Raises UserError if `--transformer-impl` is not available."""
+    modules, language = _implemented(name, config, groups), config.model.language
+    if part_of(name) != "language":
+        return modules
+    if language.normalization == "LayerNorm":  # Transformer Engine's has a bias
+        norm = ModuleSpec(module=Norm, params={"bias": False})
+        modules = replace(modules, norm=norm, norm_alone=norm, post_norm=norm)
+    return modules if language.input_norms else replace(modules, norm=IdentityOp, norm_alone=IdentityOp)
+
+
+def _implemented(name: str, config: Config, groups: Groups) -> LayerModules:
+    """Return the modules of the implementation that the configuration asks for, with its norms."""
     interleaved = part_of(name) == "language" and config.model.language.rotary_interleaved
     in_fp8 = layer_precision(name, config) == "fp8"
     if implementation(config) == "te":
@@ -206,7 +218,8 @@ def modules_of(name: str, config: Config, groups: Groups) -> LayerModules:
         from megavlm.model.te import te_modules
 
         # Adapters read the linear layer's input, which a fused norm would not return.
-        fused_norm = part_of(name) not in adapted_parts(config)
+        apart = part_of(name) == "language" and has_norms_apart(config.model.language)
+        fused_norm = part_of(name) not in adapted_parts(config) and not apart
         modules = te_modules(transformer_engine, fused_norm=fused_norm, interleaved=interleaved)
         products = Products(te_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
         return replace(modules, products=products)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as megatron-core's layer specs build them, with sequence parallelism.
+"""LayerNorm and RMSNorm as megatron-core's layer specs build them, with sequence parallelism, and what joins branches.
 
 Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, so the gradient of
 the (replicated) weight is a partial sum: `param.sequence_parallel` makes megatron-core sum them.
@@ -18,11 +18,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension, by default of the kind that the config names: [..., hidden_size] → same shape."""
+    """A norm over the last dimension, by default of the kind that the config names: [..., hidden_size] → same shape.
+
+    A LayerNorm has a bias unless `bias` is False.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Norm(nn.Module):
         eps: float = 1e-5,
         *,
         normalization: str | None = None,
+        bias: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -39,13 +44,14 @@ class Norm(nn.Module):
         self.shape = (hidden_size,)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.bias = None
-        if (normalization or config.normalization) == "LayerNorm":
+        self.centres = (normalization or config.normalization) == "LayerNorm"
+        if self.centres and bias:
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
+        if self.centres:
             weight = self.offset + self.weight if self.offset else self.weight
             return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
@@ -133,3 +139,13 @@ class LayerScale(nn.Module):
             return residual + F.dropout(x, p=dropout, training=training)
 
         return add
+
+
+class ParallelLayer(TransformerLayer):
+    """x + attention(norm(x)) + MLP(norm(x)), with one norm (Wang and Komatsuzaki 2021; Cohere): [S(/TP), B, H]."""
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attention(normed, **given)
+        hidden = self.self_attn_bda(self.training, False)(attended, hidden_states, self.hidden_dropout)
+        return self.mlp_bda(self.training, False)(self.mlp(normed), hidden, self.hidden_dropout), None

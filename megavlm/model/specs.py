@@ -35,7 +35,7 @@ from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.linear_attention import GatedDeltaNet
-from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, PostNorm
+from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, ParallelLayer, PostNorm
 from megavlm.model.router import Router
 from megavlm.parallel.groups import Groups
 
@@ -122,7 +122,7 @@ def language_config(config: Config, *, tp: int) -> TransformerConfig:
         num_attention_heads=split.local_heads * tp,
         num_query_groups=split.slots * tp,
         kv_channels=language.kv_channels,
-        normalization="RMSNorm",
+        normalization=language.normalization,
         layernorm_epsilon=language.norm_epsilon,
         gated_linear_unit=True,
         add_bias_linear=False,
@@ -214,7 +214,7 @@ def vision_layer(config: Config, layer_config: TransformerConfig, groups: Groups
         qkv_bias=vision.add_qkv_bias,
         activation=vision.activation,
     )
-    return _layer(layer_config, submodules, groups, number)
+    return _layer(layer_config, submodules, groups, number, TransformerLayer)
 
 
 def language_layer(config: Config, layer_config: TransformerConfig, groups: Groups, number: int) -> TransformerLayer:
@@ -235,10 +235,6 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         params |= {"context": groups.context}
     core = ModuleSpec(module=core, params=params) if params else core
     modules = replace(modules, core_attention=_discarding_padding(core, split, groups.tp.rank()))
-    if not language.input_norms:
-        modules = replace(
-            modules, norm=IdentityOp, norm_alone=IdentityOp, column_linear=modules.column_linear_alone, keys={}
-        )
     branch: Any = get_bias_dropout_add
     if language.post_norms:
         branch = ModuleSpec(module=PostNorm, params={"config": layer_config, "norm": modules.post_norm})
@@ -267,7 +263,10 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
         layer_config = with_experts(layer_config, config, groups.dims)
         mlp = experts_spec(modules, config, submodules.mlp.submodules)
         submodules = replace(submodules, pre_mlp_layernorm=modules.norm_alone, mlp=mlp)
-    return _layer(layer_config, submodules, groups, number)
+    if not language.parallel_block:
+        return _layer(layer_config, submodules, groups, number, TransformerLayer)
+    submodules = replace(submodules, pre_mlp_layernorm=IdentityOp)
+    return _layer(layer_config, submodules, groups, number, ParallelLayer)
 
 
 def _discarding_padding(core: Any, split: HeadSplit, rank: int) -> Any:
@@ -279,10 +278,10 @@ def _discarding_padding(core: Any, split: HeadSplit, rank: int) -> Any:
 
 
 def _layer(
-    layer_config: TransformerConfig, submodules: TransformerLayerSubmodules, groups: Groups, number: int
+    layer_config: TransformerConfig, submodules: TransformerLayerSubmodules, groups: Groups, number: int, kind: Any
 ) -> TransformerLayer:
     # The layer's config says pipeline size 1 and its number is global: megatron-core would add stage offsets itself.
-    return TransformerLayer(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
+    return kind(layer_config, submodules, layer_number=number + 1, pg_collection=groups.collection)
 
 
 def layer_submodules(

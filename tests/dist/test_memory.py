@@ -60,6 +60,10 @@ PALIGEMMA = (
     "model.language.bidirectional_prefix=true model.language.post_norms=true model.language.attention_softcap=50 "
     "model.language.final_softcap=30 model.language.activation=geglu"
 )
+COHERE = (
+    "--set model.language.parallel_block=true model.language.normalization=LayerNorm model.language.logit_scale=0.3 "
+    "model.language.rotary_interleaved=true model.language.no_rope_layers=[3] --projector-kind swiglu"
+)
 # Two thirds of the tower's layers run behind its merger.
 MINICPM = "--set model.vision.merger_layer=0 model.projector.pixel_shuffle=4 model.projector.input_norm=true"
 QFORMER = (
@@ -81,6 +85,8 @@ CASES = {
     "exaone4.5": (1, EXAONE),
     "paligemma": (1, PALIGEMMA),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),
+    "cohere": (1, COHERE),
+    "tp2-cohere-bf16": (2, f"--tp 2 {COHERE} --precision bf16"),
     "minicpm-v": (1, MINICPM),
     "tp2-minicpm-v-full-bf16": (2, f"--tp 2 {MINICPM} --recompute-granularity full --precision bf16"),
     "qformer-full": (1, f"{QFORMER} --recompute-granularity full"),

@@ -33,12 +33,14 @@ GRIDS = ((8, 8), (8, 8), (8, 4))
 CONNECTORS = {
     "mlp": "",
     "gated": "--projector-kind gated",
+    "swiglu": "--projector-kind swiglu",
     "pooled": " ".join(POOLED),
     "qformer": MODELS["qformer"],
     "perceiver": MODELS["perceiver"],
     "adaptive_pool": "--projector-kind adaptive_pool --set model.projector.connectors.adaptive_pool.side=3",
     "c_abstractor": MODELS["c-abstractor"],
 }
+MLPS = ("mlp", "gated", "swiglu")
 
 
 def config_of(name: str) -> Config:
@@ -53,7 +55,7 @@ def config_of(name: str) -> Config:
 @pytest.mark.parametrize(
     ("name", "frozen"),
     # What frozen MLPs keep is taken to be what trained ones do.
-    [(name, frozen) for name in CONNECTORS for frozen in (False, True) if not frozen or name not in ("mlp", "gated")],
+    [(name, frozen) for name in CONNECTORS for frozen in (False, True) if not frozen or name not in MLPS],
 )
 def test_a_connector_is_what_it_says(single: Single, name: str, frozen: bool) -> None:
     config = config_of(name)

@@ -44,7 +44,7 @@ ADAPTED = replace(_BASE, model=replace(_BASE.model, freeze=()), lora=LoraConfig(
 MLPS = {"swiglu": 2, "dswiglu": 2}
 # Calls of its kernels in a pass through two vision layers and two language layers.
 KERNELS = {
-    "plain": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
+    **dict.fromkeys(("plain", "parallel"), MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2}),
     "rich": MLPS | {"qgelu": 2, "dqgelu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
     "adapted": MLPS | {"split: joined": 2, "qkv rope": 2, "qkv rope backward": 2},
     "masked": {"geglu": 2, "dgeglu": 2, "split: joined": 4, "rope": 4, "rope backward": 4},
@@ -81,9 +81,11 @@ HYBRID = base(
 )  # fmt: skip
 # Norms of outputs alone, bounded logits, and of two layers one that does not rotate.
 OUTPUTS = base(input_norms=False, post_norms=True, qk_norm=True, no_rope_layers=(1,), final_softcap=1.5)
+# One norm for attention and MLP, without a bias.
+PARALLEL = base(parallel_block=True, normalization="LayerNorm", logit_scale=0.3)
 CONFIGS = {
     "plain": base(), "rich": RICH, "adapted": ADAPTED, "windowed": WINDOWED, "masked": MASKED, "hybrid": HYBRID,
-    "mixture": MIXTURE, "outputs": OUTPUTS,
+    "mixture": MIXTURE, "outputs": OUTPUTS, "parallel": PARALLEL,
 }  # fmt: skip
 
 
@@ -122,7 +124,8 @@ def test_names_weights_losses_and_gradients_are_those_of_torch(name: str, single
         assert shard.data.equal(shards[1][key].data), key
 
     fused = isinstance(theirs.parts["language.layers.0"].mlp.linear_fc1, TELayerNormColumnParallelLinear)
-    assert fused == (name not in ("adapted", "outputs"))  # adapters read what the norm writes
+    # Adapters read what the norm writes, and so do attention and MLP.
+    assert fused == (name not in ("adapted", "outputs", "parallel"))
     assert not any(getattr(module, "te_return_bias", False) for module in theirs.modules()), "biases to add apart"
     source, samples = samples_of(config, (140, 132, 125, 140))
     rows = [samples[:2], samples[2:]]

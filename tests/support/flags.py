@@ -82,6 +82,13 @@ MODELS = {
     "model.vision.qk_norm=head model.vision.normalization=RMSNorm model.vision.activation=swiglu "
     # Norms of small outputs would multiply rounding.
     "--init-method-std 0.2",
+    # Attention and MLP read one norm, without a bias; layers of which two have a window and rotate neighbours. A SwiGLU
+    # projector of 37 channels, which TP pads.
+    "cohere": "--set model.language.parallel_block=true model.language.normalization=LayerNorm "
+    "model.language.logit_scale=0.3 model.language.window_size=7 model.language.full_attention_layers=[1,3] "
+    "model.language.no_rope_layers=[1,3] model.language.rotary_interleaved=true model.language.num_query_groups=2 "
+    "model.language.tie_embeddings=true --projector-kind swiglu --set model.projector.pixel_shuffle=2 "
+    "model.projector.hidden_size=37 model.projector.input_norm=true",
     # Grids of 4 and 8 patches a side become 2 and 4 behind the second layer; seven heads and an MLP that TP pads.
     "minicpm-v": "--image-sizes 16 32 --set model.vision.patch_size=4 model.vision.merger_layer=1 "
     "model.vision.position_interpolation=fraction model.vision.activation=gelu_tanh model.vision.hidden_size=28 "

@@ -1,4 +1,4 @@
-"""Projectors of most models: one linear layer, an MLP, or a gated MLP, on merged patches."""
+"""Projectors of most models: one linear layer, an MLP, a SwiGLU MLP, or a gated MLP, on merged patches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megavlm.errors import UserError
 _LAYERS = {
     "linear": ("linear_fc1",),
     "mlp": ("linear_fc1", "linear_fc2"),
+    "swiglu": ("linear_fc1", "linear_fc2"),
     "gated": ("linear_in", "linear_gate", "linear_fc1", "linear_fc2"),
 }
 
@@ -70,6 +71,7 @@ class Mlp(Connector):
         return {
             "linear": {"linear_fc1": (own_outputs, inputs)},
             "mlp": {"linear_fc1": (hidden, inputs), **last},
+            "swiglu": {"linear_fc1": (2 * hidden, inputs), **last},  # gate over up
             "gated": {
                 "linear_in": (own_outputs, inputs),
                 **dict.fromkeys(("linear_gate", "linear_fc1"), (hidden, outputs)),
@@ -103,7 +105,7 @@ class Mlp(Connector):
         convolved = patches * (projector.merge == "convolution")
         normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
         widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
-        inner = {"linear": 0.0, "mlp": 2 * widths, "gated": 4 * widths}[projector.kind]
+        inner = {"linear": 0.0, "mlp": 2 * widths, "swiglu": 3 * widths, "gated": 4 * widths}[projector.kind]
         if projector.kind == "gated":  # what norm, GELU and the gated MLP read
             inner += features * model.language.hidden_size * e * (2 + trained)
         return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
@@ -117,7 +119,10 @@ class Mlp(Connector):
         layers = dict(self.layers(model))
         if model.projector.merge == "convolution":
             layers["convolution"] = (projector_inputs(model), block_channels(model))
-        return {f"{name}.weight": hidden_weight(columns, rows) for name, (rows, columns) in layers.items()}
+        found = {f"{name}.weight": hidden_weight(columns, rows) for name, (rows, columns) in layers.items()}
+        if model.projector.kind == "swiglu":
+            found["linear_fc1.weight"] = hidden_weight(projector_inputs(model), *(model.projector.hidden_size,) * 2)
+        return found
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
         projector = model.projector
@@ -141,7 +146,9 @@ class Mlp(Connector):
         rows = {"linear_in": outputs, "linear_gate": hidden}
         rows["linear_fc1"] = outputs if model.projector.kind == "linear" else hidden
         of_rows = {f"{name}.{leaf}": Split(0, size) for name, size in rows.items() for leaf in ("weight", "bias")}
+        if model.projector.kind == "swiglu":
+            of_rows |= {f"linear_fc1.{leaf}": Split(0, 2 * hidden, blocks=2) for leaf in ("weight", "bias")}
         return of_rows | {"linear_fc2.weight": Split(1, hidden)}
 
 
-LINEAR, MLP, GATED = Mlp("linear"), Mlp("mlp"), Mlp("gated")
+LINEAR, MLP, SWIGLU, GATED = Mlp("linear"), Mlp("mlp"), Mlp("swiglu"), Mlp("gated")

@@ -222,8 +222,9 @@ def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: Exper
     language, experts, layer = model.language, model.experts, f"{LANGUAGE_LAYER}{number}."
     table: Table = {}
     if language.input_norms:
-        before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
         table |= linear(f"{layer}input_layernorm", f"{hf_layer}input_layernorm", bias=False)
+    if language.input_norms and not language.parallel_block:
+        before_mlp = "pre_feedforward_layernorm" if language.post_norms else "post_attention_layernorm"
         table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}{before_mlp}", bias=False)
     if is_linear(language, number):
         table |= linear_attention_table(language, f"{layer}self_attention.", f"{hf_layer}linear_attn.")
