@@ -35,6 +35,7 @@ OPTIONS: dict[str, Expected] = {
     "do_center_crop": FLAG,
     "do_pad": FLAG,
     "do_image_splitting": FLAG,
+    "crop_to_patches": FLAG,
     "resample": whole(0, 5),
     "rescale_factor": number(0, 1e3),
     "image_mean": listed(_COLOURS, 3, 3),

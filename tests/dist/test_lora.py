@@ -28,7 +28,7 @@ from tests.support.gates import hold
 from tests.support.harness import difference
 from tests.support.peft_blocks import trained_entries
 from tests.support.pool import Pools
-from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, square, tiny
+from tests.support.tiny_models import FAMILIES, MIXTURES, SINGLE, scaled, square, tiny
 from tests.support.training import SMALL, assert_same_curve, metrics, train, train_composed
 from tests.support.whole_models import whole_folder
 
@@ -160,7 +160,7 @@ def test_trained_adapters_are_pefts(pools: Pools, tmp_path: Path, family: str, t
 
 
 def load(folder: Path) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    return scaled(transformers.AutoModelForImageTextToText.from_pretrained(folder)).eval()
 
 
 def peft_model(folder: Path, adapters: Path, *, trainable: bool) -> Any:

@@ -66,6 +66,13 @@ CASES = {
         placeholder="<vision><|image_pad|></vision>",
         stop="<|endofturn|>",
     ),
+    "aya": Case(
+        TEMPLATES["cohere"],
+        "cohere",
+        Prompt("<|IMG_PATCH|>", ("<|START_OF_IMG|>TILE_GLOBAL", "<|END_OF_IMG|>"), (4,)),
+        stop="<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        opening="<BOS_TOKEN>",
+    ),
     "smolvlm": Case(TEMPLATES["smolvlm"], "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
     "llama3": Case(
         TEMPLATES["llama3"], "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False
@@ -291,6 +298,7 @@ def test_built_in_formats(name: str, folders: dict[str, Path]) -> None:
         "gemma": "gemma",
         "deepseek_vl": "deepseek",
         "paddleocr_vl": "ernie",
+        "cohere": "cohere",
     }
     folder = folders_of.get(name, "llama")
     tokenizer = HuggingFaceTokenizer.of(folders[folder])

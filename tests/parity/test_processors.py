@@ -65,7 +65,7 @@ AROUND = {
     "glm": ("<|begin_of_image|>", "<|end_of_image|>"),
     "paddle": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
 }
-MODEL_TYPES = {"exaone4.5": "exaone4_5", "lighton": "lighton_ocr"}
+MODEL_TYPES = {"exaone4.5": "exaone4_5", "lighton": "lighton_ocr", "aya": "aya_vision"}
 
 
 def case(name: str, image_processor: Any = None, model: ModelConfig | None = None, **changes: Any) -> Case:

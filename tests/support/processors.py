@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import transformers
@@ -15,6 +19,7 @@ from PIL import Image
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -107,6 +112,25 @@ SLICED = {
 }
 
 
+class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):
+    """The class, which needs torchvision, but for how it resizes: with the grid that its own function chooses."""
+
+    def crop_image_to_patches(self, *args: Any, **options: Any) -> Any:
+        source = Path(transformers.__file__).with_name("models") / "cohere2_vision/image_processing_cohere2_vision.py"
+        tree = ast.parse(source.read_text())
+        tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        found: dict[str, Any] = {"np": np, "lru_cache": lru_cache}
+        exec(compile(tree, source.name, "exec"), found)
+        with patch.object(got_ocr2, "get_optimal_tiled_canvas", found["get_optimal_tiled_canvas"]):
+            return super().crop_image_to_patches(*args, **options)
+
+
+AYA = {
+    **{"image_token": "<image>", "start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"},
+    **{"img_patch_token": "<|IMG_PATCH|>", "tile_token": "TILE", "tile_global_token": "TILE_GLOBAL"},
+}
+
+
 def minicpm(kind: Any) -> Whole:
     """Pictures of about 48 × 48 pixels, in features of 16; what is larger is cut into up to six."""
     return Whole(
@@ -169,6 +193,25 @@ CASES = {
             **{"image_placeholder_token": "<image>", "video_processor": None},
         },
         model_of(14, merge=2),
+    ),
+    "aya": Whole(
+        transformers.AyaVisionProcessor,
+        GotOcr2ImageProcessorPil(size=TILE, max_patches=6, crop_to_patches=True),
+        TEMPLATES["cohere"],
+        "cohere",
+        {**AYA, "patch_size": 14, "img_size": 28},
+        model_of(7, merge=2),
+    ),
+    "cohere2-vision": Whole(
+        transformers.Cohere2VisionProcessor,
+        Cohere2VisionImageProcessorPil(size=TILE, max_patches=12, crop_to_patches=True),
+        TEMPLATES["cohere"].replace("<image>", "<|IMG_PATCH|>"),
+        "cohere",
+        {
+            **{"image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>", "patch_size": 2},
+            **{"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"},
+        },
+        model_of(7, merge=2),
     ),
     "lighton": Whole(
         LightOnOcrProcessor,

@@ -81,6 +81,15 @@ EXAONE = {
     **{"rope_parameters": LLAMA3_ROPE, "sliding_window": 5},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
+# Command R7B with a window in two of three layers; Command R, without.
+COHERE = {
+    **{**TEXT, "model_type": "cohere", "num_hidden_layers": 3, "layer_norm_eps": 1e-3, "logit_scale": 0.3},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+COHERE2 = {
+    **{**COHERE, "model_type": "cohere2", "sliding_window": 5},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 # Six of a head's twelve channels rotate, a pair with each axis of a position.
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}
 GLM = {**QWEN_VL, "hidden_size": 48, "rope_parameters": GLM_ROPE, "rms_norm_eps": 1e-4}
@@ -186,6 +195,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "paligemma": _of(
         "paligemma", {**SIGLIP, "vision_use_head": False}, GEMMA2, image_token_index=60, projection_dim=32
     ),
+    # The gate of the projector, 23 channels, lies below what it multiplies.
+    "aya": _of(
+        "aya_vision",
+        {**SIGLIP, "vision_use_head": False},
+        COHERE2,
+        image_token_index=60,
+        alignment_intermediate_size=46,
+        adapter_layer_norm_eps=1e-3,
+        vision_feature_layer=-2,
+        tie_word_embeddings=False,
+    ),
+    "aya-cohere": _of("aya_vision", {**SIGLIP, "vision_use_head": False}, COHERE, image_token_index=60),
+    "cohere2-vision": _of(
+        "cohere2_vision",
+        {**SIGLIP, "vision_use_head": False},
+        COHERE2,
+        image_token_id=60,
+        alignment_intermediate_size=42,
+    ),
     "pixtral": _of("llava", PIXTRAL, {**MISTRAL, "rms_norm_eps": 1e-5}, **FULL, vision_feature_layer=-1),
     # The projector's norm has the text's epsilon, another than the tower's: large, so that it shows.
     "mistral3": _of(
@@ -286,6 +314,13 @@ def tiny(name: str, **options: Any) -> Any:
     for module in model.modules():  # by default a state is forgotten within a token
         if hasattr(module, "A_log"):
             module.A_log.data.copy_(torch.linspace(-5, 0, 6))
+    return scaled(model)
+
+
+def scaled(model: Any) -> Any:
+    """Return the model; logits of Cohere's have their factor, as in its text models."""
+    if scale := getattr(model.config.get_text_config(), "logit_scale", None):
+        model.lm_head.register_forward_hook(lambda head, given, logits: logits * scale)
     return model
 
 
@@ -298,7 +333,7 @@ IMAGES: dict[str, Any] = {
     # tile; images that are not alone are their base tiles.
     "llava-onevision": ([[(20, 33)], [(12, 12), (9, 30)]], [[(40, 14)], []], [[], []], [[(36, 36)], [(12, 12)]]),
     **dict.fromkeys(
-        ("llava", "internvl", "qianfan", "gemma3", "deepseek", "paligemma"),
+        ("llava", "internvl", "qianfan", "gemma3", "deepseek", "paligemma", "aya", "cohere2"),
         ([[(32, 32), (32, 32)], []], [[], []], [[(32, 32)], [(32, 32)]]),
     ),
     # Transformers takes images of one size at a time: the tower's own (6 × 6 patches), larger ones, smaller ones, none.
@@ -362,7 +397,7 @@ def _at_layouts(name: str) -> Any:
 FAMILIES: dict[str, tuple[Callable[[], Any], Any]] = {
     name: (partial(tiny, name.removesuffix("-videos")), _at_layouts(name))
     for name in (*MODELS, "llava-onevision-videos", "qwen2.5-vl-videos", "qwen3-vl-videos", "exaone4.5-videos")
-    if name not in ("llava-siglip", "ministral3-tied")
+    if name not in ("llava-siglip", "ministral3-tied", "aya-cohere")
 }
 MIXTURES = [name for name in FAMILIES if name.endswith("-moe")]
 # One model of each family, and InternVL's mixture of experts.

@@ -32,6 +32,9 @@ SPECIALS = {
     "<image>",
     "minicpm": "<|endoftext|> <|im_start|> <|im_end|> <|image_pad|> <|video_pad|> <image> </image> <slice> </slice> "
     "<image_id> </image_id> <think> </think>",
+    "cohere": "<PAD> <BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> "
+    "<|SYSTEM_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|> <image> <|START_OF_IMG|> <|END_OF_IMG|> <|IMG_PATCH|> "
+    "<|IMG_LINE_BREAK|>",
     "smol": "<|im_start|> <end_of_utterance> <fake_token_around_image> <global-img> <image> <row_1_col_1>",
 }
 MARKS = {
@@ -45,6 +48,7 @@ MARKS = {
     "smol": {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "ernie": {"eos_token": "</s>"},
+    "cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "pad_token": "<PAD>"},
     "llama": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
 GEMMA_IMAGES = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>"}
@@ -55,7 +59,7 @@ def tokenizers_in(root: Path) -> dict[str, Path]:
     for name, marks in MARKS.items():
         more: dict[str, Any] = {"extra_special_tokens": GEMMA_IMAGES} if name == "gemma" else {}
         made = llama() if name == "llama" else byte_level(SPECIALS[name].split())
-        if name in ("llama3", "gemma", "mistral", "deepseek"):
+        if name in ("llama3", "gemma", "mistral", "deepseek", "cohere"):
             made = with_begin(made, marks["bos_token"])
         PreTrainedTokenizerFast(tokenizer_object=made, **marks, **more).save_pretrained(root / name)
     return {name: root / name for name in MARKS}

@@ -23,6 +23,8 @@ LIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "internvl": ("internvl", {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
     "qianfan": ("qianfan-ocr", {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
+    "aya": ("aya", {"image_size": 28, "patch_size": 7}, {}),
+    "cohere2-vision": ("cohere2-vision", {"image_size": 28, "patch_size": 7}, {}),
     "lighton": ("lighton-ocr", {"image_size": 28, "patch_size": 7}, {"tie_word_embeddings": False}),
     "gemma3": ("gemma3", {"image_size": 56, "patch_size": 7}, {}),
     "mistral3": ("mistral3", {"image_size": 28, "patch_size": 7}, {}),
@@ -72,7 +74,7 @@ def model_of(name: str, tokenizer: Any) -> transformers.PreTrainedModel:
     like, vision, top = LIKE[name]
     marks = CASES[PROCESSORS.get(name, name)].attributes
     words = {
-        "image_token_index": "<image_soft_token>" if name == "gemma3" else marks["image_token"],
+        "image_token_index": {"gemma3": "<image_soft_token>", "aya": "<|IMG_PATCH|>"}.get(name, marks["image_token"]),
         "image_token_id": marks["image_token"],
         "video_token_index": "<video>",
         "video_token_id": "<|video_pad|>",

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megavlm.errors import UserError
+from megavlm.families import family_of
 from megavlm.families.shared.settings import Settings
 from megavlm.files import open_new
 from megavlm.json_files import read_json
@@ -306,9 +307,11 @@ def transformers_model(folder: Path, *, dtype: torch.dtype | str = torch.float32
     # Architectures that share a type of config.json are told apart by their names alone.
     kind = getattr(transformers, _architecture(folder), transformers.AutoModelForImageTextToText)
     try:
-        return kind.from_pretrained(
+        model = kind.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        ).eval()
+        )
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         raise UserError(f"Transformers cannot load {folder}: {reason}") from error
+    family_of(HfFolder(folder).settings).complete(model)
+    return model.eval()

@@ -93,6 +93,7 @@ class Family:
         compose: config.json of a model of this family that consists of a vision tower and a language model; None where
             the family computes something else.
         processor: processor_config.json of such a model, but for its image token.
+        complete: adds to a model of Transformers what its class leaves out of config.json.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Family:
     compose: Callable[[Composition], dict[str, Any] | None] | None = None
     processor: Callable[[ModelConfig], dict[str, Any]] | None = None
     partial: bool = False
+    complete: Callable[[Any], None] = lambda model: None
 
 
 @dataclass(frozen=True)

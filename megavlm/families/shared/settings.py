@@ -38,7 +38,7 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
-        "shared_expert_intermediate_size",
+        "shared_expert_intermediate_size alignment_intermediate_size",
     ),
     **_each(_HEADS, "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads"),
     **_each(whole(1, 2**14), "head_dim linear_key_head_dim linear_value_head_dim"),
@@ -50,7 +50,7 @@ _SETTINGS: dict[str, Expected] = {
         "use_mean_pooling use_qk_norm attention_bias mlp_bias use_bidirectional_attention norm_topk_prob "
         "attn_output_gate use_bias",
     ),
-    **_each(_EPSILON, "rms_norm_eps layer_norm_eps"),
+    **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),
     **_each(OBJECT, "rope_scaling rope_parameters"),
     **_each(
@@ -65,7 +65,8 @@ _SETTINGS: dict[str, Expected] = {
     **_each(_SQUARE, "image_size patch_size temporal_patch_size"),
     **_each(
         whole(1, 64),
-        "num_channels in_channels spatial_merge_size scale_factor in_chans n_shared_experts linear_conv_kernel_dim",
+        "num_channels in_channels spatial_merge_size scale_factor in_chans n_shared_experts linear_conv_kernel_dim "
+        "downsample_factor",
     ),
     "window_size": _SIDE,
     **_each(listed(_LAYER, 0, 2_000), "fullatt_block_indexes deepstack_visual_indexes mlp_only_layers"),
@@ -73,6 +74,7 @@ _SETTINGS: dict[str, Expected] = {
     "image_grid_pinpoints": listed(listed(_SIDE, 2, 2), 1, 1_024),
     "downsample_ratio": number(1 / 64, 1),
     **_each(number(1e-3, 1e9), "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
+    "logit_scale": number(1e-6, 1e6),
     **_each(
         whole(1, 2_000), "sliding_window_pattern _sliding_window_pattern decoder_sparse_step full_attention_interval"
     ),
