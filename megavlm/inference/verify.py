@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
+from megavlm.checkpoint.hf.adapters import table_in_memory
 from megavlm.checkpoint.hf.exporting import Exported
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.checkpoint.hf.sidecar import exportable, settings_at
 from megavlm.checkpoint.summary import check_model, read_summary
-from megavlm.config.derived import usual_side
-from megavlm.config.schema import CheckpointConfig, Config, ModelConfig, PrecisionConfig
-from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.synthetic import SyntheticSource
+from megavlm.config.schema import CheckpointConfig, Config, PrecisionConfig
 from megavlm.errors import UserError
+from megavlm.inference.compare import length_of_a_sample, synthetic_batches
+from megavlm.inference.parting import Model, Row, beside_transformers, first_parting
 from megavlm.inference.single_process import full_model, single_process_groups
 from megavlm.inputs.batch import MicroBatch
 from megavlm.model.vlm import VLMChunk
 from megavlm.model.weights import index_of
 from megavlm.rules.defaults import resolve
 
+_ROUNDOFF = torch.finfo(torch.float32).eps / 2
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction."""
+    """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction;
+    where the difference is above the tolerance, the first module in which the models part, if that is found.
+    """
 
     largest: float
     scale: float
     same_choice: float
     length: int  # positions of a sample
+    parted: Row | None = None
 
 
 @torch.no_grad()
 def compare(
-    folder: Path, checkpoint: Path | None, backend: Backend, *, samples: int, seq_length: int | None
+    folder: Path,
+    checkpoint: Path | None,
+    backend: Backend,
+    *,
+    samples: int,
+    seq_length: int | None,
+    tolerance: float = math.inf,
 ) -> Difference:
     """Run Transformers' model of a folder and ours in fp32; without `checkpoint`, ours is read from the folder itself.
 
@@ -52,7 +63,7 @@ def compare(
         raise UserError(f"{checkpoint} has adapters: fold them in with merge-lora and verify the result")
     asked = Config(checkpoint=CheckpointConfig(init_from=str(folder)), precision=PrecisionConfig("fp32"))
     config, pretrained = resolve(with_pretrained_model(asked)), Pretrained.of(folder, *ALL_PARTS)
-    length = seq_length or _length_of_a_sample(config.model, pretrained.tiling)
+    length = seq_length or length_of_a_sample(config.model, pretrained.tiling)
     config = replace(config, train=replace(config.train, seq_length=length))
     groups = single_process_groups(backend)
     chunk = full_model(config, groups, backend)
@@ -64,7 +75,8 @@ def compare(
     theirs = transformers_model(pretrained.folder.path).to(backend.device)
     worst = scale = 0.0
     same: list[float] = []
-    for batch in _batches(config, samples, pretrained.tiling):
+    batches = synthetic_batches(config, samples, pretrained.tiling)
+    for batch in batches:
         moved = batch.to(backend.device)
         ours = chunk(moved, logits=True).float()
         assert pretrained.family.inputs is not None
@@ -84,7 +96,14 @@ def compare(
         worst = max(worst, (ours - expected).abs().max().item())
         scale = max(scale, expected.abs().max().item())
         same.append((ours.argmax(-1) == expected.argmax(-1)).float().mean().item())
-    return Difference(worst, scale, float(np.mean(same)), length)
+    parted = None
+    if not worst <= tolerance:
+        inputs = pretrained.family.inputs
+        assert inputs is not None
+        pairs = [(batch, inputs(batch.to(backend.device), config.model)) for batch in batches]
+        table = table_in_memory(pretrained.family, config.model)
+        parted = first_parting(beside_transformers(Model(chunk, _ROUNDOFF), theirs, table, pairs))
+    return Difference(worst, scale, float(np.mean(same)), length, parted)
 
 
 def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
@@ -108,20 +127,5 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
             shard.data.copy_(padded[index_of(shard)])
 
 
-def _length_of_a_sample(model: ModelConfig, tiling: Tiling | None) -> int:
-    """Return the tokens of one image and some text, rounded up to a multiple of 64 so that any TP divides it."""
-    groups, size = [], (usual_side(model),) * 2
-    if model.projector.anyres_max_tiles is not None:
-        groups = [TileGroup((1, 1) if tiling is None else tiling(size), size)]
-    tiles = sum(group.tiles for group in groups) or 1
-    features = sum(tokens_per_image([grid_of(*size, model.vision.patch_size)] * tiles, groups, model.projector))
-    return 64 * -(-(features + 32) // 64)
-
-
 def _grids(batch: MicroBatch) -> str:
     return ", ".join(f"{rows}×{columns}" for rows, columns in batch.image_sizes.grids) or "no"
-
-
-def _batches(config: Config, samples: int, tiling: Tiling | None) -> list[MicroBatch]:
-    source = SyntheticSource(config, tiling=tiling)
-    return [collate([[source.sample(index)]], CollateSpec.of(config, source)) for index in range(samples)]

@@ -92,12 +92,15 @@ def verify(options: argparse.Namespace) -> int:
 
     from megavlm.inference.verify import compare
 
-    found = compare(options.folder, options.checkpoint, chosen, samples=options.samples, seq_length=options.seq_length)
+    sizes = {"samples": options.samples, "seq_length": options.seq_length}
+    found = compare(options.folder, options.checkpoint, chosen, **sizes, tolerance=options.tolerance)
     print(
         f"largest logit difference {found.largest:.2e} (largest logit {found.scale:.2f}), "
         f"same prediction at {100 * found.same_choice:.2f} % of {options.samples} × {found.length} positions"
     )
     if found.largest > options.tolerance:
         print(f"{started_as('convert')}: that is more than --tolerance {options.tolerance}", file=sys.stderr)
+        if found.parted is not None:
+            print(f"the first module that differs beyond rounding: {found.parted}", file=sys.stderr)
         return 1
     return 0

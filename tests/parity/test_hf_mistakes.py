@@ -136,7 +136,9 @@ def test_verify_finds_a_difference(folder, single, tmp_path, capsys):
 
     change_weights(folder, nudge)
     assert convert.main(["verify", str(folder), str(tmp_path / "ours")]) == 1
-    assert "more than --tolerance 0.0001" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "more than --tolerance 0.0001" in told
+    assert "the first module that differs beyond rounding: language.layers.0.mlp.linear_fc2 " in told
 
 
 def test_folders_are_named_in_their_order(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ TOOLS = {
     },
     **{name: name for name in ("report", "sweep", "why")},
     "channels": "channels",
+    "compare": "compare",
     "prepare": "prepare_data",
     "preview": "preview_data",
 }

@@ -1,0 +1,261 @@
+"""Find the first layer at which two models, or two libraries, part by more than rounding explains.
+
+Values are compared by their norms: d = |a − b| / |b|. Each operation rounds what it gives by at most u of its size, the
+unit roundoff of the coarser type that either model computes in, or keeps its weights in where they differ in that. Sums
+are in fp32, in whatever order. Errors of n layers are independent and add as squares, so that rounding explains
+d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and the length of sums, and were measured on all
+families (`tests/parity/test_parting.py` holds them). A layer that parts is looked at again, module by module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megavlm.families.shared.table import Rename, Table
+from megavlm.inputs.batch import MicroBatch
+from megavlm.model.vlm import VLMChunk
+
+OPERATIONS, SUMS = 8.0, 16.0  # C and S
+_FP32 = torch.finfo(torch.float32).eps / 2
+# Modules that give something else in Transformers: choices in place of scores, embeddings times their scale.
+_OTHERWISE = (".mlp.router", "embedding.word_embeddings")
+_DIRECTIONS = 4  # along which rows are compared whose order is not known
+
+
+@dataclass(frozen=True)
+class Row:
+    """A thing that both models have: how far they are apart in it, and how far rounding explains."""
+
+    name: str
+    difference: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.name} (relative difference {self.difference:.1e}; rounding explains {self.allowed:.1e})"
+
+    @property
+    def parts(self) -> bool:
+        return not self.difference <= self.allowed  # also where it is no number
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole model on this process, and the unit roundoff of what it computes in and what its weights were kept in."""
+
+    chunk: VLMChunk
+    roundoff: float
+
+
+def first_parting(rows: Sequence[Row]) -> Row | None:
+    """Return the first row that rounding does not explain."""
+    return next((row for row in rows if row.parts), None)
+
+
+def compared(
+    a: Model, b: Model, batches: Sequence[tuple[MicroBatch, MicroBatch]], *, gradients: bool = False
+) -> list[Row]:
+    """Return inputs, then the outputs of all layers, and in place of the first layer that parts those of its modules,
+    each with its largest difference over the batches (one of `a` and one of `b`); then gradients, last layer first.
+    """
+    allowed = _Allowance(max(a.roundoff, b.roundoff))
+    rows = _Rows()
+    for ours, theirs in batches:
+        _inputs(rows, ours, theirs)
+    if any(math.isinf(row.difference) for row in rows.rows()):  # of other shapes
+        return rows.rows()
+    for ours, theirs in batches:
+        layers = _layers(b.chunk, theirs)
+        for name, value in _layers(a.chunk, ours).items():
+            number = a.chunk.names.index(name) + 1
+            rows.add(name, difference(value, layers.get(name)), allowed.after(number))
+    parted = next((row.name for row in rows.rows() if row.parts and row.name in a.chunk.names), None)
+    if parted is not None:
+        found = _Rows()
+        for ours, theirs in batches:
+            inside = _modules(b.chunk, theirs, below=parted)
+            for name, value in _modules(a.chunk, ours, below=parted).items():
+                if name in inside:  # adapters may be in one of them alone
+                    found.add(name, difference(value, inside[name]), allowed.after(a.chunk.names.index(parted) + 1))
+        rows.insert(before=parted, others=found.rows())
+    if gradients:
+        _gradients(rows, a, b, batches, allowed)
+    return rows.rows()
+
+
+def beside_transformers(
+    ours: Model, theirs: nn.Module, table: Table, batches: Sequence[tuple[MicroBatch, Mapping[str, Any]]]
+) -> list[Row]:
+    """Return the outputs of those modules that have one weight, under one name in either library (`table`).
+
+    Rows of features have another order in Transformers, and so have batches: the sorted projections of all rows on some
+    directions are compared, which depend on no order. A module whose numbers of rows differ is left out.
+    """
+    allowed = _Allowance(ours.roundoff)
+    known, there = dict(ours.chunk.named_modules()), dict(theirs.named_modules())
+    pairs = {
+        key.removesuffix(".weight"): rule.hf_name.removesuffix(".weight")
+        for key, rule in table.items()
+        if key.endswith(".weight") and isinstance(rule, Rename) and not key[: -len(".weight")].endswith(_OTHERWISE)
+    }
+    pairs = {name: other for name, other in pairs.items() if name in known and other in there}
+    rows = _Rows()
+    for batch, given in batches:
+        with torch.no_grad(), _recorded({other: there[other] for other in pairs.values()}) as values:
+            theirs(**given, use_cache=False)
+        for name, value in _outputs(ours.chunk, batch, {name: known[name] for name in pairs}).items():
+            other = values.get(pairs[name])
+            if other is not None and other.shape[-1] == value.shape[-1] and other.numel() == value.numel():
+                apart = difference(_sorted(value), _sorted(other))
+                rows.add(name, apart, allowed.after(1 + _layer_of(ours.chunk, name)))
+    return rows.rows()
+
+
+def difference(a: Tensor, b: Tensor | None) -> float:
+    """Return |a − b| / |b|; infinity for tensors of different shapes, or where there is no b."""
+    if b is None or a.shape != b.shape:
+        return math.inf
+    size = float(b.norm())
+    apart = float((a - b).norm())
+    return apart / size if size else math.inf if apart else 0.0
+
+
+@dataclass(frozen=True)
+class _Allowance:
+    roundoff: float
+
+    def after(self, layers: int) -> float:
+        return (OPERATIONS * self.roundoff + SUMS * _FP32) * math.sqrt(layers)
+
+
+class _Rows:
+    """Rows by name, in the order in which they were first met."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Row] = {}
+
+    def add(self, name: str, apart: float, allowed: float) -> None:
+        before = self._found.get(name)
+        if before is None or not apart <= before.difference:
+            self._found[name] = Row(name, apart, allowed)
+
+    def insert(self, *, before: str, others: Sequence[Row]) -> None:
+        rows = self.rows()
+        at = list(self._found).index(before)
+        self._found = {row.name: row for row in (*rows[:at], *others, *rows[at:])}
+
+    def rows(self) -> list[Row]:
+        return list(self._found.values())
+
+
+def _inputs(rows: _Rows, ours: MicroBatch, theirs: MicroBatch) -> None:
+    others = theirs.host_tensors()
+    for name, value in ours.host_tensors().items():
+        other = others.get(name)
+        rows.add(f"inputs.{name}", difference(value.float(), None if other is None else other.float()), 1e-6)
+
+
+def _layers(chunk: VLMChunk, batch: MicroBatch) -> dict[str, Tensor]:
+    """Return the output of each layer by name, in fp32 on the host."""
+    found: dict[str, Tensor] = {}
+    run = chunk.run_layer
+
+    def noting(name: str, hidden: Any, context: Any) -> Tensor:
+        output = run(name, hidden, context)
+        found[name] = _kept(output)
+        return output
+
+    chunk.run_layer = noting  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            chunk(batch.to(chunk.device), logits=True)
+    finally:
+        del chunk.run_layer
+    return found
+
+
+def _modules(chunk: VLMChunk, batch: MicroBatch, *, below: str) -> dict[str, Tensor]:
+    """Return the outputs of the modules of a layer by name, in the order in which they end."""
+    inside = {name: module for name, module in chunk.named_modules() if name.startswith(f"{below}.")}
+    return _outputs(chunk, batch, inside)
+
+
+def _outputs(chunk: VLMChunk, batch: MicroBatch, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    with torch.no_grad(), _recorded(modules) as found:
+        chunk(batch.to(chunk.device), logits=True)
+    return found
+
+
+@contextmanager
+def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """In it, keep what these modules give, by name."""
+    found: dict[str, Tensor] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, given: Any, output: Any) -> None:
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+                found[name] = _kept(output)
+
+        return note
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_hook(noting(name)).remove)
+        yield found
+
+
+def _kept(output: Any) -> Tensor:
+    """Return what a module gives as one tensor; megatron-core's linear layers give their bias beside it."""
+    first, *others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    value = first.detach().to(torch.float32, copy=True)  # what follows may add to it in place
+    for other in others:
+        if other.shape == first.shape[-1:]:
+            value = value + other.detach().float()
+    return value.cpu()
+
+
+def _sorted(value: Tensor) -> Tensor:
+    """Return the projections of all rows on fixed directions, each in ascending order."""
+    rows = value.reshape(-1, value.shape[-1])
+    directions = torch.randn(rows.shape[1], _DIRECTIONS, generator=torch.Generator().manual_seed(0))
+    return (rows @ directions).sort(dim=0).values
+
+
+def _gradients(
+    rows: _Rows, a: Model, b: Model, batches: Sequence[tuple[MicroBatch, MicroBatch]], allowed: _Allowance
+) -> None:
+    """Add the gradients of the summed loss, of the last layer first: a backward pass has as many layers again."""
+    theirs = _gradients_of(b.chunk, [each for _, each in batches])
+    for name, value in _gradients_of(a.chunk, [each for each, _ in batches]).items():
+        passed = 2 * len(a.chunk.names) - _layer_of(a.chunk, name)
+        rows.add(f"gradient of {name}", difference(value, theirs.get(name)), allowed.after(passed))
+
+
+def _gradients_of(chunk: VLMChunk, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Return the gradient of each parameter by name, in the order in which a backward pass gives them."""
+    found: dict[str, Tensor] = {}
+    chunk.requires_grad_(True)
+    with ExitStack() as stack:
+        for name, param in chunk.named_parameters():
+            note = partial(found.__setitem__, name)
+            stack.callback(param.register_post_accumulate_grad_hook(note).remove)
+        for batch in batches:
+            moved = batch.to(chunk.device)
+            chunk.set_input_tensor(None)
+            (chunk(moved) * moved.text.loss_mask).sum().backward()
+    gradients = {name: param.grad.float().cpu() for name, param in found.items() if param.grad is not None}
+    chunk.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _layer_of(chunk: VLMChunk, name: str) -> int:
+    """Return the number, from 0, of the layer that a module or parameter of this name is in."""
+    return next(number for number, layer in enumerate(chunk.names) if f"{name}.".startswith(f"{layer}."))
