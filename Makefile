@@ -27,7 +27,7 @@ NEXT_TESTS ?= tests/unit/backend tests/parity tests/dist/test_parity.py tests/di
 # torch's version most: its checkpoints, its processes, torchrun.
 GPU_DIR := build/gpu-versions
 GPU_TESTS ?= tests/unit/checkpoint tests/unit/programs/launch tests/unit/resilience tests/dist/test_saving.py \
-	tests/dist/test_resume.py tests/dist/test_local_launch.py
+	tests/dist/test_resume.py tests/dist/test_world.py
 
 # Three workers share the tests (ARGS='-n 0': none). Two of them have tests/dist (tests/conftest.py), whose processes
 # wait for each other half of their time.

@@ -23,7 +23,7 @@ SAVING = "--save-interval 1 --keep-checkpoints 0 --ema-decay 0.9"
 RUN = [*LEAN, *SAVING.split(), *"--set model.language.tie_embeddings=true".split()]
 FULL = "--data-parallel-sharding full"
 LAYOUTS = [
-    (2, "--tp 2 --optimizer muon"),
+    (2, "--tp 2 --micro-batch-size 2 --optimizer muon"),
     slow(2, f"{FULL} --precision bf16 --offload optimizer"),
     slow(4, "--pp 2 --vpp 2 --precision bf16"),
     slow(2, "--placement colocated --optimizer lion --lr 1e-4 --offload optimizer"),

@@ -24,7 +24,7 @@ CODED = "--compress-gradients int8 --compress-weights int8 --precision bf16"
 
 
 CASES = [
-    (2, "--tp 2", Fault("output", (3,), rank=1, name="language.layers.2")),
+    (2, "--tp 2 --micro-batch-size 2", Fault("output", (3,), rank=1, name="language.layers.2")),
     (2, "--pp 2 --vpp 2", Fault("gradient", (3,), name="language.layers.0", value=inf)),
     (2, "--data-parallel-sharding optimizer_gradients", Fault("gradient", (3,), rank=0, name="vision.layers.0")),
     slow(2, "--precision fp16", Fault("output", (3,), rank=1, name="language.layers.1")),

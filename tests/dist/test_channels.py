@@ -18,11 +18,11 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 import transformers
 
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import Pretrained
 from megavlm.families.shared.family import ALL_PARTS
 from megavlm.programs import channels, convert
 from tests.support.processors import picture
-from tests.support.training import assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import assert_same_curve, metrics, train_composed, without_wall_time
 from tests.support.whole_models import whole_folder
 
 RUN = (
@@ -31,10 +31,6 @@ RUN = (
     "--save-interval 0"
 ).split()
 KERNEL = "model.vision_tower.embeddings.patch_embedding.weight"
-
-
-def train_model(argv: list[str], run_dir: str) -> None:
-    train(argv, run_dir, prepare=with_pretrained_model)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +71,12 @@ def statistics(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(run_once, folder: Path) -> Path:
-    return run_once(1, flags(folder), train_model)
+    return run_once(1, flags(folder), train_composed)
 
 
 def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, folder: Path, whole: Path) -> None:
     """Its new channels have weights of zero, and learn."""
-    pools(1).run(train_model, [*flags(folder, "photos"), "--no-save"], str(folder / "photos"))
+    pools(1).run(train_composed, [*flags(folder, "photos"), "--no-save"], str(folder / "photos"))
     photos, arrays = metrics(folder / "photos"), metrics(whole)
     assert arrays[0]["loss"] == pytest.approx(photos[0]["loss"], rel=1e-6)
     assert arrays[-1]["loss"] != pytest.approx(photos[-1]["loss"], rel=1e-4), "the new channels are trained"
@@ -91,14 +87,14 @@ def test_a_widened_model_begins_with_the_numbers_of_the_given_one(pools: Pools, 
     ("world", "layout"), [(4, "--tp 2 --pp 2 --vpp 2"), (2, "--tp 2 --placement colocated"), (2, "--num-workers 1")]
 )
 def test_any_layout_gives_the_numbers_of_one_process(pools, folder, whole, tmp_path, world, layout):
-    pools(world).run(train_model, [*flags(folder), *layout.split(), "--no-save"], str(tmp_path))
+    pools(world).run(train_composed, [*flags(folder), *layout.split(), "--no-save"], str(tmp_path))
     assert_same_curve(metrics(tmp_path), metrics(whole))
 
 
 def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(pools, folder, whole, tmp_path):
     """Transformers loads it, and `--init-from` reads images as the run did, without being told."""
-    pools(1).run(train_model, [*flags(folder), "--train-iters", "2"], str(tmp_path / "halves"))
-    pools(1).run(train_model, flags(folder), str(tmp_path / "halves"))
+    pools(1).run(train_composed, [*flags(folder), "--train-iters", "2"], str(tmp_path / "halves"))
+    pools(1).run(train_composed, flags(folder), str(tmp_path / "halves"))
     assert without_wall_time(metrics(tmp_path / "halves")) == without_wall_time(metrics(whole))
     out = tmp_path / "out"
     assert convert.main(["export", str(whole), str(out)]) == 0
@@ -107,7 +103,7 @@ def test_a_run_resumes_and_its_export_is_a_model_of_five_channels(pools, folder,
     assert theirs.state_dict()[KERNEL].shape[1] == 5
     assert theirs.state_dict()[KERNEL][:, 3:].abs().max() > 0
     again = [*RUN, "--init-from", str(out), "--datasets", str(folder / "arrays.jsonl"), "--no-save"]
-    pools(1).run(train_model, again, str(tmp_path / "again"))
+    pools(1).run(train_composed, again, str(tmp_path / "again"))
     assert metrics(tmp_path / "again")[0]["loss"] < metrics(whole)[0]["loss"]
 
 

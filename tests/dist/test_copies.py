@@ -10,30 +10,20 @@ import pytest
 from megavlm.checkpoint import folders, manifest
 from tests.support.pool import Pools
 from tests.support.training import SHALLOW, metrics, of_kind, train, without_wall_time
+from tests.support.user_callbacks import train_to_error
 
 TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 1".split()]
 
 
-def complaint(argv: list[str], run_dir: str) -> str:
-    """Train; return the user's error."""
-    from megavlm.errors import UserError
-
-    try:
-        train(argv, run_dir)
-    except UserError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @pytest.fixture(scope="module")
 def whole(run_once) -> Path:
-    return run_once(2, [*TINY, "--tp", "2", "--train-iters", "6"])
+    return run_once(2, [*TINY, "--train-iters", "6"])
 
 
 def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path, tmp_path: Path) -> None:
     """The disk is lost, and the newest copy is damaged: the one before it is taken, then a link to either by --load."""
     store = tmp_path / "store"
-    argv = [*TINY, "--tp", "2", "--keep-checkpoints", "2", "--checkpoint-dir", f"file://{store}"]
+    argv = [*TINY, "--keep-checkpoints", "2", "--checkpoint-dir", f"file://{store}"]
     pools(2).run(train, [*argv, "--train-iters", "4"], str(tmp_path / "run"))
     assert [iteration for iteration, _ in folders.complete(store)] == [2, 4]
     assert all(manifest.damage(folder) is None for _, folder in folders.complete(store))
@@ -49,7 +39,7 @@ def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path,
     assert [iteration for iteration, _ in folders.complete(store)] == [4, 6]
     assert all(manifest.damage(folder) is None for _, folder in folders.complete(store))  # 4 is the new one
 
-    argv = [*TINY, "--tp", "2", "--train-iters", "6", "--load", f"file://{store}/iter_0000004"]
+    argv = [*TINY, "--train-iters", "6", "--load", f"file://{store}/iter_0000004"]
     pools(2).run(train, argv, str(tmp_path / "loaded"))
     assert without_wall_time(metrics(tmp_path / "loaded")) == without_wall_time(metrics(whole))[4:]
 
@@ -57,9 +47,9 @@ def test_a_new_machine_goes_on_where_the_lost_one_was(pools: Pools, whole: Path,
 def test_a_place_that_cannot_be_written_is_refused_at_the_start(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     argv = [*TINY, "--train-iters", "2", "--checkpoint-dir", f"file://{tmp_path}/file/below"]
-    (error,) = pools(1).run(complaint, argv, str(tmp_path / "run"))
+    ((_, error),) = pools(1).run(train_to_error, argv, str(tmp_path / "run"))
     assert "--checkpoint-dir" in error
     assert "rights" in error
     argv = [*TINY, "--train-iters", "2", "--load", f"file://{tmp_path}/nothing"]
-    (error,) = pools(1).run(complaint, argv, str(tmp_path / "run"))
+    ((_, error),) = pools(1).run(train_to_error, argv, str(tmp_path / "run"))
     assert "no complete checkpoint" in error

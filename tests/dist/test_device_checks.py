@@ -13,7 +13,7 @@ from tests.support.faults import Fault, train_with
 from tests.support.training import SMALL, of_kind
 
 SHORT = (
-    "--lr-warmup-iters 1 --train-iters 4 --no-save --set model.vision.num_layers=2 model.language.num_layers=4".split()
+    "--lr-warmup-iters 1 --train-iters 4 --no-save --set model.vision.num_layers=1 model.language.num_layers=2".split()
 )
 COPIES = "--set numerics.check_weight_hash_across_dp_replicas_interval=1".split()
 

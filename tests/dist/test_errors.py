@@ -9,16 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.manifest import write_manifest
+from megavlm.resilience.events import events
 from megavlm.resilience.status import read_status
 from tests.support.forked import PATIENCE, ROOT, start_program, status_of
 from tests.support.manifests import write_sums
+from tests.support.pool import Pools
+from tests.support.torchrun import TINY
 from tests.support.training import LEAN, SHALLOW, train
+from tests.support.user_callbacks import train_to_error
 
 
 def program(*argv: str, output: Path) -> tuple[int | None, str]:
@@ -34,11 +39,7 @@ def lines_of_ours(output: str) -> list[str]:
     ("argv", "named"),
     [
         (["--tenser-model-parallel-size", "2"], "--tensor-model-parallel-size"),
-        (["--recipe", "demmo"], "demo"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--tp", "2"], "--nproc-per-node"),
-        (["--lr", "fast"], "--lr"),
-        (["--pp", "4", "--dry-run", "--pipeline-cuts", "3", "2", "1"], "--pipeline-cuts"),
         (["--pp", "20", "--gbs", "20", "--dry-run"], "--pp"),
         (["--load", "nowhere", "--run-dir", "{tmp}/run"], "--load"),
         (["--run-dir", "/proc/nowhere"], "--run-dir"),
@@ -143,20 +144,44 @@ def test_a_checkpoint_with_pickles_that_run_code_runs_none(finished: Path, tmp_p
     assert not proof.exists()
 
 
-def apart(argv: list[str], folder: str) -> str:
+def apart(argv: list[str], folder: str) -> tuple[str, str] | None:
     """Train in a folder of this rank's own, as on a disk that the other nodes do not see; return the user's error."""
     import torch.distributed as dist
 
-    from megavlm.errors import UserError
-
-    try:
-        train(argv, f"{folder}/{dist.get_rank()}")
-    except UserError as error:
-        return str(error)
-    return ""
+    return train_to_error(argv, f"{folder}/{dist.get_rank()}")
 
 
 def test_a_run_folder_that_ranks_do_not_share_is_refused_by_all(pools, tmp_path: Path):
     told = pools(2).run(apart, [*LEAN, "--tp", "2"], str(tmp_path))
-    assert all("is not the same folder on" in each for each in told), told
+    assert all("is not the same folder on" in each for _, each in told), told
     assert not list(tmp_path.glob("0/shared-*"))
+
+
+def train_until_full(argv: list[str], run_dir: str) -> str:
+    """The second step finds no memory; returns the line that ends the run."""
+    import torch
+
+    from megavlm.errors import UserError
+    from megavlm.train.engine import Engine
+
+    original, steps = Engine.train_step, []
+
+    def step(engine: Engine, *args, **kwargs):
+        steps.append(1)
+        if len(steps) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(engine, *args, **kwargs)
+
+    with patch.object(Engine, "train_step", step), pytest.raises(UserError) as raised:
+        train(argv, run_dir)
+    return str(raised.value)
+
+
+def test_out_of_memory_is_one_line_with_components_and_a_remedy(pools: Pools, tmp_path: Path):
+    (line,) = pools(1).run(train_until_full, [*TINY, *"--micro-batch-size 4 --no-save".split()], str(tmp_path))
+    assert line.startswith("out of memory on rank 0: the planner estimates a peak of")
+    assert "weights" in line
+    assert "activations" in line
+    assert ": use --micro-batch-size" in line
+    assert "\n" not in line
+    assert [each["reason"] for each in events(tmp_path) if each["kind"] == "failure"] == [line]

@@ -19,7 +19,7 @@ from megavlm.rules.defaults import with_device_defaults
 from tests.support.covering import slow
 from tests.support.flags import DROPOUT, MODELS
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_resumed, assert_same_curve, metrics, train
+from tests.support.training import LEAN, SMALL, assert_resumed, assert_same_curve, metrics, train
 
 HOT = "--train-iters 3 --lr-decay-iters 6 --lr 1e-2 --lr-warmup-iters 0".split()
 # In bf16 at 1e-2, noise of 1e-7 in gradients (sums in another order, as on a GPU) makes gradient norms differ by up to
@@ -136,7 +136,7 @@ def test_replicas_train_on_the_numbers_of_the_last_step(pools: Pools, at_once: A
     ],
 )
 def test_checkpoints_hold_the_masters_and_resume_bit_for_bit(pools, tmp_path, world, flags):
-    argv = [*SMALL, *HOT, *DROPOUT, *BUCKETS, *flags.split()]
+    argv = [*LEAN, *HOT, *DROPOUT, *BUCKETS, *flags.split()]
     whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
     pools(world).run(train_as_on_gpu, argv, whole, True)
     pools(world).run(train_as_on_gpu, [*argv, "--train-iters", "2"], halves, True)

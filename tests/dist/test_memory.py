@@ -179,7 +179,7 @@ def measured_and_predicted(argv: list[str], run_dir: str) -> tuple[tuple[int, in
     return (counts.peak, counts.host_peak), (step.memory[rank].total, host.total), there, counted
 
 
-FAST = ("experts-bf16", "dp2-zero3", "rich", "pp2-colocated", "tp2-muon")
+FAST = ("experts-bf16", "dp2-zero3", "rich", "pp2-colocated")
 
 
 @pytest.mark.parametrize("name", fast_and_slow(FAST, CASES))

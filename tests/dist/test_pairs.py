@@ -10,7 +10,7 @@ from tests.support.covering import slow
 from tests.support.data_files import write_pairs, write_tokenizer
 from tests.support.float64 import train_in_float64
 from tests.support.pool import Pools
-from tests.support.training import SMALL, assert_same_curve, metrics, train
+from tests.support.training import LEAN, assert_same_curve, metrics, train
 
 SCORES = ("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr")
 
@@ -21,7 +21,7 @@ def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     write_tokenizer(folder / "tokenizer")
     train_file = write_pairs(folder, records=60)
     held_out = write_pairs(folder, records=17, seed=3, name="held.jsonl")
-    without_size = [word for word in SMALL if not word.startswith("model.language.vocab_size=")]
+    without_size = [word for word in LEAN if not word.startswith("model.language.vocab_size=")]
     return [
         *without_size,
         *"--images-per-sample 1 --image-sizes --seq-length 96 --packing-window 16 --num-workers 0".split(),

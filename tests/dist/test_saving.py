@@ -18,7 +18,7 @@ from megavlm.resilience.events import events
 from tests.support.covering import fast_and_slow, slow
 from tests.support.forked import PATIENCE, context, run_program, start_program, status_of
 from tests.support.pool import Pools
-from tests.support.training import SHALLOW, metrics, train, without_wall_time
+from tests.support.training import SHALLOW, asking_to_stop, metrics, train, without_wall_time
 
 TINY = [*SHALLOW, *"--save-interval 2 --keep-checkpoints 0".split()]
 
@@ -128,30 +128,20 @@ def test_a_failed_last_save_ends_with_a_message(pools: Pools, tmp_path: Path, ho
 
 def asked_in_a_save(argv: list[str], run_dir: str) -> str:
     """Train until rank 0 alone is asked to stop while the state of iteration 2 is copied; return why the run ends."""
-    import torch.distributed as dist
-
     from megavlm.errors import Stopped
-    from megavlm.resilience.signals import StopRequest
     from megavlm.train.hooks.saves import Saves
 
-    requests: list[StopRequest] = []
-    began, save = StopRequest.training, Saves.save
+    save = Saves.save
+    with asking_to_stop() as ask:
 
-    def beginning(self: StopRequest) -> Any:
-        requests.append(self)
-        return began(self)
+        def saving(self: Saves, position: Any, record: Any) -> None:
+            save(self, position, record)
+            if position.iteration == 2:
+                ask()
 
-    def saving(self: Saves, position: Any, record: Any) -> None:
-        save(self, position, record)
-        if dist.get_rank() == 0 and position.iteration == 2:
-            requests[0].ask("the test", warning=True)
-
-    with mock.patch.object(StopRequest, "training", beginning), mock.patch.object(Saves, "save", saving):
-        try:
+        with mock.patch.object(Saves, "save", saving), pytest.raises(Stopped) as stopped:
             train(argv, run_dir)
-        except Stopped as stopped:
-            return str(stopped)
-    return "nothing"
+    return str(stopped.value)
 
 
 def test_a_request_to_one_rank_during_a_save_ends_the_run_on_all(pools: Pools, tmp_path: Path) -> None:

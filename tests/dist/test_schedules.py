@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.covering import fast_and_slow, short_and_long, slow
 from tests.support.flags import MODELS
-from tests.support.training import LEAN, SMALL, assert_same_curve, metrics, train, without_wall_time
+from tests.support.training import LEAN, SMALL, THREE, assert_same_curve, metrics, train, without_wall_time
 
 # Schedule, processes, model, options.
 FAST = [
@@ -68,7 +68,7 @@ OPTIONS = {
 @pytest.mark.parametrize("option", fast_and_slow(["experts-tp"], OPTIONS))
 def test_zero_bubble_changes_no_number(pools, tmp_path, option):
     world, options = OPTIONS[option]
-    argv = [*LEAN, "--no-save", "--pp", "2", *options.split(), "--schedule"]
+    argv = [*LEAN, *THREE, "--no-save", "--pp", "2", *options.split(), "--schedule"]
     for schedule in ("1f1b", "zb-h1"):
         pools(world).run(train, [*argv, schedule], str(tmp_path / schedule))
     ours, theirs = ([(step["loss"], step["grad_norm"]) for step in metrics(tmp_path / s)] for s in ("zb-h1", "1f1b"))
@@ -108,7 +108,7 @@ def test_zero_bubble_changes_no_number_of_transformer_engine(pools, tmp_path, op
     """Products that add to sums themselves round them otherwise; where gradients wait, none do."""
     world, model, options = TE_OPTIONS[option]
     options += " --no-gradient-accumulation-fusion --pp 2 --schedule"
-    argv = [*SMALL, "--no-save", *MODELS[model].split(), *options.split()]
+    argv = [*SMALL, *THREE, "--no-save", *MODELS[model].split(), *options.split()]
     for schedule in ("1f1b", "zb-h1"):
         left = pools(world).run(train_on_transformer_engine, [*argv, schedule], str(tmp_path / schedule))
         assert (max(left) > 0) == (schedule == "zb-h1" and option != "lora")  # whose weights are frozen

@@ -11,7 +11,7 @@ from megavlm.checkpoint import folders
 from tests.support.covering import slow
 from tests.support.data_files import sources_of, write_held_out
 from tests.support.flags import DROPOUT
-from tests.support.training import LEAN, metrics, train, without_wall_time
+from tests.support.training import LEAN, asking_to_stop, metrics, train, without_wall_time
 
 # Few steps of a high rate: each validation has another loss. Batches of 8 sequences, so that the last one is not full.
 RUN = [
@@ -119,44 +119,29 @@ def train_and_stop_while_validating(argv: list[str], run_dir: str, iteration: in
     """Run until rank 0 is asked to stop in the validation after an iteration; return its batches after the request."""
     from unittest.mock import patch
 
-    import torch.distributed as dist
-
     from megavlm.errors import Stopped
     from megavlm.pipeline.schedule import Schedule
-    from megavlm.resilience.signals import StopRequest
     from megavlm.train.hooks.held_out import ValidationHook
 
-    after = -1
-    measured, losses, requests = ValidationHook.validate, Schedule.losses, []
-    began = StopRequest.training
+    after, measured, losses = -1, ValidationHook.validate, Schedule.losses
+    with asking_to_stop() as ask:
 
-    def beginning(self):
-        requests.append(self)
-        return began(self)
+        def measuring(self, at):
+            nonlocal after
+            after = 0 if at == iteration else -1
+            return measured(self, at)
 
-    def measuring(self, at):
-        nonlocal after
-        after = 0 if at == iteration else -1
-        return measured(self, at)
+        def computing(self, *args, **options):
+            nonlocal after
+            if after >= 0:
+                ask()
+                after += 1
+            return losses(self, *args, **options)
 
-    def computing(self, *args, **options):
-        nonlocal after
-        if after >= 0:
-            if dist.get_rank() == 0 and not requests[0].requested:
-                requests[0].ask("the test", warning=True)
-            after += 1
-        return losses(self, *args, **options)
-
-    with (
-        patch.object(ValidationHook, "validate", measuring),
-        patch.object(Schedule, "losses", computing),
-        patch.object(StopRequest, "training", beginning),
-    ):
-        try:
+        ways = patch.object(ValidationHook, "validate", measuring), patch.object(Schedule, "losses", computing)
+        with ways[0], ways[1], pytest.raises(Stopped):
             train(argv, run_dir)
-        except Stopped:
-            return after
-    return -1
+    return after
 
 
 def test_a_request_to_stop_ends_a_validation_and_the_run_goes_on_where_it_was(pools, folder, tmp_path):

@@ -32,7 +32,7 @@ class Reader:
     read: Callable[[Path, bytes], Any]
     seeds: Callable[[], list[bytes]]
     memory: int = 2**29  # bytes of address space that a read may take, beyond what the process has
-    few: int = 25  # damaged inputs in the fast tests
+    few: int = 15  # damaged inputs in the fast tests
 
 
 def attempt(reader: Reader, inputs: Iterable[bytes], folder: Path) -> str:

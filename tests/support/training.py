@@ -7,10 +7,11 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 # Uneven on purpose: vision 3 layers, language 5, odd widths, images of none, one, two and two sizes.
 SMALL = (
@@ -88,6 +89,28 @@ def train(
 
     with contextlib.redirect_stdout(printed or io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         fit(_built(argv, run_dir, prepare), explain=explain)
+
+
+@contextlib.contextmanager
+def asking_to_stop() -> Iterator[Callable[[], None]]:
+    """Give what asks the run of this process to stop, as a signal does, if it has not been asked; on rank 0 alone."""
+    import torch.distributed as dist
+
+    from megavlm.resilience.signals import StopRequest
+
+    requests: list[StopRequest] = []
+    began = StopRequest.training
+
+    def beginning(self: StopRequest) -> Any:
+        requests.append(self)
+        return began(self)
+
+    def ask() -> None:
+        if dist.get_rank() == 0 and not requests[0].requested:
+            requests[0].ask("the test", warning=True)
+
+    with mock.patch.object(StopRequest, "training", beginning):
+        yield ask
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:

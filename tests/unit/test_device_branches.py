@@ -18,7 +18,7 @@ QUESTION = re.compile(
 ASKED = {
     "backend/__init__.py": "chooses the backend: tests/unit/backend/test_mcore_patches.py, tests/fake",
     "backend/accelerator.py": "events, peak memory: tests/unit/backend/test_accelerator.py, tests/fake",
-    "backend/host_copies.py": "pins memory: tests/gpu/test_offload.py, tests/unit/data/test_shared_batches.py",
+    "backend/host_copies.py": "pins memory: tests/gpu/test_offload.py, tests/unit/data/test_workers.py",
     "backend/installed.py": "loads it or hides it: tests/unit/backend/test_mcore_patches.py",
     "checkpoint/staging.py": "waits for copies, pins memory: tests/fake (saved)",
     "programs/calibrate.py": "which rates are measured: tests/dist/test_calibrate.py runs the CPU's side alone",
@@ -36,7 +36,7 @@ ASKED = {
     "pipeline/encoder.py": "the size of a pass: tests/dist/test_gpu_defaults.py",
     "precision/device.py": "what a device can do: tests/unit/precision/test_capability.py",
     "train/build.py": "the default that differs",
-    "train/loop.py": "the memory of a full device; without it tests/dist/test_out_of_memory.py",
+    "train/loop.py": "the memory of a full device; without it tests/dist/test_errors.py",
     "train/calibration.py": "tools/calibrate.py: tests/dist/test_calibrate.py runs the CPU's side alone",
     "train/outputs.py": "what a user is told",
     "train/hooks/trace.py": "what a profiler records: tests/gpu",

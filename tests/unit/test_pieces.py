@@ -28,6 +28,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = root / "record"
     assert pieces(root) == ["tests/dist/test_c.py", "tests/dist/test_d.py", "tests/unit"]

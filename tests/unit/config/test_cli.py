@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,14 +18,15 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megavlm.command_line.parsing import parse
 from megavlm.command_line.recipes import RECIPES
-from megavlm.command_line.words import RUN_FLAGS
+from megavlm.command_line.words import RUN_FLAGS, unexpected
 from megavlm.config.option import COMMON_GROUPS
 from megavlm.config.registry import Sections, registered
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules.check import check
+from megavlm.rules.elsewhere import meanings
 from megavlm.rules.fields import options
-from megavlm.rules.load import from_dict, to_yaml
+from megavlm.rules.load import from_dict, in_yaml, to_yaml
 
 
 def leaves(section: Any, prefix: str = "") -> list[str]:
@@ -244,3 +247,49 @@ def test_a_model_may_give_a_flag_its_effect() -> None:
         return replace(config, lora=replace(config.lora, rank=8))
 
     assert parse(["--lora-alpha", "16"], complete=with_adapters).lora.rank == 0
+
+
+FLAGS = {flag: option for option in options() for flag in (*option.flags, *option.negations)}
+KEYS = {option.key: option for option in options()}
+VALUES = {int: "1", float: "0.5", str: "x"}
+
+
+@pytest.mark.usefixtures("one_parser")
+def test_what_is_named_exists_and_parses() -> None:
+    for meaning in dict.fromkeys(meanings().values()):
+        check_meaning(meaning)
+
+
+def check_meaning(meaning: str) -> None:
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", meaning)) - {"--nproc-per-node", "--nnodes"}
+    assert named <= {*FLAGS, "--set"}
+    if meaning.startswith("--set "):
+        key, _, value = meaning.partition(",")[0].removeprefix("--set ").partition("=")
+        kind = KEYS[key].kind
+        sample = "[1]" if kind.many else kind.choices[0] if kind.choices else VALUES.get(kind.scalar, "x")
+        parse(["--set", f"{key}={value or sample}"])
+        assert in_yaml(meaning.partition(",")[0]).partition(": ") == (key, ": " if value else "", value)
+    elif meaning.startswith("--"):
+        words = shlex.split(meaning.partition(",")[0])
+        kind = FLAGS[words[0]].kind
+        given = words[1:] or (
+            []
+            if kind.scalar is bool or kind.many
+            else [kind.choices[0] if kind.choices else VALUES.get(kind.scalar, "x")]
+        )
+        parse([words[0], *given])
+        key, _, value = in_yaml(meaning.partition(",")[0]).partition(": ")
+        assert key == FLAGS[words[0]].key
+        if value:
+            data: object = yaml.safe_load(value)
+            for name in reversed(key.split(".")):
+                data = {name: data}
+            from_dict(data)
+
+
+@pytest.mark.usefixtures("one_parser")
+def test_no_field_of_transformers_is_taken_for_an_option_of_another_meaning() -> None:
+    transformers = pytest.importorskip("transformers")
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        said = re.search(r"did you mean (\S+)\?", unexpected([f"--{field.name}"], [f"--{field.name}"]))
+        assert said is None or said[1].lstrip("-").replace("-", "_") == field.name

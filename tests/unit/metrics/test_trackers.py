@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
 from megavlm.metrics import trackers
 from megavlm.metrics.callback import Generation, Samples, Start, StepEnd, Stop
-from megavlm.metrics.trackers import check_installed, known_id, remember_id
+from megavlm.metrics.secrets import without_secrets
+from megavlm.metrics.trackers import check_installed, known_id, remember_id, settings_of
 from tests.support.flags import resolved
 
 PICTURE = np.full((8, 8, 3), 120, dtype=np.uint8)
@@ -102,3 +104,38 @@ def test_mlflow_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     pictures = [each.path for each in client.list_artifacts(identity, "images") if each.path.endswith(".png")]
     assert len(pictures) == 4, "two for each process"
     assert [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()] == ["--tracker mlflow"] * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "safe"),
+    [
+        (
+            {"password": "x", "image_token": 7, "hf_token": "y"},
+            {"password": "***", "image_token": 7, "hf_token": "***"},
+        ),
+        ({"a": [{"api_key": "x"}, 3]}, {"a": [{"api_key": "***"}, 3]}),
+        ("https://me:pw@host/data", "https://***@host/data"),
+        ("s3://bucket/x.json?X-Amz-Signature=abc", "s3://bucket/x.json?***"),
+        ("data/train.json,image_root=/images", "data/train.json,image_root=/images"),
+        ("what is this? a wall", "what is this? a wall"),
+        (1e-5, 1e-5),
+        (None, None),
+    ],
+)
+def test_secrets_are_left_out(told: object, safe: object) -> None:
+    assert without_secrets(told) == safe
+
+
+def test_values_of_the_environment_are_left_out_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("SOME_PASSWORD", "short")  # might be a word
+    assert without_secrets("got 0123456789abcdef, short") == "got ***, short"
+
+
+def test_options_for_a_tracker_are_whole_and_without_secrets() -> None:
+    argv = "--datasets https://me:pw@host/a.json,weight=2 --run-dir runs/x --tracker wandb --lr 1e-5"
+    settings = settings_of(parse(argv.split()))
+    assert settings["optimizer.lr"] == 1e-5
+    assert settings["data.datasets"][0]["path"] == "https://***@host/a.json"
+    assert settings["data.datasets"][0]["weight"] == 2
+    assert settings["logging.tracker"] == ["wandb"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.placement_paper import table
 from megavlm.arch.dims import Dims, ScheduleName
 from megavlm.arch.scenario import scenario_of
 from megavlm.arch.schedules import PipelineShape, held_at_peaks
@@ -135,3 +138,18 @@ def test_what_a_short_search_finds_is_a_local_optimum(seed: int, shape: Pipeline
                 assert simulate_partition(profiles, shape, moved).seconds >= found.seconds * (1 - 1e-9)
     assert fits(profiles, shape, found.cuts, cap)
     assert simulate_partition(profiles, shape, found.cuts).seconds == pytest.approx(found.seconds)
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reports" / "predictions.md"
+GAIN = re.compile(r"\d\.\d\d")
+
+
+def test_the_documented_table_is_the_simulated_one() -> None:
+    documented = DOCUMENT.read_text().splitlines()
+    header, _, *rows = table(32)
+    start = documented.index(header) + 2
+    for ours, theirs in zip(rows, documented[start:], strict=False):
+        assert GAIN.sub("", ours) == GAIN.sub("", theirs)
+        assert [float(gain) for gain in GAIN.findall(theirs)] == pytest.approx(
+            [float(gain) for gain in GAIN.findall(ours)], abs=0.02
+        )

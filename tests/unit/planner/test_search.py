@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -11,15 +14,20 @@ from megavlm.arch.dims import dims_of
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
-from megavlm.config.schema import VisionConfig
+from megavlm.command_line.parsing import parse
+from megavlm.config.schema import Config, VisionConfig
 from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.auto import planned
 from megavlm.planner.candidates import Space, candidates
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
-from megavlm.planner.hardware import PROFILES
-from megavlm.planner.report import report
+from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.report import reasons, report, ties
 from megavlm.planner.search import search
+from megavlm.planner.start_time import start_estimate
+from megavlm.programs import plan
+from megavlm.resilience.phases import PARTS
 from megavlm.rules.check import check
+from megavlm.rules.defaults import resolve
 from megavlm.rules.load import from_dict, to_yaml
 from tests.support.small_run import SMALL
 
@@ -125,3 +133,76 @@ def test_published_sizes(name: str, billions: float) -> None:
     total = sum(model_parameters(layer, sizes) for layer in layer_names(sizes))
     assert total / 1e9 == pytest.approx(billions, rel=2e-3)
     assert name in PUBLISHED
+
+
+NARROW = "--gpus 2 --placement stages --recompute none --top 3 --no-offload".split()
+
+
+def test_what_it_writes_trains_on_the_users_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = tmp_path / "best.yaml"
+    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, "--images", "2x448", "--out", str(best)]) == 0
+    printed = capsys.readouterr().out
+    assert "a step has 128 sequences (--gbs) of 4,096 tokens, 524,288 in all" in printed
+    assert printed.index("wrote") < printed.index("layout"), "a reader that stops early has its files"
+    config = parse(["--config", str(best), "--datasets", "mine.json"])
+    check(config, world=2)
+    assert (config.run.world_size, config.train.global_batch_size, resolve(config).data.kind) == (2, 128, "files")
+    assert config.optimizer.lr is None, "what the plan does not need is left to the run"
+    assert plan.main(["--config", str(best), *NARROW, "--gbs", "6"]) == 0
+    assert "a step has 6 sequences" in capsys.readouterr().out
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--model", "qwen2_vl_2b", *NARROW, *"--seq-length 1024 --images 20x2048".split()]) == 2
+    assert "a sample of these images needs 106,582 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(1, 128), (6, 132), (96, 192), (1024, 1024)])
+def test_the_default_batch_is_one_that_people_use(gpus: int, batch: int) -> None:
+    options = plan.options_of(["--model", "qwen2_vl_2b", "--gpus", str(gpus)])
+    assert plan.configuration(options).train.global_batch_size == batch
+
+
+def layout(seconds: float) -> Any:
+    return SimpleNamespace(step=SimpleNamespace(seconds=seconds))
+
+
+def test_layouts_within_the_planners_error_are_ties() -> None:
+    assert ties([layout(1.0), layout(1.1), layout(1.13), layout(1.2)])[0].startswith("the first 3 are as good as equal")
+    assert ties([layout(1.0), layout(1.2)]) == []
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
+    said = ("1,024 is not divisible by 3", "512 is not divisible by 7", "no room in 80 GiB")
+    rejected: list[Any] = [SimpleNamespace(reason=reason, candidate=SimpleNamespace(label="TP2")) for reason in said]
+    told = ["2 × 1,024 is not divisible by 3 (as TP2)", "1 × no room in 80 GiB (as TP2)"]
+    assert reasons(rejected) == [f"      {line}" for line in told]
+
+
+def configured(*argv: str) -> Config:
+    return resolve(parse(["--recipe", "demo", "--mbs", "1", "--gbs", "64", *argv]), vocab_size=160)
+
+
+def estimate(*argv: str, world: int, resumes: bool = False) -> dict[str, float]:
+    config = configured(*argv)
+    return {**start_estimate(config, dims_of(config, world=world), profile("cpu"), 0.5, resumes=resumes)}
+
+
+def test_each_part_follows_its_law() -> None:
+    one, two, many = (estimate(world=1), estimate("--pp", "2", "--vpp", "1", world=2), estimate(world=64))
+    assert set(one) <= set(PARTS)
+    assert two["model"] == one["model"] / 2, "each stage draws its own layers"
+    assert estimate("--tp", "2", world=2)["model"] == one["model"], "whole tensors are drawn"
+    assert many["rendezvous"] - one["rendezvous"] == pytest.approx(0.063)
+    assert many["imports"] == one["imports"]
+    assert one["groups"] < two["groups"]
+
+
+def test_a_resume_reads_what_it_does_not_draw() -> None:
+    """14 bytes of a parameter where each rank has all moments, fewer where they are sharded."""
+    fresh, again = estimate(world=1), estimate(world=1, resumes=True)
+    assert (again["model"], fresh["weights"]) == (0.0, 0.0)
+    sharded = estimate("--data-parallel-sharding", "optimizer", world=4, resumes=True)["weights"]
+    whole = estimate("--data-parallel-sharding", "none", world=4, resumes=True)["weights"]
+    assert whole == pytest.approx(again["weights"])
+    assert sharded / whole == pytest.approx((2 + 12 / 4) / 14)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from datetime import datetime
+from multiprocessing import Process
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,8 @@ import pytest
 from megavlm.command_line.parsing import parse
 from megavlm.errors import BadNumbers, Stopped, UserError
 from megavlm.resilience import status
-from megavlm.resilience.events import events
+from megavlm.resilience.events import FILE, KINDS, events, record
+from megavlm.resilience.phases import STARTING, StartTimes, unfinished
 from megavlm.resilience.status import STOPPED, note_failure, read_status, wait_as_spare, write_status
 from megavlm.rules.check import usable_world
 from tests.support.training import SMALL
@@ -90,3 +94,88 @@ def test_a_spare_rank_ends_with_the_run_and_not_with_an_earlier_one(state, raise
     write_status(tmp_path, state, iteration=5)
     thread.join(60)
     assert [type(each) for each in ended] == [type(None) if raised is None else raised]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_an_event_says_when_who_and_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    record(tmp_path, "save", iteration=10, seconds=1.5, folder=tmp_path)
+    record(tmp_path, "stop", reason="SIGTERM")
+    save, stop = events(tmp_path)
+    assert datetime.fromisoformat(save.pop("time")).tzinfo is not None
+    assert save == {
+        "kind": "save", "attempt": 2, "rank": 3, "iteration": 10, "seconds": 1.5, "folder": str(tmp_path)
+    }  # fmt: skip
+    assert stop["reason"] == "SIGTERM"
+    assert "iteration" not in stop
+
+
+def _write(folder: Path, number: int) -> None:
+    for i in range(200):
+        record(folder, "worker", iteration=i, reason=str(number) * 500)
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path):
+    writers = [Process(target=_write, args=(tmp_path, number)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(events(tmp_path)) == len((tmp_path / FILE).read_bytes().splitlines()) == 800
+
+
+def test_a_line_that_was_cut_off_hides_no_other(tmp_path: Path):
+    record(tmp_path, "start", iteration=0)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"time": "20\n[1]\n')
+    record(tmp_path, "finish", iteration=1)
+    assert [event["kind"] for event in events(tmp_path)] == ["start", "finish"]
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record(tmp_path / "not there", "start")
+    assert "cannot be written" in capsys.readouterr().err
+    assert events(tmp_path / "not there") == []
+
+
+def test_the_page_lists_every_kind():
+    page = (ROOT / "docs/long-runs.md").read_text()
+    section = page.split("## Events")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `([a-z_]+)` \| .+ \|$", section, re.MULTILINE) == list(KINDS)
+
+
+def test_the_parts_of_a_start_are_written_once(tmp_path: Path) -> None:
+    now = [100.0]
+    times = StartTimes(98.0, lambda: now[0])
+    times.enter("rendezvous")
+    times.run_dir = tmp_path
+    for part, second in (("model", 101.0), ("weights", 103.0), ("model", 195.0), ("first_step", 196.0)):
+        now[0] = second
+        times.enter(part)
+        assert unfinished(tmp_path)["part"] == part
+        assert unfinished(tmp_path)["since"] == second
+    now[0] = 200.0
+    times.first_step_done(1, waited=1.5)
+    times.enter("first_step")
+    times.first_step_done(2, waited=0.0)
+    (event,) = events(tmp_path)
+    assert (event["kind"], event["iteration"], event["seconds"]) == ("started", 1, 102.0)
+    assert event["phases"] == {
+        **{"imports": 2.0, "rendezvous": 1.0, "model": 3.0, "weights": 92.0},
+        **{"first_batch": 1.5, "first_step": 2.5},
+    }
+    assert not (tmp_path / STARTING).exists()
+    assert unfinished(tmp_path) == {}
+
+
+def test_other_ranks_and_what_is_no_start_say_nothing(tmp_path: Path) -> None:
+    times = StartTimes(0.0)
+    times.enter("model")
+    times.first_step_done(1, waited=0.0)
+    assert [*tmp_path.iterdir()] == []
+    for text in ("", "[]", '{"part": ["\\u001b"]}', '{"part": "unknown"}'):
+        (tmp_path / STARTING).write_text(text)
+        assert unfinished(tmp_path) == {}
