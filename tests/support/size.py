@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 289,
     "options": 310,
     "flags": 148,  # 150
-    "code lines of tests": 34_067,  # 33,000
+    "code lines of tests": 33_795,  # 33,000
     "words of documentation": 44_994,  # 45,000
 }
 _NO_CODE = {
