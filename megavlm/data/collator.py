@@ -71,7 +71,10 @@ class ComputedCollator:
             chosen = self._own_images([batch.image_sizes for batch in batches])
             images = [collate_images(each, self._spec, mask) for each, mask in zip(rows, chosen, strict=True)]
             batches = [replace(batch, images=each) for batch, each in zip(batches, images, strict=True)]
-        return [CollatedBatch(batch) for batch in batches]
+        return [
+            CollatedBatch(batch, samples=tuple(segment.sample_id for segments in sequences for segment in segments))
+            for batch, sequences in zip(batches, micro_batches, strict=True)
+        ]
 
     def close(self) -> None:
         pass
@@ -136,12 +139,14 @@ def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[En
 def collate_segments(source: FilesSource, rows: Sequence[Segments], *, spec: CollateSpec) -> CollatedBatch:
     """Return one micro-batch; a sample whose images cannot be decoded is left out of its sequence."""
     skipped: list[Skipped] = []
+    kept: list[SampleId] = []
     loaded: list[list[Sample]] = []
     for segments in rows:
         loaded.append([])
         for segment in segments:
             try:
                 loaded[-1].append(source.load(segment))
+                kept.append(segment.sample_id)
             except BadSample as error:
                 skipped.append(source.skipped(segment.sample_id, error))
-    return CollatedBatch(collate(loaded, spec), tuple(skipped))
+    return CollatedBatch(collate(loaded, spec), tuple(skipped), tuple(kept))

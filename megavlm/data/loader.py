@@ -134,9 +134,7 @@ class RankLoader:
             read=batch.read if first else 0,
             skipped=(*batch.skipped, *found) if first else found,
             imbalance=evenness,
-            samples=tuple(
-                tuple(segment.sample_id for sequence in sequences for segment in sequence) for sequences in mine
-            ),
+            samples=tuple(each.samples for each in collated),
             epochs=batch.epochs,
             last=batch.last,
         )

@@ -69,6 +69,10 @@ class Source(ABC):
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
         """Return the report of a sample that is left out."""
 
+    def name(self, sample_id: SampleId) -> tuple[str, str]:
+        """Return the names of a sample's data set and of the sample in messages."""
+        raise AssertionError("computed samples have no names")
+
     def worker_pool(self, device: torch.device) -> WorkerPool | None:
         """Return the processes of `--num-workers`, if the source has a use for them; what they make is for `device`."""
         return None

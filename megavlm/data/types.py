@@ -269,10 +269,11 @@ class Imbalance:
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """A micro-batch, and the samples that were left out of it."""
+    """A micro-batch, the samples in it, and those that were left out of it."""
 
     batch: MicroBatch
     skipped: tuple[Skipped, ...] = ()
+    samples: tuple[SampleId, ...] = ()
 
 
 @dataclass(frozen=True)

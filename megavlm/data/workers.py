@@ -284,6 +284,7 @@ class StoredBatch:
 
     description: bytes
     skipped: tuple[Skipped, ...]
+    samples: tuple[SampleId, ...]
 
 
 def stored(collated: CollatedBatch, memory: SharedMemory) -> StoredBatch:
@@ -295,14 +296,14 @@ def stored(collated: CollatedBatch, memory: SharedMemory) -> StoredBatch:
         with _room():
             memory.reserve(size + size // _SPARE)
     copy_to(memory.tensor(0, [size], torch.uint8), tensors)
-    return StoredBatch(description, collated.skipped)
+    return StoredBatch(description, collated.skipped, collated.samples)
 
 
 def loaded(batch: StoredBatch, memories: SharedMemories, memory: SharedMemory) -> CollatedBatch:
     """Return the micro-batch in the memory; its tensors are views, which are pinned for a GPU. Raises UserError."""
     with _room():
         whole = memories.lend(memory)
-    return CollatedBatch(deserialize(batch.description, whole).batches[0], batch.skipped)
+    return CollatedBatch(deserialize(batch.description, whole).batches[0], batch.skipped, batch.samples)
 
 
 @contextlib.contextmanager

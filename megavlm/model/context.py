@@ -41,6 +41,7 @@ class MicroBatchContext:
     groups: Groups
     device: torch.device
     wants_logits: bool = False  # whether the output layer returns logits instead of the loss
+    top: int | None = None  # it returns the statistics of trained tokens with so many likeliest ones; None: it does not
     # [S(/TP), B, H] each: what layers that predict further tokens read beside hidden states (`states_before`)
     states: list[Tensor] = field(default_factory=list)
 

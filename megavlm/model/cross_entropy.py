@@ -181,7 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if reached else None
         for start in range(0, max(1, len(hidden)), options.chunk):
             part = slice(start, start + options.chunk)
-            logits = _logits(hidden[part], weight, real=options.real, softcap=options.softcap)
+            logits = logits_of(hidden[part], weight, real=options.real, softcap=options.softcap)
             terms.append(torch.stack(options.cross_entropy(logits, labels[part], options.group)))
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[part])
@@ -238,7 +238,7 @@ def _compute_again(
     rows = block_rows(len(weight), len(hidden), chunk=options.chunk)
     for start in range(0, len(weight), rows):
         block = weight[start : start + rows]
-        logits = _logits(hidden, block, real=options.real - start, softcap=options.softcap)
+        logits = logits_of(hidden, block, real=options.real - start, softcap=options.softcap)
         columns, held = own_columns(labels, first=options.group.rank() * len(weight) + start, width=len(block))
         for piece in in_pieces(logits, largest, sums, columns, held, arrives):
             write_gradient(*piece, softcap=options.softcap)
@@ -275,9 +275,62 @@ def bounded(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, real: int, softcap: float | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, *, real: int, softcap: float | None) -> Tensor:
     """Return the logits h·W, `bounded`. Columns from `real` on are padding, with a softmax and a gradient of 0."""
     logits = bounded(hidden @ weight.t(), softcap)
     if real < len(weight):
         logits[:, max(0, real) :] = torch.finfo(logits.dtype).min
     return logits
+
+
+LOGPROB, ENTROPY = range(2)  # of statistics; then the largest log-probabilities, and the tokens that they are of
+
+
+@torch.no_grad()
+def token_statistics(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, *, top: int) -> Tensor:
+    """Return the statistics of each position, [T, 2 + 2·top] float64, from hidden states [T, H] and weight [W, H].
+
+    The log-probability is that of the label [T]. All ranks return the same. With m the largest logit x of a position
+    over all ranks, S = Σ exp(x − m) and D = Σ exp(x − m)·(x − m) over the vocabulary, log Z = m + log S, and
+
+        H = −Σ p·log p = log Z − Σ p·x = log S − D / S      with p = exp(x − m) / S.
+    """
+    starts = range(0, max(1, len(hidden)), options.chunk)
+    parts = (slice(start, start + options.chunk) for start in starts)
+    return torch.cat([_of_some(hidden[part], weight, labels[part], options, top) for part in parts])
+
+
+def _of_some(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, top: int) -> Tensor:
+    logits = logits_of(hidden, weight, real=options.real, softcap=options.softcap)
+    first, width = options.group.rank() * len(weight), len(weight)
+    predicted = label_logits(logits, *own_columns(labels, first=first, width=width))
+    largest = logits.amax(1).float()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=options.group)
+    sums = [torch.stack(_sums(*piece)) for piece in in_pieces(logits, largest)]
+    added = torch.cat([torch.cat(sums, dim=1), predicted[None]])
+    dist.all_reduce(added, group=options.group)
+    total, weighted, predicted = added.double().unbind()
+    normalizer = largest.double() + total.log()
+    found = torch.stack([predicted - normalizer, total.log() - weighted / total], dim=1)
+    if not top:
+        return found
+    values, tokens = _likeliest(logits, first, options.group, top)
+    return torch.cat([found, values.double() - normalizer[:, None], tokens.double()], dim=1)
+
+
+def _sums(logits: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return S and D of some positions over this rank's columns. Padding, far below m, adds nothing."""
+    below = logits - largest[:, None]
+    each = below.exp()
+    return each.sum(1), (each * below).sum(1)
+
+
+def _likeliest(logits: Tensor, first: int, group: dist.ProcessGroup, top: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits and their tokens over all ranks, [T, k] each, largest first."""
+    values, columns = logits.float().topk(min(top, logits.shape[1]), dim=1)
+    both = torch.stack([values.double(), (columns + first).double()])
+    ranks = [torch.empty_like(both) for _ in range(group.size())]
+    dist.all_gather(ranks, both, group=group)
+    values, tokens = torch.cat(ranks, dim=2)
+    chosen, places = values.topk(top, dim=1)
+    return chosen, tokens.gather(1, places)

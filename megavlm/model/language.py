@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from megavlm.config.schema import LanguageConfig
 from megavlm.inputs.batch import TextBatch
-from megavlm.model.cross_entropy import CrossEntropy, LossOptions, linear_cross_entropy
+from megavlm.model.cross_entropy import CrossEntropy, LossOptions, linear_cross_entropy, token_statistics
 from megavlm.model.norm import Norm
 from megavlm.model.weight_gradients import WeightGradients
 from megavlm.parallel.groups import Groups
@@ -162,6 +162,21 @@ class Output(MegatronModule):
         logits = F.linear(hidden, self.linear.weight if weight is None else weight)
         cap = self.options.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, positions: Tensor | None, weight: Tensor | None = None, *, top: int
+    ) -> Tensor:
+        """Return the statistics of each prediction, [B, S, 2 + 2·top] float64 (`token_statistics`).
+
+        Arguments are those of `forward`; positions without a loss have zeros.
+        """
+        rows, (samples, length) = self._whole(hidden).flatten(0, 1), labels.shape
+        chosen = torch.arange(labels.numel(), device=labels.device) if positions is None else positions
+        rows = rows.index_select(0, chosen % length * samples + chosen // length)
+        weight = self.linear.weight if weight is None else weight
+        found = token_statistics(rows, weight, labels.flatten()[chosen], self.options, top=top)
+        whole = found.new_zeros(labels.numel(), found.shape[1])
+        return whole.index_copy_(0, chosen, found).unflatten(0, (samples, length))
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions, [S, B, H], with the factor of the logits, which are many more."""

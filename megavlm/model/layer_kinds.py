@@ -223,6 +223,8 @@ def _run_output(chunk: VLMChunk, name: str, hidden: Tensor, context: MicroBatchC
     if not context.wants_logits:
         hidden = torch.cat([*context.states, hidden], dim=1) if context.states else hidden
         return part(hidden, text.labels, text.trained_positions, chunk.tied_weight)
+    if context.top is not None:
+        return part.statistics(hidden, text.labels, text.trained_positions, chunk.tied_weight, top=context.top)
     rows = context.batch.continuation
     return part.gather(part.logits(hidden, chunk.tied_weight, at=None if rows is None else rows.last))
 

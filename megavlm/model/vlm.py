@@ -141,31 +141,32 @@ class VLMChunk(MegatronModule):
             return received, None
         return received, _shape_before(self.next_name, self.carried_on, self.states_on, context)
 
-    def _context(self, batch: MicroBatch, *, device: torch.device, wants_logits: bool = False) -> MicroBatchContext:
-        return MicroBatchContext(batch, self.run_config, self.groups, device=device, wants_logits=wants_logits)
+    def _context(self, batch: MicroBatch, *, device: torch.device, **wants: Any) -> MicroBatchContext:
+        return MicroBatchContext(batch, self.run_config, self.groups, device=device, **wants)
 
     def set_input_tensor(self, tensors: list[Tensor | None] | Tensor | None) -> None:
         """Take what the previous chunk sent; the schedule calls it before `forward`."""
         self.input_tensor = tensors[0] if isinstance(tensors, list) else tensors
 
-    def forward(self, batch: MicroBatch, *, logits: bool = False) -> Tensor:
+    def forward(self, batch: MicroBatch, *, logits: bool = False, top: int | None = None) -> Tensor:
         """Run this chunk's layers on a micro-batch.
 
         Returns:
             The hidden tensor for the next chunk; from the last chunk the cross entropies [B, S], the vectors and
             scalars of `Representation`, or with `logits=True` the logits [B, S, vocabulary] (whole on every
             tensor-parallel rank). A batch with a continuation has those of the last position of each row alone,
-            [B, 1, vocabulary].
+            [B, 1, vocabulary]. With `top` it returns the statistics [B, S, 2 + 2·top] of `token_statistics`.
         """
         if self.offload is None or not torch.is_grad_enabled():
-            return self._forward(batch, logits=logits)
+            return self._forward(batch, logits=logits, top=top)
         self.offload.begin_pass()
-        output = self._forward(batch, logits=logits)
+        output = self._forward(batch, logits=logits, top=top)
         self.offload.expect_backward(output)
         return output
 
-    def _forward(self, batch: MicroBatch, *, logits: bool) -> Tensor:
-        context = self._context(batch, device=self.device, wants_logits=logits)
+    def _forward(self, batch: MicroBatch, *, logits: bool, top: int | None) -> Tensor:
+        wants_logits = logits or top is not None
+        context = self._context(batch, device=self.device, wants_logits=wants_logits, top=top)
         hidden, carried = self._received(context)
         with self.execution.chunk(self.transformer_layers):
             for name in self.names:

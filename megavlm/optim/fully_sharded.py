@@ -129,7 +129,8 @@ class FullyShardedChunk(_BaseDataParallel):
         rows_at = torch.device("cpu") if self.rows_on_host else self.device
         chunk._apply(lambda tensor: torch.zeros_like(tensor, device=rows_at) if tensor.is_meta else tensor)
         if isinstance(chunk.parts.get(OUTPUT), FSDPModule) and hasattr(chunk.parts[OUTPUT], "logits"):
-            register_fsdp_forward_method(chunk.parts[OUTPUT], "logits")
+            for method in ("logits", "statistics"):
+                register_fsdp_forward_method(chunk.parts[OUTPUT], method)
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the number of tokens
             module.set_force_sum_reduction_for_comms(True)

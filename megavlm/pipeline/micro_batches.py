@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megavlm.arch.dims import RowSplit
 from megavlm.backend.host_copies import HostCopies
 from megavlm.config.schema import ModelConfig
-from megavlm.data.context_parts import in_memory_of, in_parts, part_of
+from megavlm.data.context_parts import in_memory_of, in_parts, order_of, part_of
 from megavlm.data.costs import ImageAssignment
 from megavlm.inputs.batch import DealtImages, ImageBatch, MicroBatch
 from megavlm.pipeline.colocated import Rows, feature_exchange_of
@@ -124,3 +125,13 @@ def own_part(batch: MicroBatch, split: RowSplit, *, rank: int, deals: ModelConfi
         received_sizes=tuple(map(len, route.receive)),
     )
     return replace(part, image_sizes=sizes.select(mine), context=replace(part.context, images=images))
+
+
+def whole_rows(own: Tensor, split: RowSplit, group: dist.ProcessGroup) -> Tensor:
+    """Return rows [B, S, …] from the parts [B, S/ranks, …] of all context-parallel ranks; each of them has all."""
+    if split.ranks == 1:
+        return own
+    parts = [torch.empty_like(own) for _ in range(split.ranks)]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    joined = torch.cat(parts, dim=1)
+    return joined[:, order_of(split, joined.shape[1]).argsort().to(own.device)]

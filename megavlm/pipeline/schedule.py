@@ -32,7 +32,7 @@ from megavlm.objective.losses import next_token
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
-from megavlm.pipeline.micro_batches import on_device, own_part
+from megavlm.pipeline.micro_batches import on_device, own_part, whole_rows
 from megavlm.pipeline.walker import ForwardStep, PassWalker, StepTimers
 from megavlm.resilience.phases import COMMUNICATION, COMPUTE, Phases
 
@@ -174,6 +174,16 @@ class Schedule:
         return self._pass(self._prepared(batches), _forward_output, forward_only=True, outputs=True)
 
     @torch.no_grad()
+    def statistics(self, batches: Sequence[MicroBatch], *, top: int) -> list[Tensor]:
+        """Return the statistics of the next token, [B, S, 2 + 2·top] float64 (`token_statistics`), of each micro-batch
+        on the last stage's ranks, whole rows on each, and [] elsewhere.
+        """
+        split, group = self.groups.dims.row_split, self.groups.collection.cp
+        prepared = self._prepared(batches, split, further=False)
+        found = self._pass(prepared, partial(_forward_output, top=top), forward_only=True, outputs=True)
+        return [whole_rows(own, split, group) for own in found]
+
+    @torch.no_grad()
     def logits(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return logits [B, S, vocabulary] of each micro-batch on the last stage's ranks, and [] elsewhere.
 
@@ -185,13 +195,17 @@ class Schedule:
             batches = self.colocated.with_own_images(batches)
         self.phases.enter(self.phases.now.phase, "answers")
         # Answers are generated alike on all context-parallel ranks.
-        return self._pass(
-            self._prepared(batches, RowSplit()), partial(_forward_output, logits=True), forward_only=True, outputs=True
-        )
+        prepared = self._prepared(batches, RowSplit(), further=False)
+        return self._pass(prepared, partial(_forward_output, logits=True), forward_only=True, outputs=True)
 
-    def _prepared(self, batches: Sequence[MicroBatch], split: RowSplit | None = None) -> list[MicroBatch]:
-        """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features."""
-        depths = self.model.language.mtp_layers if split is None else 0  # answers need the next token alone
+    def _prepared(
+        self, batches: Sequence[MicroBatch], split: RowSplit | None = None, *, further: bool = True
+    ) -> list[MicroBatch]:
+        """Return a step's micro-batches as this rank's chunks take them: its part of rows, images or their features.
+
+        Without `further` they are for the next token alone.
+        """
+        depths = self.model.language.mtp_layers if further else 0
         split = self.groups.dims.row_split if split is None else split
         if self.colocated is not None:
             batches = self.colocated.encode(batches, split)
@@ -227,8 +241,8 @@ def _forward_loss(
     return chunk(batch), partial(next_token, batch, num_sources, model.objective.mtp_loss_scaling_factor)
 
 
-def _forward_output(batches: Iterator[MicroBatch], chunk: Any, *, logits: bool = False) -> tuple[Tensor, Any]:
-    return chunk(next(batches), logits=logits), lambda output, non_loss_data: output
+def _forward_output(batches: Iterator[MicroBatch], chunk: Any, **wants: Any) -> tuple[Tensor, Any]:
+    return chunk(next(batches), **wants), lambda output, non_loss_data: output
 
 
 def finalize_gradients(

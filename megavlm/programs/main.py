@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("megavlm.programs.inference.chat", "Talk to a trained model in the terminal."),
     "evaluate": ("megavlm.programs.evaluation.evaluate", "Score a trained model on questions about images."),
     "embed": ("megavlm.programs.inference.embed", "Write the vectors of texts and images."),
+    "logprobs": ("megavlm.programs.logprobs", "Write the log-probability of each trained token."),
     "preview": ("megavlm.programs.preview", "Show the training data of a run as a page."),
     "channels": ("megavlm.programs.channels", "Measure the channels of images that are not RGB."),
     "prepare": ("megavlm.programs.prepare", "Write a data set as WebDataset tars."),
@@ -37,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("megavlm.programs.checkpoint", "List, verify and show checkpoints."),
     "calibrate": ("megavlm.programs.calibrate", "Measure this machine for the planner."),
 }
-_NO_TEARDOWN = ("train", "calibrate", "doctor")
+_NO_TEARDOWN = ("train", "calibrate", "doctor", "logprobs")
 
 
 def program() -> NoReturn:

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --objective ": "tests/dist/test_embed.py has pairs",
     "megavlm compare ": "tests/parity/test_parting.py compares a run and its export",
     "megavlm embed ": "tests/dist/test_embed.py embeds records",
+    "megavlm logprobs ": "tests/dist/test_logprobs.py scores records",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --extension ": "tests/dist/test_extensions.py trains with extensions",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3-VL-30B": "tests/dist/test_hf.py trains mixtures",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from Qwen3.5-9B": "tests/dist/test_hf.py trains hybrids",

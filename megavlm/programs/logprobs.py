@@ -1,0 +1,156 @@
+"""Write the log-probability of each trained token: `megavlm logprobs RUN_DIR data.jsonl --out scores --tp 2`.
+
+The words behind the data are options of training: layout, precision, sequence length, how records are read. The model
+is exported as for `megavlm chat`, adapters merged. Samples are those that training makes of the records, each once, and
+the folder has a row for each of them in parquet files. The same command, also with another layout, continues after an
+interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from megavlm.command_line.commands import Parser, count, progress, reported
+from megavlm.command_line.configuration import to_train
+from megavlm.config.schema import Config, DataConfig
+from megavlm.errors import UserError
+from megavlm.files import check_folder, open_new, replace_file
+from megavlm.json_files import read_json
+from megavlm.programs.train import enter_world
+
+_ROWS = 1000  # samples of a file
+_STATE = "position.json"
+
+
+@reported("logprobs")
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 an argument or the data are wrong (reported in one line)."""
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    parser = _parser()
+    given, training = parser.parse_known_args(argv[len(words) :])
+    if len(words) < 2:
+        parser.error("give a run or Hugging Face folder and data sets, before any option")
+    _write(given, Path(words[0]), words[1:], training)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description="Write the log-probability of each trained token of data sets.",
+        usage="megavlm logprobs RUN_DIR|HF_DIR DATA [DATA …] --out DIR [options] [options of megavlm train]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Folder of the parquet files.")
+    parser.add_argument("--entropy", action="store_true", help="Also the entropy of each prediction, in nats.")
+    parser.add_argument("--top-k", type=count, metavar="K", help="Also the K likeliest tokens of each prediction.")
+    return parser
+
+
+def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training: Sequence[str]) -> None:
+    check_folder("--out", given.out)
+    _check_pyarrow()
+    launched = enter_world()
+    from megavlm.inference.folders import model_folder
+
+    found = model_folder(model, say=lambda text: print(text, file=sys.stderr, flush=True))
+    config, world = to_train(_run_words(found.folder, found.data, data, given.out, training), launched=launched)
+    if world < launched:
+        raise UserError(f"{launched} processes were started, and the layout takes {world}: start so many")
+    if given.top_k is not None and given.top_k > (size := config.model.language.vocab_size or given.top_k):
+        raise UserError(f"--top-k {given.top_k} is more than the {size:,} tokens of the vocabulary")
+    settings = {
+        "weights": found.digest,
+        "data": list(data),
+        "top_k": given.top_k,
+        "entropy": given.entropy,
+        "seq_length": config.train.seq_length,
+    }
+    _score(config, given.out, settings)
+
+
+def _run_words(folder: Path, data: DataConfig, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
+    """Return the command line of a run that would validate the model of a folder on the records.
+
+    Only the projector is trained, so that no other part has gradients and states of an optimizer.
+    """
+    kept = [
+        f"data.{each.name}={json.dumps(value)}"
+        for each in fields(DataConfig)
+        if (value := getattr(data, each.name)) != getattr(DataConfig(), each.name)
+    ]
+    return [
+        *("--init-from", str(folder), "--run-dir", str(out / "run"), "--datasets", *records, "--validation", *records),
+        *"--freeze vision language --train-iters 1 --no-save --no-tensorboard".split(),
+        *(("--set", *kept) if kept else ()),
+        *training,
+    ]
+
+
+def _check_pyarrow() -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise UserError("parquet files need pyarrow: pip install pyarrow") from error
+
+
+def _score(config: Config, out: Path, settings: dict[str, Any]) -> None:
+    from megavlm import backend as backends
+
+    backend = backends.activate()
+    import torch.distributed as dist
+
+    from megavlm.train.token_scores import scored
+
+    done = _position(out, settings)
+    if done.get("last"):
+        print(f"{out} has all {done['samples']:,} samples")
+        return
+    say = progress(10.0)
+    rows: list[dict[str, Any]] = []
+    files, samples, skipped = done.get("files", 0), done.get("samples", 0), done.get("skipped", 0)
+    for batch in scored(config, backend, top=settings["top_k"] or 0, state=done.get("state")):
+        rows += [_row(*each, settings) for each in batch.samples]
+        samples, skipped = samples + len(batch.samples), skipped + batch.skipped
+        if dist.get_rank() == 0 and (len(rows) >= _ROWS or batch.last):
+            _write_rows(out / f"part-{files:05}.parquet", rows)
+            files, rows = files + 1, []
+            done = {"files": files, "samples": samples, "skipped": skipped, "last": batch.last}
+            replace_file(out / _STATE, json.dumps({**done, "state": batch.after, "settings": settings}) + "\n")
+            say(f"{samples:,} samples")
+    if dist.get_rank() == 0:
+        print(f"{samples:,} samples, {skipped:,} skipped: {out}")
+
+
+def _position(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what an earlier process has done. Raises UserError if it did something else."""
+    if not (out / _STATE).is_file():
+        return {}
+    done: dict[str, Any] = read_json(out / _STATE, at_most=2**20)
+    if changed := [name for name, value in settings.items() if done["settings"].get(name) != value]:
+        raise UserError(f"--out {out} has scores of other {', '.join(changed)}: name another folder")
+    return done
+
+
+def _row(data_set: str, record: str, scores: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    names = ["positions", "tokens", "logprobs"]
+    names += ["entropies"] * settings["entropy"] + ["top_tokens", "top_logprobs"] * (settings["top_k"] is not None)
+    return {"data_set": data_set, "record": record, **{name: getattr(scores, name).tolist() for name in names}}
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a file whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    temporary = path.with_suffix(".tmp")
+    with open_new(temporary) as file:
+        pq.write_table(pa.Table.from_pylist(list(rows)), file)
+    os.replace(temporary, path)

@@ -1,0 +1,117 @@
+"""Score held-out samples by the model: the log-probability of each trained token, its entropy, and the likeliest ones.
+
+Samples are those of the validation of a run (`ValidationHook`), so that any layout and packing has the same. Ranks of
+the last stage compute the scores, the rank that reads knows the samples, and rank 0 brings the two together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megavlm.backend import Backend
+from megavlm.config.schema import Config
+from megavlm.data.types import LoaderState, SampleId, StepData
+from megavlm.inputs.batch import MicroBatch
+from megavlm.model.cross_entropy import ENTROPY, LOGPROB
+from megavlm.train.build import build
+from megavlm.train.loop import close
+from megavlm.train.run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """The scores of the n trained tokens of a sample, and their k likeliest alternatives, likeliest first."""
+
+    positions: NDArray[np.int64]  # [n]: among the sample's tokens
+    tokens: NDArray[np.int64]  # [n]
+    logprobs: NDArray[np.float64]  # [n]
+    entropies: NDArray[np.float64]  # [n], in nats
+    top_tokens: NDArray[np.int64]  # [n, k]
+    top_logprobs: NDArray[np.float64]  # [n, k]
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The scores of a global batch on rank 0, none on other ranks, and the state of the data behind it."""
+
+    samples: tuple[tuple[str, str, TokenScores], ...]  # with the names of data set and record
+    skipped: int
+    after: LoaderState
+    last: bool
+
+
+def scored(config: Config, backend: Backend, *, top: int, state: LoaderState | None) -> Iterator[ScoredBatch]:
+    """Build the run of a configuration, and yield the scores of its validation samples, from a state on.
+
+    Every rank iterates to the end. Raises UserError for a run that cannot be built or a state of other data.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # what a run says of its training
+        run = build(config, backend)
+    try:
+        yield from scored_batches(run, top=top, state=state)
+    finally:
+        close(run)
+
+
+def scored_batches(run: Run, *, top: int, state: LoaderState | None = None) -> Iterator[ScoredBatch]:
+    """Yield the scores of the validation samples of a run, from a state on, with `top` likeliest tokens each."""
+    loader, engine = run.validation_loader, run.engine
+    assert loader is not None, "the run has validation samples"
+    if state is not None:
+        loader.load_state_dict(state)
+    last = False
+    with engine.evaluation():
+        while not last:
+            step = loader.next_step()
+            last = step.last
+            yield ScoredBatch(
+                samples=tuple(
+                    (*run.source.name(sample), scores)
+                    for sample, scores in _on_rank_0(run, step, engine.schedule.statistics(step.batches, top=top))
+                ),
+                skipped=len(step.skipped),
+                after=loader.state_dict(),
+                last=last,
+            )
+
+
+def _on_rank_0(run: Run, step: StepData, statistics: Sequence[Tensor]) -> Iterator[tuple[SampleId, TokenScores]]:
+    """Yield the samples of a global batch with their scores on rank 0, replica by replica."""
+    groups = run.engine.groups
+    computes = bool(statistics) and groups.is_first_tp and groups.coords.cp == 0
+    pairs = zip(step.batches, statistics, strict=True) if computes else ()
+    scores = [each for batch, found in pairs for each in _by_sample(batch, found.cpu().numpy())]
+    names = [sample for samples in step.samples for sample in samples] if groups.is_reader else []
+    told: list[tuple[int, list[SampleId], list[TokenScores]] | None] = [None] * dist.get_world_size()
+    dist.gather_object((groups.coords.dp, names, scores), told if dist.get_rank() == 0 else None)
+    for replica in range(groups.dims.dp):
+        mine = [each for each in told if each is not None and each[0] == replica]
+        samples = [sample for _, known, _ in mine for sample in known]
+        yield from zip(samples, (each for _, _, found in mine for each in found), strict=True)
+
+
+def _by_sample(batch: MicroBatch, statistics: NDArray[np.float64]) -> Iterator[TokenScores]:
+    """Yield the scores of each sample of a micro-batch from the statistics [B, S, 2 + 2·k] of its positions."""
+    text = batch.text
+    tokens, mask = text.tokens.flatten().cpu().numpy(), text.loss_mask.flatten().cpu().numpy()
+    flat = statistics.reshape(len(mask), -1)
+    k = (flat.shape[1] - 2) // 2
+    for (first, _), length in zip(text.prefixes, text.lengths, strict=True):
+        places = first + np.flatnonzero(mask[first : first + length])  # each predicts the token behind it
+        rows = flat[places]
+        yield TokenScores(
+            positions=places + 1 - first,
+            tokens=tokens[places + 1],
+            logprobs=rows[:, LOGPROB],
+            entropies=rows[:, ENTROPY],
+            top_tokens=rows[:, 2 + k :].astype(np.int64),
+            top_logprobs=rows[:, 2 : 2 + k],
+        )

@@ -1,0 +1,146 @@
+"""Scores of tokens: those of Transformers, at any layout the same, and continued where a process was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.covering import slow
+from tests.support.data_files import sources_of, write_held_out, write_llava
+from tests.support.training import LEAN, started
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("positions", "tokens", "logprobs", "entropies", "top_tokens", "top_logprobs")
+
+
+def write(words: Sequence[str], files: int | None = None) -> None:
+    """Run the program; it is interrupted after so many files."""
+    from unittest.mock import patch
+
+    from megavlm.parallel.groups import destroy_groups
+    from megavlm.programs import logprobs
+
+    class Interrupted(Exception):
+        pass
+
+    written, write_rows = [], logprobs._write_rows
+
+    def interrupted(path: Path, rows: Any) -> None:
+        if len(written) == files:
+            raise Interrupted
+        written.append(path)
+        write_rows(path, rows)
+
+    destroy_groups()
+    met = patch.dict(os.environ, MASTER_ADDR="localhost", MASTER_PORT="1")  # the pool's processes have met already
+    with met, patch.object(logprobs, "_ROWS", 2), patch.object(logprobs, "_write_rows", interrupted):
+        try:
+            assert logprobs.main(words) == 0
+        except Interrupted:
+            assert files is not None
+
+
+def expected_of(folder: Path, data: str) -> dict[tuple[str, int], list[np.ndarray]]:
+    """Return tokens, log-probabilities, entropies and likeliest tokens by Transformers of each record, unpacked."""
+    import torch
+
+    from megavlm.config.schema import DataConfig, DatasetConfig, ModelConfig
+    from megavlm.data.records import open_records
+    from megavlm.data.types import Sample
+    from megavlm.inference.model import TrainedModel
+
+    cpu = torch.device("cpu")
+    model = TrainedModel.of(folder, DataConfig(), device=cpu, dtype="float32", said=ModelConfig())
+    records, source = open_records(DatasetConfig(path=data)), model.source
+    found = {}
+    for number in range(len(records)):
+        read = records.read(number)
+        (encoded,) = source.encoded(read, source=0)[0]
+        images = tuple(source.visuals.load(read.images, image) for image in encoded.images)
+        batch = model.batch([Sample(encoded.tokens, encoded.trained, images, encoded.tile_groups)])
+        with torch.no_grad():
+            logits = model.module(**model.inputs(batch, torch.ones_like(batch.text.tokens)), use_cache=False).logits
+        logprobs = torch.log_softmax(logits[0].double(), -1)
+        places = torch.nonzero(torch.from_numpy(encoded.trained)).flatten()
+        rows, tokens = logprobs[places - 1], torch.from_numpy(encoded.tokens)[places]
+        top = rows.topk(3)
+        one = rows.gather(1, tokens[:, None])[:, 0]
+        each = (places, tokens, one, -(rows.exp() * rows).sum(1), top.indices, top.values)
+        found[records.label(number)] = [value.numpy() for value in each]
+    return found
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_transformers(pools, tmp_path):
+    """The first files are one process's, the rest that of two, which continue; sequences are packed."""
+    import pyarrow.parquet as pq
+
+    runpy.run_path(str(ROOT / "examples/first_run/small_model.py"))["main"](tmp_path / "model")
+    data = write_llava(tmp_path, samples=9, most_words=4)
+    data.rename(tmp_path / "images/data.jsonl")
+    words = [*(str(tmp_path / name) for name in ("model", "images/data.jsonl")), "--out", str(tmp_path / "out")]
+    words += "--entropy --top-k 3 --precision fp32 --seq-length 256 --global-batch-size 2 --num-workers 0".split()
+    pools(1).run(write, words, 2)
+    state = json.loads((tmp_path / "out/position.json").read_text())
+    assert (state["files"], state["last"]) == (2, False)
+    pools(2).run(write, [*words, "--tp", "2"])
+    files = sorted((tmp_path / "out").glob("part-*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    expected = expected_of(tmp_path / "model", words[1])
+    assert len(files) > 2
+    assert sorted(row["record"] for row in rows) == sorted(expected)
+    for row in rows:
+        for name, theirs in zip(NAMES, expected[row["record"]], strict=True):
+            exact = np.issubdtype(theirs.dtype, np.integer)
+            np.testing.assert_allclose(row[name], theirs, rtol=0, atol=0 if exact else 1e-4, err_msg=name)
+    with pytest.raises(AssertionError):
+        pools(1).run(write, [*words, "--top-k", "2"])
+
+
+def scores(argv: Sequence[str], run_dir: str) -> dict[str, list[Any]]:
+    """Return the scores by record, on rank 0."""
+    from megavlm.train.loop import close
+    from megavlm.train.token_scores import scored_batches
+
+    run = started(argv, run_dir)
+    batches = list(scored_batches(run, top=3))
+    found: dict[str, list[Any]] = {}
+    for data_set, record, each in (sample for batch in batches for sample in batch.samples):
+        found.setdefault(f"{data_set}/{record}", []).append([getattr(each, name) for name in NAMES])
+    close(run)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "model"),
+    [
+        (2, "--cp 2", "--set model.language.num_attention_heads=3 model.language.num_query_groups=3"),
+        slow(4, "--tp 2 --pp 2 --vpp 2 --mbs 2", ""),
+        slow(4, "--pp 2 --placement colocated", "--lora-rank 4"),
+        slow(2, "--data-parallel-sharding full --num-workers 1", ""),
+        slow(4, "--tp 2 --cp 2", "--set model.language.mtp_layers=1 model.language.final_softcap=5"),
+    ],
+)
+def test_any_layout_scores_the_same(pools, tmp_path, world, layout, model):
+    folder = write_held_out(tmp_path / "files", samples=9, lines=5)
+    held = folder / "held"
+    files = ["--validation", f"{held / 'chat.jsonl'},image_root={held / 'images'}", f"{held / 'book.txt'},name=text"]
+    argv = [*LEAN, *sources_of(folder), *files, *model.split()]
+    argv += (
+        "--images-per-sample 1 --image-sizes --seq-length 96 --global-batch-size 8 --num-workers 0 --no-save".split()
+    )
+    (theirs,) = pools(1).run(scores, argv, str(tmp_path / "one"))
+    ours = pools(world).run(scores, [*argv, *layout.split()], str(tmp_path / "other"))[0]
+    assert len(theirs) > 9
+    assert ours.keys() == theirs.keys()
+    for record, pieces in theirs.items():
+        for mine, piece in zip(ours[record], pieces, strict=True):
+            for name, own, other in zip(NAMES, mine, piece, strict=True):
+                np.testing.assert_allclose(own, other, rtol=1e-5, atol=0, err_msg=f"{name} of {record}")
