@@ -99,6 +99,7 @@ _WORDS: dict[tuple[str, str], tuple[str, ...] | None] = {
     ("convert export-lora", ""): ("none",),
     ("prepare", ""): ("none",),
     ("embed", "--out"): ("none", "none"),
+    ("logprobs", "--out"): ("none", "none"),
     ("evaluate", "--out"): ("none", "--task", "none"),
 }
 
@@ -134,7 +135,7 @@ def test_no_command_replaces_a_device(command, option, tmp_path, monkeypatch, ca
     before = target.lstat()
     status = module.main([*inner, *words, *([option] if option else []), str(target)])
     said = capsys.readouterr().err
-    is_folder = option == "" or command in ("embed", "evaluate")
+    is_folder = option == "" or command in ("embed", "evaluate", "logprobs")
     assert status == (2 if is_folder or stat.S_ISFIFO(before.st_mode) else 0), said
     assert (target.lstat().st_mode, target.lstat().st_ino) == (before.st_mode, before.st_ino), "it was replaced"
     if is_folder:
