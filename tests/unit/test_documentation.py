@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from megavlm.command_line import parsing
-from megavlm.programs.launch import launch
 from megavlm.programs.main import COMMANDS
 from megavlm.rules.extensions import load_extensions
 from megavlm.rules.fields import options
@@ -96,7 +95,8 @@ def programs() -> dict[str, set[str]]:
         own = flags_of(importlib.import_module(COMMANDS[name][0])._parser())
         own |= run if name in TAKES_RUN_FLAGS else set()
         found |= {f"tools/{script}.py": own, f"megavlm {name}": own}
-    found["megavlm launch"] = flags_of(launch._parser()) | run
+    for name in ("launch", "logprobs"):
+        found[f"megavlm {name}"] = flags_of(importlib.import_module(COMMANDS[name][0])._parser()) | run
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         own = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text(encoding="utf-8")))
         found[f"benchmarks/{path.name}"] = {*own, "--help"}
