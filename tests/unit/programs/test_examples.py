@@ -13,7 +13,7 @@ from megavlm.programs.main import COMMANDS
 from tests.support.examples import ELSEWHERE, PAGES, Example, examples, write_folder
 
 EXAMPLES = [example for page in PAGES for example in examples(page)]
-TAKES_MORE = ("convert", "plan", "preview", "launch", "sweep")  # flags of a run, options of a scheduler
+TAKES_MORE = ("convert", "plan", "preview", "launch", "logprobs", "sweep")  # flags of a run, options of a scheduler
 
 
 @pytest.fixture(scope="module")
