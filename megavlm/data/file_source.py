@@ -14,6 +14,7 @@ import torch
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
+from megavlm.data.prompt_tokens import PromptTokens, prompt_tokens
 from megavlm.data.prompts import choose_prompts
 from megavlm.data.records import Records, is_held_out, name_of, open_records
 from megavlm.data.sample_encoder import Encoder
@@ -262,3 +263,7 @@ class FilesSource(Encoder, Source):
 
     def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
         return choose_prompts(config, self, samples)
+
+    def prompts_as_tokens(self) -> Iterator[PromptTokens]:
+        """Yield the prompt of each record that has one."""
+        return prompt_tokens(self)

@@ -71,7 +71,7 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
         sample, question, reference = _continued(source, held_out, encoded.samples[0], most)
         shown = conversation
     else:
-        place = _answer(conversation.turns, last=last)
+        place = answer_in(conversation.turns, last=last)
         shown = Conversation(conversation.turns[:place])
         sample, question = source.prompt(shown), _question(shown.turns)
         reference = _text(conversation.turns[place])
@@ -81,7 +81,7 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
     return HeldOutPrompt(sample, label, question, reference, pictures)
 
 
-def _answer(turns: Sequence[Turn], *, last: bool) -> int:
+def answer_in(turns: Sequence[Turn], *, last: bool) -> int:
     """Return the place of the first answer to a question, or of the last one."""
     places = [place for place, turn in enumerate(turns) if place and turn.role == "assistant" and _text(turn)]
     if not places:

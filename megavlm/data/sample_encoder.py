@@ -137,6 +137,15 @@ class Encoder:
         tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
         return self._loaded(tokens, conversation.images, layouts)
 
+    def prompt_tokens(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the tokens of a conversation that ends with a question in two forms: with what the chat template
+        writes for an image or video, which servers take and expand, and as this model reads it. Raises BadSample.
+        """
+        expanded = [layout.prompt for layout in self.visuals.layouts(conversation.images)]
+        around = tuple(self.chat.placeholder.split(self.tokenizer.image_text))
+        single = [replace(each, texts=around, runs=(1,) * (len(around) - 1)) for each in expanded]
+        return self.chat.prompt(conversation, single), self.chat.prompt(conversation, expanded)
+
     def embedded(self, text: Turn) -> Sample:
         """Encode a query or a document (its role says which) as a sample to embed. Raises BadSample."""
         layouts = self.visuals.layouts(text.images)

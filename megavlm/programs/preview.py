@@ -7,10 +7,12 @@ how full packed sequences are, the sampling share of each source, and skipped sa
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
 from html import escape
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 
 from megavlm.command_line.commands import Parser, reported
@@ -37,12 +39,14 @@ _LEGEND = (
 
 @reported("preview")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 an argument or the data is wrong (reported in one line)."""
+    """Return the exit status: 0 done, 1 --tokens FILE has other tokens, 2 an argument or the data is wrong."""
     options, rest = _parser().parse_known_args(argv)
     if rest and not rest[0].startswith("-"):
         is_data = Path(rest[0]).suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".arrow", ".tar")
         rest = ["--datasets" if is_data else "--config", *rest]
     config = configured(rest, world=None)  # a preview does not depend on the layout
+    if options.tokens is not None:
+        return _tokens(config, options.tokens, most=options.samples)
     names = ", ".join(source.name or Path(source.path).stem for source in config.data.datasets)
     write_out("--out", options.out, page(config, most=options.samples, title=f"Data of {names}"))
     print(f"wrote {options.out}")
@@ -58,7 +62,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("preview.html"), metavar="FILE", help="Write the page here.")
     parser.add_argument("--samples", type=int, default=24, help="Number of samples shown in full.")
+    parser.add_argument(
+        "--tokens",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="Print the prompts as tokens in place of a page, or compare lines of a server with them.",
+    )
     return parser
+
+
+def _tokens(config: Config, file: str, *, most: int) -> int:
+    """Print the tokens of prompts, each with single image tokens (`served`) and `expanded`; with a file of lines
+    {"record": …, "tokens": […]}, print where these differ. Return the exit status.
+    """
+    source = FilesSource(resolve(replace(config, data=replace(config.data, shuffle=False, validation_split=0.0))))
+    if not file:
+        for own in islice(source.prompts_as_tokens(), most):
+            print(json.dumps(asdict(own)))
+        return 0
+    given = {}
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines() if Path(file).is_file() else ()):
+        try:
+            values = json.loads(line)
+            given[str(values["record"])] = [int(token) for token in values["tokens"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f'--tokens {file}:{number + 1} is no {{"record": "…", "tokens": […]}}') from error
+    found = {
+        own.record: own.first_difference(given[own.record], source.tokenizer.decode)
+        for own in source.prompts_as_tokens()
+        if own.record in given
+    }
+    if missing := [record for record in given if record not in found]:
+        raise UserError(f"--tokens {file}: the data have no prompt {missing[0]}: megavlm preview --tokens lists them")
+    if not found:
+        raise UserError(
+            f"--tokens {file} has no lines: write what megavlm preview --tokens prints, and a server's tokens"
+        )
+    differing = [told for told in found.values() if told is not None]
+    print("\n".join([*differing, f"{len(found) - len(differing)} of {len(found)} prompts have the same tokens"]))
+    return 1 if differing else 0
 
 
 def page(config: Config, *, most: int, title: str) -> str:
