@@ -14,8 +14,7 @@ import torch
 from megavlm.config.schema import Config, DatasetConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import Collator, FileCollator, OwnImages
-from megavlm.data.prompt_tokens import PromptTokens, prompt_tokens
-from megavlm.data.prompts import choose_prompts
+from megavlm.data.prompts import PromptTokens, choose_prompts, prompt_tokens
 from megavlm.data.records import Records, is_held_out, name_of, open_records
 from megavlm.data.sample_encoder import Encoder
 from megavlm.data.sample_order import Order, RecordRef, spread, weights_of

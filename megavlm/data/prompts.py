@@ -4,12 +4,16 @@
 
 Of a conversation, the prompt ends before the first answer that is trained on: the first one, or with `--train-on last`
 the last one. Plain text is continued: its last tokens are the reference.
+
+`prompt_tokens` has the same of all records, to be compared with the tokens of a server. That gets them with what the
+chat template writes for an image, and its processor expands it; either form may be given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 _LOOKED_AT = 100  # most samples that are looked at in vain
 _SIDE = 448  # pixels of the longer side of a picture
 _PICTURES = 8  # of a prompt that readers see; the model sees all
+_CONTEXT = 8  # tokens on either side of a difference that are shown
 
 
 def choose_prompts(config: Config, source: FilesSource, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
@@ -71,7 +76,7 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
         sample, question, reference = _continued(source, held_out, encoded.samples[0], most)
         shown = conversation
     else:
-        place = answer_in(conversation.turns, last=last)
+        place = _answer(conversation.turns, last=last)
         shown = Conversation(conversation.turns[:place])
         sample, question = source.prompt(shown), _question(shown.turns)
         reference = _text(conversation.turns[place])
@@ -81,7 +86,7 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
     return HeldOutPrompt(sample, label, question, reference, pictures)
 
 
-def answer_in(turns: Sequence[Turn], *, last: bool) -> int:
+def _answer(turns: Sequence[Turn], *, last: bool) -> int:
     """Return the place of the first answer to a question, or of the last one."""
     places = [place for place, turn in enumerate(turns) if place and turn.role == "assistant" and _text(turn)]
     if not places:
@@ -125,3 +130,46 @@ def _picture(visual: Visual, *, max_pixels: int) -> NDArray[np.uint8]:
     picture = Image.fromarray(first_frame(visual, max_pixels=max_pixels))
     picture.thumbnail((_SIDE, _SIDE))
     return np.array(picture)
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The prompt of a record in both forms."""
+
+    record: str  # as in `chat.jsonl:18`
+    served: list[int]
+    expanded: list[int]
+
+    def first_difference(self, given: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str | None:
+        """Return where given tokens leave the form that they follow longest, with the text there; None if none."""
+        if list(given) in (self.served, self.expanded):
+            return None
+        forms = {"with single image tokens": self.served, "expanded": self.expanded}
+        agreed = {name: _in_common(ours, given) for name, ours in forms.items()}
+        name = max(agreed, key=lambda each: agreed[each])
+        at, ours = agreed[name], forms[name]
+
+        def shown(tokens: Sequence[int]) -> str:
+            return repr(decode(tokens[at : at + _CONTEXT])) if at < len(tokens) else "its end"
+
+        return (
+            f"{self.record}: token {at} is {given[at] if at < len(given) else 'missing'} in place of "
+            f"{ours[at] if at < len(ours) else 'the end'} (of {len(ours)} tokens {name}): after "
+            f"{decode(ours[max(0, at - _CONTEXT) : at])!r} comes {shown(given)} in place of {shown(ours)}"
+        )
+
+
+def prompt_tokens(source: FilesSource) -> Iterator[PromptTokens]:
+    """Yield the prompt of each record that has one, in the order of the source."""
+    for number in range(sum(map(len, source.records))):
+        with suppress(BadSample):
+            turns = source.conversation(number)[0].turns
+            asked = Conversation(turns[: _answer(turns, last=False)])
+            served, expanded = source.prompt_tokens(asked)
+            yield PromptTokens(source.name(number)[1], served.tolist(), expanded.tolist())
+
+
+def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(one), len(other)))
