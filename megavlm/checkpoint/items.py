@@ -13,9 +13,10 @@ import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -56,14 +57,14 @@ class Record:
         """Return the number of bytes that the values take."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
-    def read(self, into: memoryview | None = None) -> None:
+    def read(self, into: memoryview | None = None, opened: BinaryIO | None = None) -> None:
         """Fill `into` with the record; without it, keep nothing. Raises Damaged for bytes that were not written so.
 
-        Each block is summed up while it is in the cache.
+        Each block is summed up while it is in the cache. `opened` is the record's file, if it is open.
         """
         total = FoldedSum()
         memory = memoryview(bytearray(min(BLOCK, self.length))) if into is None else into
-        with open_regular(self.file, buffering=0) as file:
+        with open_regular(self.file, buffering=0) if opened is None else nullcontext(opened) as file:
             for at in range(0, self.length, BLOCK):
                 block = left = memory[at if into is not None else 0 :][: min(BLOCK, self.length - at)]
                 while left:
@@ -99,6 +100,25 @@ class Record:
         except Exception as error:  # damaged bytes may raise any error
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise UserError(f"{self.file} is damaged ({reason}): use another checkpoint")
+
+
+class OpenFiles:
+    """Keeps files open from one record to the next, but not more than a process may have."""
+
+    def __init__(self, at_most: int = 64) -> None:
+        self._at_most, self._open = at_most, dict[Path, BinaryIO]()
+
+    def of(self, path: Path) -> BinaryIO:
+        """Return the file, open. Raises OSError."""
+        if path not in self._open:
+            if len(self._open) == self._at_most:
+                self.close()
+            self._open[path] = open_regular(path, buffering=0)
+        return self._open[path]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 def write_items(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Sequence[Any]]) -> None:

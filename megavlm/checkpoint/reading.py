@@ -1,10 +1,10 @@
 """Load the newest checkpoint that is whole, without unpickling anything of it; one that is damaged is left out.
 
 Rank 0 reads and checks what describes a checkpoint, and sends it to the others. A record that all ranks of a group need
-is read by one of them and broadcast. Of a model with P parameters in bf16, with fp32 masters and two moments, D
-data-parallel copies read 12 P bytes in all, for weights are masters, rounded. If each copy read its own weights, they
-would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four times as much. The sizes of the 2,048 files are asked for
-once, where each rank did so twice.
+is read by one of them and broadcast; the same rank reads most of a file, which it opens once. Of a model with P
+parameters in bf16, with fp32 masters and two moments, D data-parallel copies read 12 P bytes in all, for weights are
+masters, rounded. If each copy read its own weights, they would read (12 + 2 D) P: at 1,024 ranks and D = 16 almost four
+times as much. The sizes of the 2,048 files are asked for once, where each rank did so twice.
 
 Every rank verifies what it reads while it reads it. What they find is shared before anything loaded is used, so that
 all ranks go on from the same checkpoint.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from torch.futures import Future
 from megavlm.backend import patches
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.folders import Holds
-from megavlm.checkpoint.items import Record, read_items, read_state
+from megavlm.checkpoint.items import OpenFiles, Record, read_items, read_state
 from megavlm.checkpoint.manifest import Damaged, first_look
 from megavlm.errors import UserError
 from megavlm.parallel.rendezvous import exchanged_on, from_rank_0, on_rank_0
@@ -67,22 +67,31 @@ def sharing_groups(chunks: Sequence[Any]) -> list[dist.ProcessGroup]:
 Turn = tuple[dist.ProcessGroup | None, int]  # the group that shares what one of its ranks reads, and this rank
 
 
-def turns(wanted: Sequence[Hashable], groups: Sequence[dist.ProcessGroup]) -> list[Turn]:
+def turns(
+    wanted: Sequence[Hashable], groups: Sequence[dist.ProcessGroup], files: Sequence[Hashable] | None = None
+) -> list[Turn]:
     """Return the turn of each part of files: the first group all of whose ranks need it, or no group and no rank.
 
     Ranks of a group want what they share in the same order. What one of them needs more often than another, each reads.
+    With `files`, the file of each part, as few ranks as possible read of the same file.
     """
     counts, seen, keys = Counter(wanted), Counter[Hashable](), list[Any]()
     for each in wanted:
         keys.append((each, counts[each], seen[each]))
         seen[each] += 1
+    file_of = dict(zip(keys, files or [0] * len(keys), strict=True))
     found: dict[Any, Turn] = {}
     for group in groups:
         needed: list[set[Any]] = [set()] * group.size()
         dist.all_gather_object(needed, set(keys) - found.keys(), group=group)
         common, ranks = set.intersection(*needed), dist.get_process_group_ranks(group)
-        for number, key in enumerate(key for key in keys if key in common):
-            found[key] = group, ranks[number % len(ranks)]
+        parts: dict[Hashable, list[Any]] = {}
+        for key in (key for key in keys if key in common):
+            parts.setdefault(file_of[key], []).append(key)
+        readers = max(1, len(ranks) // max(1, len(parts)))  # of each file
+        for file, keys_of_file in enumerate(parts.values()):
+            for number, key in enumerate(keys_of_file):
+                found[key] = group, ranks[(file * readers + number % readers) % len(ranks)]
     return [found.get(key, (None, -1)) for key in keys]
 
 
@@ -146,6 +155,13 @@ class VerifyingReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of a plan. Raises Damaged for bytes that are not what was written."""
+        with closing(OpenFiles()) as files:
+            self._read_all(plan, planner, files)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_all(self, plan: LoadPlan, planner: LoadPlanner, files: OpenFiles) -> None:
         wanted: dict[Record, list[ReadItem]] = {}
         for each in plan.items:
             wanted.setdefault(self.storage_data[each.storage_index], []).append(each)
@@ -153,12 +169,13 @@ class VerifyingReader(FileSystemReader):
         memory = torch.empty(max((record.length for record in wanted), default=0), dtype=torch.uint8)
         received = memory.to(device := exchanged_on())
         problems: list[UserError | OSError] = []
-        order = turns([(record.file.name, record.start) for record in records], self._groups)
-        for record, (group, reader) in zip(records, order, strict=True):
+        names = [record.file.name for record in records]
+        order = turns([(record.file.name, record.start) for record in records], self._groups, names)
+        for record, (group, reader) in sorted(zip(records, order, strict=True), key=_place):
             content = received[: record.bytes]
             if group is None or reader == dist.get_rank():
                 with _noted(problems):
-                    content = self._read(record, memory)
+                    content = self._read(record, memory, files)
             if group is not None and record.bytes:
                 content = content.to(device)
                 dist.broadcast(content, src=reader, group=group)
@@ -167,16 +184,21 @@ class VerifyingReader(FileSystemReader):
                     _fill(item, content.view(record.dtype).view(record.sizes), planner, str(record.file))
         if problems:
             raise problems[0]
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
-    def _read(self, record: Record, memory: Tensor) -> Tensor:
+    def _read(self, record: Record, memory: Tensor, files: OpenFiles) -> Tensor:
         """Return the bytes of a record's values, which are read into memory. Raises Damaged, UserError and OSError."""
         content = memory[: record.length]
-        record.read(content.numpy().data)
+        record.read(content.numpy().data, files.of(record.file))
         begin = record.values_at(content.numpy().data) - record.start
         return content[begin : begin + record.bytes]
+
+
+def _place(pair: tuple[Record, Turn]) -> tuple[Any, ...]:
+    """Return what sorts records: file by file what this rank reads alone, then what ranks share, from all files at
+    once, so that each rank reads its files while others send what they have read.
+    """
+    record, (group, _) = pair
+    return (0, record.file.name, record.start) if group is None else (1, record.start, record.file.name)
 
 
 @contextmanager

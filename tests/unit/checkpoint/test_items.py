@@ -18,7 +18,7 @@ from megavlm import backend
 backend.activate()
 
 from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.checkpoint.items import ITEMS, STATE, Record, read_items, read_state, state_as_json  # noqa: E402
+from megavlm.checkpoint.items import ITEMS, STATE, OpenFiles, Record, read_items, read_state, state_as_json  # noqa: E402
 from megavlm.checkpoint.manifest import BLOCK, Damaged  # noqa: E402
 from megavlm.checkpoint.reading import VerifyingReader  # noqa: E402
 from megavlm.checkpoint.staging import without_record_sums  # noqa: E402
@@ -53,6 +53,19 @@ def test_what_is_saved_is_read_without_its_pickles(tmp_path: Path, summed: bool)
         assert torch.equal(found[name], value)
         assert torch.equal(reader.read(name, 0, len(value)), value)
     assert torch.equal(reader.read("weight", 1, 2), VALUES["weight"][1:])
+
+
+def test_files_stay_open_up_to_a_number_of_them(tmp_path: Path) -> None:
+    files = OpenFiles(at_most=2)
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    one, two, three = [files.of(tmp_path / name) for name in "aac"]
+    assert one is two
+    assert not three.closed
+    assert files.of(tmp_path / "b").read() == b"b"
+    assert one.closed
+    assert three.closed
+    files.close()
 
 
 def piece(at: int, value: Any) -> Callable[[dict[str, Any]], None]:
