@@ -86,10 +86,13 @@ def read_checkpoints_with(reader: Callable[[str | Path], Any]) -> None:
 
 
 @contextmanager
-def groups_of_members(state: Any, of: Callable[[Sequence[int]], dist.ProcessGroup]) -> Iterator[None]:
-    """Return a context in which megatron-core's `state` takes this rank's groups from `of`, and makes no others."""
+def groups_of_members(state: Any, of: Callable[[Sequence[int], str], Any]) -> Iterator[None]:
+    """Return a context in which megatron-core's `state` takes this rank's groups from `of`, and makes no others.
+
+    `of` is given the ranks of a group and megatron-core's name for it.
+    """
     theirs = state.create_group
-    state.create_group = lambda ranks, *_, **__: of(ranks) if dist.get_rank() in ranks else None
+    state.create_group = lambda ranks, *_, group_desc, **__: of(ranks, group_desc) if dist.get_rank() in ranks else None
     try:
         yield
     finally:

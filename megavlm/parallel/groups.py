@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,24 @@ from megavlm.backend.patches import groups_of_members
 from megavlm.parallel.rendezvous import TorchWorld, barrier
 
 ENCODER_RNG = "encoder-rng"  # name of a colocated encoder's dropout generator in megatron-core's tracker
+
+
+_NEVER = {"TENSOR_AND_DATA_PARALLEL_GROUP"}  # megatron-core's groups without a collective in them
+_OF_NORMS = {"MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"}
+
+
+@dataclass(frozen=True)
+class UnusedGroup:
+    """Stands for a group in which this layout exchanges nothing; torch refuses it in a collective."""
+
+    name: str
+    ranks: tuple[int, ...] = field(repr=False)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(dist.get_rank())
 
 
 class GroupMaker:
@@ -148,6 +166,7 @@ def build_groups(
     timeout_minutes: float,
     shard_size: int | None = None,
     encoder_tp: int = 1,
+    sharded: bool = False,
 ) -> Groups:
     """Make every process group of a layout and seed the dropout generators; return this rank's groups.
 
@@ -156,11 +175,18 @@ def build_groups(
         timeout_minutes: collectives that take longer end the run.
         shard_size: number of neighbouring DP × CP ranks that shard optimizer state; default: all of them.
         encoder_tp: tensor-parallel degree of a colocated encoder, if there is one (`encoder_groups`).
+        sharded: whether optimizer state is sharded, so that gradient norms are sums over the world, and not over the
+            TP × PP ranks of a replica.
         seed: dropout seed; pipeline stages, context- and data-parallel ranks draw different numbers.
     """
     maker = GroupMaker(timedelta(minutes=timeout_minutes))
     alone = maker.of([dist.get_rank()])
-    with groups_of_members(parallel_state, maker.of):
+    unused = _NEVER | (_OF_NORMS if sharded else set())
+
+    def used(ranks: Sequence[int], name: str) -> Any:
+        return UnusedGroup(name, tuple(ranks)) if name in unused else maker.of(ranks)
+
+    with groups_of_members(parallel_state, used):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dims.tp,
             pipeline_model_parallel_size=dims.pp,
@@ -177,8 +203,7 @@ def build_groups(
     batch_part = coords.cp + dims.cp * coords.dp
     model_parallel_cuda_manual_seed(seed + 100 * coords.pp + 10_000 * batch_part, force_reset_rng=True)
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    # megatron-core's has the TP × PP ranks alone, over which it sums the gradient norm.
-    replica = maker.of(dims.replica_ranks(coords.dp)) if dims.cp > 1 else collection.mp
+    replica = maker.of(dims.replica_ranks(coords.dp))
     if shard_size is not None and shard_size < dims.dp_cp:
         _share_in_groups(collection, dims, shard_size, maker)
     context = ContextGroups.of(dims, collection, alone, maker)

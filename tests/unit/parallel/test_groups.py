@@ -1,7 +1,10 @@
-"""Groups are made by their members alone, each once: counted on torch's fake groups, as any rank of a large world."""
+"""Groups are made by their members alone, each once, and none that nobody uses: counted on torch's fake groups, as any
+rank of a large world.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 COUNT = """
-import sys
+import json, sys
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megavlm import backend
@@ -20,50 +24,53 @@ backend.activate()
 from megavlm.arch.dims import Dims
 from megavlm.parallel import groups
 
-world, encoder_tp, shard, rank = map(int, sys.argv[1:5])
-sizes = dict(word.split("=") for word in sys.argv[5:])
-dims = {name: int(size) for name, size in sizes.items()}
-used = 1
-for name in ("tp", "pp", "cp"):
-    used *= dims.get(name, 1)
-dims = Dims(**{"tp": 1, "pp": 1, "vpp": 1, "dp": world // used, **dims})
-dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-calls = []
-theirs = dist.new_group
+calls, theirs = [], dist.new_group
 def counted(ranks, *args, **words):
     calls.append(len(ranks))
     return theirs(ranks, *args, **words)
 dist.new_group = counted
-owners = (0, dims.pp - 1)
-groups.build_groups(
-    dims, tied_owners=owners, seed=1, timeout_minutes=1, shard_size=shard or None, encoder_tp=encoder_tp
-)
-print(*calls)
+for world, degrees, words in json.loads(sys.argv[1]):
+    dims = Dims(**{"tp": 1, "pp": 1, "cp": 1, **degrees})
+    dims = Dims(**vars(dims) | {"dp": world // dims.replica})
+    dist.init_process_group("fake", rank=world // 2 + 1, world_size=world, store=FakeStore())
+    calls.clear()
+    owners = (0, dims.pp - 1)
+    made = groups.build_groups(dims, tied_owners=owners, seed=1, timeout_minutes=1, sharded=True, **words)
+    try:
+        dist.all_reduce(torch.zeros(1), group=made.collection.mp)
+        raise SystemExit("a group that is not made was used")
+    except ValueError:
+        assert made.collection.mp.size() == dims.tp * dims.pp
+        print(*calls)
+    groups.destroy_groups()
 """
 
+# World, degrees, options, and the most groups that there may be of each rank. Where TP, CP and PP divide ranks, two are
+# enough; a further division needs up to 0.6 more, for other ranks exchange something in it.
+LAYOUTS: list[tuple[int, dict[str, int], dict[str, int], float]] = [
+    (16384, {"tp": 2, "cp": 2, "pp": 2}, {}, 2),
+    (1024, {"tp": 2, "cp": 2, "pp": 2}, {}, 2),  # the most: groups of two ranks in each direction
+    (1024, {"tp": 2, "cp": 2, "pp": 4}, {}, 1.6),  # a stage that ties nothing
+    (1024, {"tp": 2, "cp": 2, "pp": 128}, {}, 2.2),  # two data-parallel copies are a fourth direction
+    (1024, {"tp": 4, "pp": 8, "ep": 32}, {}, 0.8),
+    (1024, {"tp": 4, "cp": 2, "pp": 2}, {"encoder_tp": 2}, 2),
+    (1024, {"tp": 2, "cp": 2, "pp": 2}, {"encoder_tp": 4, "shard_size": 8}, 2.1),
+    (1024, {"tp": 2, "cp": 2, "pp": 2}, {"shard_size": 128}, 2.5),
+    (1024, {"tp": 2, "cp": 4, "pp": 64, "cp_groups": 2}, {}, 2.6),
+    (1024, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 8}, {}, 2.7),
+]
 
-def made(world: int, layout: str, *, encoder_tp: int = 1, shard: int = 0, rank: int = 0) -> list[int]:
-    """Return the sizes of the groups that one rank makes, from a process of its own."""
-    words = (str(world), str(encoder_tp), str(shard), str(rank), *layout.split())
-    done = subprocess.run([sys.executable, "-c", COUNT, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
 
-
-@pytest.mark.parametrize(
-    ("world", "layout", "encoder_tp", "shard", "in_the_world"),
-    [
-        (16384, "tp=8 pp=8", 1, 0, 1),
-        (1024, "tp=4 pp=8 ep=32", 1, 0, 1.5),
-        (1024, "tp=2 cp=2 pp=2", 4, 8, 2.5),  # the most: groups of two ranks in each direction
-    ],
-)
-def test_a_rank_makes_its_own_groups_alone(world, layout, encoder_tp, shard, in_the_world):
+def test_a_rank_makes_its_own_groups_alone() -> None:
     """3,185 and 47,825 were made by all ranks at TP8·PP8. Of one rank: a handle, and one where a stage ties nothing."""
-    sizes = made(world, layout, encoder_tp=encoder_tp, shard=shard, rank=world // 2 + 1)
-    assert len(sizes) <= 16
-    assert sizes.count(1) <= 2
-    assert sum(world / size for size in sizes if size > 1) <= in_the_world * world
+    words = json.dumps([layout[:3] for layout in LAYOUTS])
+    done = subprocess.run([sys.executable, "-c", COUNT, words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for layout, line in zip(LAYOUTS, done.stdout.splitlines(), strict=True):
+        sizes = [int(word) for word in line.split()]
+        assert len(sizes) <= 16, layout
+        assert sizes.count(1) <= 2, layout
+        assert sum(1 / size for size in sizes if size > 1) <= layout[-1], layout
 
 
 def test_hosts_exchange_over_gloo_where_devices_do_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
