@@ -214,7 +214,14 @@ ROWS = (
         since="2026-11-22",  # a GPU's passes and launches are counted
     ),
     *(
-        Row(f"{what}, {ranks:,} ranks{how}", "scale", "python benchmarks/scale.py", grown(name, ranks), "{:,.0f}")
+        Row(
+            f"{what}, {ranks:,} ranks{how}",
+            "scale",
+            "python benchmarks/scale.py",
+            grown(name, ranks),
+            "{:,.0f}",
+            since="2026-11-26T17",  # a load opens each file once
+        )
         for what, name, ranks, how in (
             ("groups that a rank makes at TP8·PP8", "groups that a rank makes", 16384, ""),
             ("requests to the store in a second", "requests to the store in a second", 16384, ""),
