@@ -84,6 +84,7 @@ def vision_layers_run(vision: VisionConfig) -> int:
     return vision.num_layers + 1 + vision.feature_layer
 
 
+@lru_cache(maxsize=256)
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of all layers, in order; the pipeline may be cut before each but the first."""
     return (

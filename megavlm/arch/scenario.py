@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
@@ -162,10 +162,12 @@ def scenario_of(
     on_gpu: bool = False,
     colocated: bool | None = None,
     imbalance: float | None = None,
+    like: Scenario | None = None,
 ) -> Scenario:
     """Return the scenario of a configuration with these degrees.
 
-    `colocated` and `imbalance` override what follows from the configuration.
+    `colocated` and `imbalance` override what follows from the configuration. `like` is the scenario of another layout
+    of the same configuration: which layers are trained and which are in FP8 is taken from there.
     """
     train, size = config.train, config.train.micro_batch_size
     if colocated is None:
@@ -186,14 +188,11 @@ def scenario_of(
         gradient_code=config.parallel.compress_gradients,
         weight_code=config.parallel.compress_weights,
         code_group=config.parallel.compress_group_size or 1,
-        own=frozenset(name for name in layer_names(config.model) if trains_weights(name, config)),
-        trained=trained_layers(config),
-        fp8=frozenset(name for name in layer_names(config.model) if layer_precision(name, config) == "fp8"),
+        **_layer_sets(config, like),
         fp8_recipe=config.precision.fp8_recipe,
         offload=offloaded(config),
         optimizer=config.optimizer.resolved(config.precision.dtype),
         moments_on_disk=moments_folder(config) is not None,
-        kept_in_fp8=frozenset(name for name in layer_names(config.model) if keeps_fp8(name, config)),
         on_gpu=on_gpu,
         te=on_gpu and config.execution.transformer_impl != "torch",
         fused_gradients=config.execution.gradient_accumulation_fusion,
@@ -202,3 +201,16 @@ def scenario_of(
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         imbalance=expert_imbalance(config) if imbalance is None else imbalance,
     )
+
+
+def _layer_sets(config: Config, like: Scenario | None) -> dict[str, Any]:
+    """Return the fields of a scenario that are sets of layers: no layout changes them."""
+    if like is not None:
+        return {"own": like.own, "trained": like.trained, "fp8": like.fp8, "kept_in_fp8": like.kept_in_fp8}
+    names = layer_names(config.model)
+    return {
+        "own": frozenset(name for name in names if trains_weights(name, config)),
+        "trained": trained_layers(config),
+        "fp8": frozenset(name for name in names if layer_precision(name, config) == "fp8"),
+        "kept_in_fp8": frozenset(name for name in names if keeps_fp8(name, config)),
+    }

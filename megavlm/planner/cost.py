@@ -55,10 +55,16 @@ class Seconds:
     backward: float
     launch: Pair = (0.0, 0.0)  # of the host, beside the device's: forward, backward
     weight: Pair = (0.0, 0.0)  # of the backward pass: what may wait, the device's and the host's
+    attention: float | None = None  # of the forward pass: what selective recomputation runs again; None: nothing
 
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
     """Return a layer's forward and backward seconds; the backward pass includes what `recompute` computes again."""
+    return recomputed(name, scenario, hardware, recompute, once=seconds_once(name, scenario, hardware))
+
+
+def seconds_once(name: str, scenario: Scenario, hardware: Hardware) -> Seconds:
+    """Return a layer's seconds where nothing is computed again, and without copies of what is offloaded."""
     passes, host = program_of(scenario), host_of(scenario)
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
@@ -84,13 +90,24 @@ def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: 
     issue_back += (calls + len(again)) * host.operation[1] * scenario.on_gpu
     weight = _weight_seconds(name, scenario, terms, host) if leaves_weight_gradient(name, scenario) else (0.0, 0.0)
     weight = (weight[0] + gathers(again, group), weight[1]) if weight[0] else weight
+    attention = terms["attention"][0] + across if "attention" in terms else None
+    return Seconds(forward, backward, (issue, issue_back), weight, attention)
+
+
+def recomputed(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, *, once: Seconds) -> Seconds:
+    """Return `layer_seconds` from `seconds_once`."""
+    reached = scenario.gradient_reaches[scenario.names.index(name)]
+    if not (scenario.trains(name) or reached):
+        return once
+    backward, (issue, issue_back) = once.backward, once.launch
     if recompute == "full" and kind_in(scenario.model, name).is_recomputed(scenario.model):
         if reached or not is_transformer(name):
-            backward, issue_back = backward + forward, issue_back + issue
-    elif recompute == "selective" and "attention" in terms:
-        backward += terms["attention"][0] + across
-        issue_back += _ATTENTION_LAUNCHES * host.operation[0] * scenario.on_gpu
-    return _with_copies(name, scenario, hardware, recompute, Seconds(forward, backward, (issue, issue_back), weight))
+            backward, issue_back = backward + once.forward, issue_back + issue
+    elif recompute == "selective" and once.attention is not None:
+        backward += once.attention
+        issue_back += _ATTENTION_LAUNCHES * host_of(scenario).operation[0] * scenario.on_gpu
+    again = replace(once, backward=backward, launch=(issue, issue_back))
+    return _with_copies(name, scenario, hardware, recompute, again)
 
 
 def _with_copies(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, seconds: Seconds) -> Seconds:

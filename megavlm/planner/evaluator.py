@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from megavlm.arch.dims import dims_of
+from megavlm.arch.dims import Dims, dims_of
 from megavlm.arch.kinds import step_flops
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.arch.schedules import peak_in_flight, scenario_shape
@@ -15,7 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.planner.candidates import Candidate, Space, with_offload
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.host_memory import node_memory_error
-from megavlm.planner.layer_profiles import LayerProfiles, layer_profiles
+from megavlm.planner.layer_profiles import LayerMeasures, LayerProfiles
 from megavlm.planner.memory import batch_bytes, batches_at_once, communicator_bytes
 from megavlm.planner.partition import Partition, best_partition
 from megavlm.planner.step_time import (
@@ -63,7 +63,8 @@ class LayoutEvaluator:
         self.tokens = step.tokens
         self.flops = step_flops(config, step)
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
-        self._profiles = lru_cache(maxsize=None)(self._make_profiles)
+        self._measures = LayerMeasures(hardware)
+        self._scenarios = lru_cache(maxsize=None)(self._make_scenario)
         # Times and bytes of the layers that a candidate's pipeline holds.
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
@@ -72,23 +73,26 @@ class LayoutEvaluator:
         """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
         if reason := self.rule(candidate):
             return reason
-        profiles, encoder = self.profiles(candidate), self.encoder(candidate)
-        if candidate.dims.chunks > profiles.count:
+        scenario, encoder, first = self.scenario(candidate), self.encoder(candidate), self._first(candidate)
+        if candidate.dims.chunks > len(scenario.names) - first:
             return f"--pp {candidate.dims.pp} × --vpp {candidate.dims.vpp} makes more chunks than the model has layers"
-        own, free_memory = float(profiles.model_state[-1]) / candidate.dims.pp, max(self.free_memories(candidate))
+        plain = self.scenario(_plain(candidate))
+        state = float(self._measures.model_state(plain, first=first)[-1])
+        saved = float(self._measures.saved(plain, recompute=candidate.recompute, first=first)[-1])
+        own, free_memory = state / candidate.dims.pp, max(self.free_memories(candidate))
         if own + (encoder.memory.model_state if encoder else 0.0) > self.hardware.memory:
             return f"weights, gradients and optimizer alone do not fit {self.hardware.memory / GIB:.0f} GiB"
         # A rank that holds h micro-batches has room for (room − its standing bytes) / h of what one saves.
-        held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(profiles.scenario))]
-        most = free_memory * sum(1 / h for h in held) - float(profiles.model_state[-1]) / max(held)
-        return self._no_free_memory() if profiles.saved[-1] > most else None
+        held = [max(1, min(chunks)) for chunks in peak_in_flight(scenario_shape(scenario))]
+        most = free_memory * sum(1 / h for h in held) - state / max(held)
+        return self._no_free_memory() if saved > most else None
 
     def _no_free_memory(self) -> str:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
 
     def free_memory(self, candidate: Candidate) -> float:
         """Return the bytes of a device that its part of the pipeline may take."""
-        scenario, encoder = self.profiles(candidate).scenario, self.encoder(candidate)
+        scenario, encoder = self.scenario(candidate), self.encoder(candidate)
         data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
         other = data + communicator_bytes(scenario) + (encoder.memory.total if encoder else 0.0)
         return self.hardware.memory - other
@@ -167,9 +171,15 @@ class LayoutEvaluator:
         return Estimate(candidate, partition, step, self.tokens / step.seconds, mfu)
 
     def _find_profiles(self, candidate: Candidate) -> LayerProfiles:
-        profiles, pp = self._profiles(replace(candidate, vision_tp=1)), candidate.dims.pp
+        scenario, first, pp = self.scenario(_plain(candidate)), self._first(candidate), candidate.dims.pp
+        profiles = self._measures.profiles(scenario, recompute=candidate.recompute, first=first)
         own = tuple(stage.profiles(candidate) for stage in self.stages)
-        return replace(profiles, stages=tuple(own[rank * len(own) // pp] for rank in range(pp))) if own else profiles
+        stages = tuple(own[rank * len(own) // pp] for rank in range(pp)) if own else ()
+        return replace(profiles, scenario=self.scenario(candidate), stages=stages)
+
+    def _first(self, candidate: Candidate) -> int:
+        """Return the number of layers before a candidate's pipeline: those of a colocated encoder."""
+        return encoder_layers(self._any) if candidate.placement == "colocated" else 0
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
         """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
@@ -180,19 +190,19 @@ class LayoutEvaluator:
 
     def scenario(self, candidate: Candidate) -> Scenario:
         """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
-        layout = replace(candidate, placement="stages", vision_tp=1).applied(self.config)
-        dims, colocated = dims_of(layout, world=candidate.dims.world), candidate.placement == "colocated"
-        on_gpu = self.hardware.on_gpu
-        return scenario_of(layout, dims, on_gpu=on_gpu, colocated=colocated)
-
-    def _make_profiles(self, candidate: Candidate) -> LayerProfiles:
         dims = candidate.dims
-        if dims.vpp > 1 or dims.schedule is not None:  # a layer takes the same in any chunks and any order
-            profiles = self._profiles(replace(candidate, dims=replace(dims, vpp=1, schedule=None)))
-            return replace(profiles, scenario=replace(profiles.scenario, dims=dims))
-        scenario = self.scenario(candidate)
-        first = encoder_layers(scenario) if candidate.placement == "colocated" else 0
-        return layer_profiles(scenario, self.hardware, recompute=candidate.recompute, first=first)
+        scenario = self._scenarios(replace(_plain(candidate), recompute="none", vision_tp=1))
+        return scenario if dims.vpp == 1 and dims.schedule is None else replace(scenario, dims=dims)
+
+    @cached_property
+    def _any(self) -> Scenario:
+        """Return some scenario of the configuration: all have the same layers."""
+        return scenario_of(self.config, Dims(), on_gpu=self.hardware.on_gpu)
+
+    def _make_scenario(self, candidate: Candidate) -> Scenario:
+        layout = replace(candidate, placement="stages").applied(self.config)
+        dims, colocated = dims_of(layout, world=candidate.dims.world), candidate.placement == "colocated"
+        return scenario_of(layout, dims, on_gpu=self.hardware.on_gpu, colocated=colocated, like=self._any)
 
     def _make_encoder(self, candidate: Candidate) -> EncoderEstimate:
         return colocated_encoder(
@@ -214,3 +224,11 @@ class LayoutEvaluator:
         if not kinds or pp % kinds == 0:
             return None
         return f"--pp {pp} does not divide into {kinds} equal runs of stages, one for each of --stage-gpus"
+
+
+def _plain(candidate: Candidate) -> Candidate:
+    """Return a candidate with one chunk per rank, in the default order: a layer takes the same in any."""
+    dims = candidate.dims
+    if dims.vpp == 1 and dims.schedule is None:
+        return candidate
+    return replace(candidate, dims=replace(dims, vpp=1, schedule=None))

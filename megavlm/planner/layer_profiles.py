@@ -13,7 +13,7 @@ from megavlm.arch.layers import VISION_LAYER, is_merged, kind_of, number_of
 from megavlm.arch.scenario import Recompute, Scenario
 from megavlm.arch.schedules import Durations, PipelineShape
 from megavlm.arch.workload import attends_in_windows
-from megavlm.planner.cost import layer_seconds, transfer_seconds
+from megavlm.planner.cost import recomputed, seconds_once, transfer_seconds
 from megavlm.planner.hardware import Hardware
 from megavlm.planner.memory import kept_bytes, model_state_bytes, transient_bytes
 
@@ -135,27 +135,103 @@ def layer_profiles(
     scenario: Scenario, hardware: Hardware, *, recompute: Recompute = "none", first: int = 0
 ) -> LayerProfiles:
     """Return the tables of a scenario's layers from `first` on."""
-    each = measured_once(scenario, range(first, len(scenario.names)))
-    carried = carried_bytes(scenario)[first + 1 : -1]
-    sizes = [size + more for size, more in zip(each(lambda n: hidden_bytes(n, scenario))[1:], carried, strict=True)]
-    sends = [transfer_seconds(size, scenario, hardware) for size in sizes]
-    seconds = each(lambda n: layer_seconds(n, scenario, hardware, recompute))
-    return LayerProfiles(
-        scenario=scenario,
-        recompute=recompute,
-        first=first,
-        forward=_prefix([s.forward for s in seconds]),
-        backward=_prefix([s.backward for s in seconds]),
-        launch=_prefix([s.launch[0] for s in seconds]),
-        launch_back=_prefix([s.launch[1] for s in seconds]),
-        weight=_prefix([s.weight[0] for s in seconds]),
-        weight_launch=_prefix([s.weight[1] for s in seconds]),
-        waiting=_prefix(each(lambda n: waiting_bytes(n, scenario))),
-        model_state=_prefix(each(lambda n: model_state_bytes(n, scenario).total)),
-        saved=_prefix(each(lambda n: kept_bytes(n, scenario, recompute))),
-        transient=np.array(each(lambda n: transient_bytes(n, scenario, recompute))),
-        transfer=np.array([0.0, *sends, 0.0]),
-    )
+    return LayerMeasures(hardware).profiles(scenario, recompute=recompute, first=first)
+
+
+class LayerMeasures:
+    """Tables of the layers of one configuration on one device, from `first` on. Each is computed once for all layouts
+    in which it is the same: its key has what it depends on.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def profiles(self, scenario: Scenario, *, recompute: Recompute, first: int) -> LayerProfiles:
+        """Return all tables of a scenario."""
+        part, dims = _part(scenario), scenario.dims
+        forward, backward, launch, launch_back, weight, weight_launch = self._seconds(scenario, recompute, first)
+        kept = (recompute, scenario.sharding, dims.dp, dims.pp > 1, scenario.offload)
+        return LayerProfiles(
+            scenario=scenario,
+            recompute=recompute,
+            first=first,
+            forward=forward,
+            backward=backward,
+            launch=launch,
+            launch_back=launch_back,
+            weight=weight,
+            weight_launch=weight_launch,
+            waiting=self._sums("waiting", scenario, first, part, lambda n: waiting_bytes(n, scenario)),
+            model_state=self.model_state(scenario, first=first),
+            saved=self.saved(scenario, recompute=recompute, first=first),
+            transient=self._once(
+                ("transient", first, part, kept),
+                lambda: np.array(self._each(scenario, first)(lambda n: transient_bytes(n, scenario, recompute))),
+            ),
+            transfer=self._once(
+                ("transfer", first, part, dims.pp > 1, dims.dp), lambda: self._transfer(scenario, first)
+            ),
+        )
+
+    def model_state(self, scenario: Scenario, *, first: int) -> Array:
+        """Return the prefix sums of `LayerProfiles.model_state`."""
+        dims = scenario.dims
+        key = (dims.tp, dims.cp, dims.dp, dims.ep, dims.etp, scenario.sharding, scenario.offload)
+        return self._sums("state", scenario, first, key, lambda n: model_state_bytes(n, scenario).total)
+
+    def saved(self, scenario: Scenario, *, recompute: Recompute, first: int) -> Array:
+        """Return the prefix sums of `LayerProfiles.saved`."""
+        key = (*_part(scenario), recompute)
+        return self._sums("saved", scenario, first, key, lambda n: kept_bytes(n, scenario, recompute))
+
+    def _seconds(self, scenario: Scenario, recompute: Recompute, first: int) -> list[Array]:
+        """Return the prefix sums of seconds in the order of `LayerProfiles`."""
+        model, hardware = scenario.model, self._hardware
+        part = (*_part(scenario), scenario.shards_gradients, scenario.dims.order == "zb-h1")
+
+        def seconds(name: str) -> tuple[float, ...]:
+            shared = kind_in(model, name).expert_parameters(model, 1) > 0  # or else no EP and ETP matter
+            key = ("once", _kind(scenario, scenario.names.index(name)), *(part if shared else (None, *part[1:])))
+            once = self._once(key, lambda: seconds_once(name, scenario, hardware))
+            found = recomputed(name, scenario, hardware, recompute, once=once)
+            return found.forward, found.backward, *found.launch, *found.weight
+
+        def table() -> list[Array]:
+            return [_prefix(column) for column in zip(*self._each(scenario, first)(seconds), strict=True)]
+
+        arrays: list[Array] = self._once(("seconds", first, part, recompute), table)
+        return arrays
+
+    def _transfer(self, scenario: Scenario, first: int) -> Array:
+        carried = carried_bytes(scenario)[first + 1 : -1]
+        sizes = self._each(scenario, first)(lambda n: hidden_bytes(n, scenario))[1:]
+        sends = [
+            transfer_seconds(size + more, scenario, self._hardware) for size, more in zip(sizes, carried, strict=True)
+        ]
+        return np.array([0.0, *sends, 0.0])
+
+    def _sums(
+        self, what: str, scenario: Scenario, first: int, key: tuple[object, ...], measure: Callable[[str], float]
+    ) -> Array:
+        sums: Array = self._once((what, first, key), lambda: _prefix(self._each(scenario, first)(measure)))
+        return sums
+
+    def _each(self, scenario: Scenario, first: int) -> Each:
+        each: Each = self._once(("each", first), lambda: measured_once(scenario, range(first, len(scenario.names))))
+        return each
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def _part(scenario: Scenario) -> tuple[object, ...]:
+    """Return what a pass of a layer depends on: the part of a micro-batch that a rank has, and the part of a layer."""
+    dims, work = scenario.dims, tuple(vars(scenario.work).values())
+    split = (dims.tp, dims.cp, dims.cp_groups, scenario.sequence_parallel)
+    return (dims.ep, dims.etp), work, split, "activations" in scenario.offload
 
 
 def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
