@@ -126,7 +126,7 @@ class _Search:
         """
         profiles, every = self.profiles, held_at_peaks(self.shape)
         state, saved, waiting = (spans(each) for each in (profiles.model_state, profiles.saved, profiles.waiting))
-        kept = {held: state + _most_kept(held, saved, waiting) for rank in every for held in rank}
+        kept = {held: state + _most_kept(held, saved, waiting) for held in {held for rank in every for held in rank}}
         pp = self.shape.pp
         by_chunk = [kept[every[index % pp][index // pp]] for index in range(self.shape.chunks)]
         return by_chunk, _largest(profiles.transient)
@@ -135,14 +135,23 @@ class _Search:
         """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
 
         Chunks that do not fit their rank alone are left out. With several chunks per rank only the work of one of them
-        is known to be on its rank: a weaker bound.
+        is known to be on its rank: a weaker bound. Each of the k chunks, and each before them, has a layer at least:
+        other j have no bound.
         """
-        profiles, m, n = self.profiles, self.shape.micro_batches, self.profiles.count
+        profiles, chunks, n = self.profiles, self.shape.chunks, self.profiles.count
         rest = [np.where(np.arange(n + 1) == n, 0.0, np.inf)]
-        for index in reversed(range(self.shape.chunks)):
-            took = np.maximum(self._passed[index] + (2 * profiles.transfer + rest[-1]), m * self._worked[index])
-            took[self._kept[index] + self._transient > self.caps[index % self.shape.pp]] = np.inf
-            rest.append(took.min(axis=1))
+        known: dict[tuple[int, int, float], Array] = {}  # chunks of equal work, memory and device share the array
+        for index in reversed(range(chunks)):
+            worked, kept, cap = self._worked[index], self._kept[index], self.caps[index % self.shape.pp]
+            if (key := (id(worked), id(kept), cap)) not in known:
+                fits = kept + self._transient <= cap
+                known[key] = np.where(fits, self.shape.micro_batches * worked, np.inf)
+            last = n - (chunks - index - 1)
+            start, end = slice(index, last), slice(index + 1, last + 1)
+            beyond = 2 * profiles.transfer[end] + rest[-1][end]
+            least = np.full(n + 1, np.inf)
+            least[start] = np.maximum(self._passed[index][start, end] + beyond, known[key][start, end]).min(axis=1)
+            rest.append(least)
         return rest
 
     def _choices(self, index: int, start: int, reach: float) -> Iterator[tuple[float, int]]:
@@ -237,7 +246,7 @@ class _Search:
 
 def _most_kept(held: Held, saved: Any, waiting: Any) -> Any:
     """Return the most bytes that a chunk's micro-batches keep, of what one keeps before and after its backward pass."""
-    return reduce(np.maximum, [whole * saved + halves * waiting for whole, halves in held])
+    return reduce(np.maximum, [whole * saved + halves * waiting if halves else whole * saved for whole, halves in held])
 
 
 def _largest(values: Array) -> Array:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,16 +15,19 @@ from megavlm.arch.dims import dims_of
 from megavlm.arch.kinds import model_parameters
 from megavlm.arch.layers import layer_names
 from megavlm.arch.plan import make_plan
+from megavlm.arch.scenario import scenario_of
 from megavlm.command_line.parsing import parse
-from megavlm.config.schema import Config, VisionConfig
+from megavlm.config.schema import Config, ModelConfig, VisionConfig
 from megavlm.families import PUBLISHED, published_model
 from megavlm.planner.auto import planned
-from megavlm.planner.candidates import Space, candidates
+from megavlm.planner.candidates import Space, candidates, with_offload
 from megavlm.planner.evaluator import Estimate, LayoutEvaluator
 from megavlm.planner.hardware import PROFILES, profile
+from megavlm.planner.layer_profiles import layer_profiles
 from megavlm.planner.report import reasons, report, ties
 from megavlm.planner.search import search
 from megavlm.planner.start_time import start_estimate
+from megavlm.planner.step_time import encoder_layers
 from megavlm.programs import plan
 from megavlm.resilience.phases import PARTS
 from megavlm.rules.check import check
@@ -40,6 +44,27 @@ def test_finds_what_judging_every_layout_finds() -> None:
     times = sorted(each.step.seconds for each in estimates if isinstance(each, Estimate))
     assert outcome.best[0].step.seconds <= times[0] * (1 + 1e-12)
     assert [each.step.seconds for each in outcome.best] == sorted(each.step.seconds for each in outcome.best)
+
+
+@pytest.mark.parametrize("model", [SMALL.model, published_model("qwen3_vl_30b_a3b")], ids=["dense", "experts"])
+def test_what_layouts_share_is_what_each_has_alone(model: ModelConfig) -> None:
+    """A layer measured for one layout and used for another has the seconds and bytes that it has there."""
+    config = replace(SMALL, model=model)
+    judge, space = LayoutEvaluator(config, PROFILES["h100"]), Space(pp=(1, 2), vpp=(1,), schedule=("1f1b",), cp=(1, 2))
+    experts = model.experts.num_experts
+    layouts = [*candidates(16, space, length=2**20, experts=experts)][:: 37 if experts else 5]
+    layouts += [more for each in layouts[::4] for more in with_offload(each, space)]
+    compared = 0
+    for each in layouts:
+        if judge.rule(each) is None:
+            alone, colocated = replace(each, placement="stages").applied(config), each.placement == "colocated"
+            scenario = scenario_of(alone, dims_of(alone, world=16), on_gpu=True, colocated=colocated)
+            found, first = judge.profiles(each), encoder_layers(scenario) * colocated
+            expected = layer_profiles(scenario, judge.hardware, recompute=each.recompute, first=first)
+            for name, value in vars(expected).items():
+                assert np.array_equal(value, getattr(found, name)), (each.label, name)
+            compared += 1
+    assert compared > 50
 
 
 def test_the_best_layout_is_a_configuration_that_can_run() -> None:
