@@ -65,6 +65,8 @@ class LayoutEvaluator:
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._measures = LayerMeasures(hardware)
         self._scenarios = lru_cache(maxsize=None)(self._make_scenario)
+        # The scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`).
+        self.scenario: Callable[[Candidate], Scenario] = lru_cache(maxsize=None)(self._find_scenario)
         # Times and bytes of the layers that a candidate's pipeline holds.
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
@@ -188,8 +190,7 @@ class LayoutEvaluator:
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
         return self._encoders(replace(candidate, recompute="none", dims=dims))
 
-    def scenario(self, candidate: Candidate) -> Scenario:
-        """Return the scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`)."""
+    def _find_scenario(self, candidate: Candidate) -> Scenario:
         dims = candidate.dims
         scenario = self._scenarios(replace(_plain(candidate), recompute="none", vision_tp=1))
         return scenario if dims.vpp == 1 and dims.schedule is None else replace(scenario, dims=dims)
