@@ -155,9 +155,7 @@ def test_averages_are_exported_apart(pools: Pools, tmp_path: Path, capsys: pytes
     assert "has no averaged weights: leave --ema out" in capsys.readouterr().err
 
 
-BF16 = (
-    "--precision bf16 --seq-length 48 --gbs 2 --lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --no-tensorboard".split()
-)
+BF16 = "--precision bf16 --seq-length 48 --gbs 2 --lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --no-tensorboard".split()
 TRAINED = "--freeze vision".split()
 LORA = "--freeze vision projector --lora-rank 2 --lora-targets language --lora-alpha 8".split()
 # What has tensors of several types in one weight of megavlm, too: the first language layer's queries, keys and values.
