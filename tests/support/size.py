@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 289,
     "options": 310,
     "flags": 148,  # 150
-    "code lines of tests": 34_019,  # 33,000
+    "code lines of tests": 33_951,  # 33,000
     "words of documentation": 44_991,  # 45,000
 }
 _NO_CODE = {
