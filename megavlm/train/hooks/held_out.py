@@ -19,8 +19,7 @@ from megavlm.errors import UserError
 from megavlm.files import open_new, replace_file
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
-from megavlm.objective.gather import Representations, Texts, gathered, gathered_members, longest
-from megavlm.objective.retrieval import SCORES, retrieval_sums
+from megavlm.objective.gather import SCORES, Representations, Texts, gathered, gathered_members, longest, retrieval_sums
 from megavlm.parallel.groups import Groups
 from megavlm.resilience.phases import OTHER, VALIDATION
 from megavlm.train.generate import GivenUp, generate

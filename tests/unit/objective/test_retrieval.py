@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.objective.retrieval import retrieval_sums
+from megavlm.objective.gather import retrieval_sums
 from tests.support.plain_losses import Text, answers
 
 ROLES = ("query", "positive", "negative")
