@@ -56,11 +56,12 @@ from megavlm.arch.layers import (
     trained_layers,
     trains_weights,
 )
+from megavlm.arch.mixers import LATENT, LINEAR, SOFTMAX, Mixer, mixer_of
 from megavlm.arch.objectives import objective_of
 from megavlm.arch.scenario import Recompute, Scenario
-from megavlm.arch.transformer import LINEAR, SOFTMAX, LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
+from megavlm.arch.transformer import LanguageLayer, MixtureLayer, TransformerKind, VisionLayer
 from megavlm.arch.workload import Workload, of_merged
-from megavlm.config.derived import has_experts, is_linear
+from megavlm.config.derived import has_experts
 from megavlm.config.schema import Config, ModelConfig
 
 Entry = TypeVar("Entry")
@@ -91,9 +92,10 @@ KINDS: Mapping[str, LayerKind] = for_every_kind(
 )
 
 
+_MIXERS: tuple[Mixer, ...] = (SOFTMAX, LATENT, LINEAR)
 _LANGUAGE = {
-    (linear, experts): kind(LINEAR if linear else SOFTMAX)
-    for linear in (False, True)
+    (mixer, experts): kind(mixer)
+    for mixer in _MIXERS
     for experts, kind in ((False, LanguageLayer), (True, MixtureLayer))
 }
 
@@ -108,7 +110,7 @@ def kind_in(model: ModelConfig, name: str) -> LayerKind:
     if kind_of(name) != LANGUAGE_LAYER:
         return layer_kind(name)
     number = number_of(name)
-    return _LANGUAGE[is_linear(model.language, number), has_experts(model, number)]
+    return _LANGUAGE[mixer_of(model.language, number), has_experts(model, number)]
 
 
 def _at(name: str, scenario: Scenario) -> Scenario:

@@ -1,15 +1,25 @@
-"""Sizes of a transformer layer's tensors on one rank, and what it saves for its backward pass."""
+"""Sizes of a transformer layer's tensors on one rank, what it saves for its backward pass, and its masks.
+
+Masked attention runs in spans: some consecutive queries with the keys that they may attend to. A kernel with a mask
+computes all scores in the mask's rectangle. With spans, the scores of a causal mask are little more than half of a
+square, and those of a sliding window grow linearly with the length.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.arch.kind import FP32, norm_bytes
 from megavlm.arch.scenario import Scenario
 from megavlm.arch.tensor_split import DeltaSplit, delta_split, language_split, mlp_share, share_of, vision_split
-from megavlm.config.derived import masks_attention, norms_of_layer
+from megavlm.config.derived import is_latent, masks_all_layers, masks_attention, norms_of_layer
 from megavlm.config.schema import LanguageConfig, VisionConfig
+
+QUERIES = 512  # per span
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,13 @@ class LayerSizes:
     routed: RoutedRows | None = None  # of a mixture of experts
     gated = False  # whether attention's output is multiplied by a projection of the input
     read = 2  # different tensors that attention and MLP read
+    latents = 0  # channels of a token from which keys and values of all heads are projected, the rotated ones included
 
     def __init__(self, vision: VisionConfig, scenario: Scenario) -> None:
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.patches, vision.hidden_size
         split = vision_split(vision, scenario.dims.tp)
         self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
+        self.value_width = self.width
         self.ffn = mlp_share(vision.ffn_hidden_size, scenario.dims.tp)
         self.discards = split.discards  # whether attention's output for padding query heads is discarded
         self.norm: str = vision.normalization
@@ -58,11 +70,12 @@ class LayerSizes:
         """Return the bytes that attention saves between its two projections, the input of the second included."""
         scenario, e, T = self.scenario, self.scenario.bytes_each, self.tokens
         queries_and_keys = T * (self.heads + self.groups) * self.width
-        attention = (T * (2 * self.heads + 2 * self.keys_kept) * self.width) * e  # q, k, v and the output
+        both = self.width + self.value_width
+        attention = (T * (self.heads + self.keys_kept) * both) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
         if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
             keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
-            attention += T * (2 * keys + self.heads * trained) * self.width * e
+            attention += T * (keys * both + self.heads * trained * self.value_width) * e
         if self.discards and not core_attention:  # the output before padding heads are discarded
             attention += T * self.heads * trained * self.width * e
         if self.qk_norm:  # inputs of the norms, beside those of attention
@@ -87,6 +100,7 @@ class LanguageLayerSizes(LayerSizes):
     """Sizes of a language layer's tensors on one rank, in elements."""
 
     delta: DeltaSplit | None = None  # of linear attention
+    ranks: tuple[int | None, int] = (None, 0)  # widths of the latents of queries, and of keys and values
 
     def __init__(self, language: LanguageConfig, scenario: Scenario, *, linear: bool) -> None:
         tp = scenario.dims.tp
@@ -94,6 +108,10 @@ class LanguageLayerSizes(LayerSizes):
         split = language_split(language, tp) if self.delta is None else self.delta.heads
         self.scenario, self.tokens, self.hidden = scenario, scenario.work.tokens, language.hidden_size
         self.heads, self.groups, self.width = split.local_heads, split.slots, split.width
+        self.value_width = self.width
+        if is_latent(language):
+            self.value_width, self.ranks = language.v_head_dim, (language.q_lora_rank, language.kv_lora_rank or 0)
+            self.latents = self.ranks[1] + language.qk_pos_emb_head_dim
         self.discards, self.gated = split.discards, split.gated
         self.ffn, self.inner = mlp_share(language.ffn_hidden_size, tp), 2
         self.norm, self.activation = language.normalization, language.activation
@@ -105,9 +123,12 @@ class LanguageLayerSizes(LayerSizes):
         self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries
 
     def attention_saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return also what linear attention saves: what the convolution and the rule read, and around its norm."""
+        """Return also what linear attention saves: what the convolution and the rule read, and around its norm; or what
+        the norms of latents save and the projections that read them.
+        """
         if self.delta is None:
-            return super().attention_saved(trained=trained, core_attention=core_attention)
+            usual = super().attention_saved(trained=trained, core_attention=core_attention)
+            return usual + self._latents_saved(trained=trained)
         e, split = self.scenario.bytes_each, self.delta
         values = self.heads * split.width
         keys = self.groups * self.width
@@ -119,6 +140,27 @@ class LanguageLayerSizes(LayerSizes):
         norm += values * FP32 * (not self.scenario.on_gpu) * (e != FP32)
         exchanged = values * 2 * e * (self.scenario.dims.cp > 1)
         return self.tokens * (rule + norm + exchanged)
+
+    def _latents_saved(self, *, trained: bool) -> float:
+        if not self.latents:
+            return 0.0
+        scenario, t = self.scenario, self.tokens / self.scenario.sequence_shards
+        norms = sum(norm_bytes(scenario, t, width or 0, "RMSNorm") for width in self.ranks if width)
+        gathers = scenario.dims.cp > 1 and scenario.dims.row_split.heads == 1
+        keys = self.tokens * scenario.dims.cp if gathers else t
+        read = t * (self.ranks[0] or 0) + keys * self.ranks[1]
+        return norms + read * trained * scenario.bytes_each
+
+    def waiting(self) -> float:
+        """Return the bytes with projections from latents in place of the fused one; those to latents do not wait."""
+        if not self.latents:
+            return super().waiting()
+        T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
+        queries, keys = self.ranks
+        turning = self.latents - keys
+        inputs = t * (self.hidden + (queries or self.hidden) + keys) + T * (self.heads * self.value_width + self.ffn)
+        heads = self.heads * (2 * self.width - turning + self.value_width)
+        return (inputs + T * (heads + self.inner * self.ffn + 2 * self.hidden)) * self.scenario.bytes_each
 
 
 class MixtureSizes(LanguageLayerSizes):
@@ -156,3 +198,66 @@ class MixtureSizes(LanguageLayerSizes):
         assert routed is not None
         inputs, outputs = routed.hidden + routed.ffn, self.inner * routed.ffn + routed.hidden
         return super().waiting() + routed.rows * (inputs + outputs) * self.scenario.bytes_each
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive queries and their keys, as indices among the tokens of all sequences."""
+
+    queries: range
+    keys: range
+
+    @property
+    def scores(self) -> int:
+        """Return the number of scores that attention computes."""
+        return len(self.queries) * len(self.keys)
+
+
+def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: int = QUERIES) -> Iterator[Span]:
+    """Yield the spans of the sequences between `bounds` (0, …, T), in the order of their queries.
+
+    Args:
+        window: how many tokens a token attends to at most, itself and those before it; None: all before it.
+        longest: tokens of the longest run in which tokens attend to later ones as well; 0 where none do.
+        step: queries of a span.
+    """
+    for first in range(0, bounds[-1], step):
+        last = min(first + step, bounds[-1])  # the queries are [first, last)
+        begin = bounds[bisect_right(bounds, first) - 1]
+        end = bounds[bisect_right(bounds, last - 1)]
+        if window is not None:
+            begin = max(begin, first - window + 1)
+        yield Span(range(first, last), range(begin, min(end, last + max(longest - 1, 0))))
+
+
+def mask_bytes(scenario: Scenario) -> float:
+    """Return the bytes of the attention masks of a micro-batch, which all layers of a chunk share; 0 without masks."""
+    return float(sum(span.scores for span in _typical_spans(scenario)) * scenario.bytes_each)
+
+
+def score_bytes(scenario: Scenario, heads: int) -> float:
+    """Return the bytes of attention scores that a backward pass holds at a time where `attention_softcap` bounds them.
+
+    These are tanh, softmax, its gradient and their product, of the largest span, in fp32. Without a bound it is 0.
+    """
+    if scenario.model.language.attention_softcap is None:
+        return 0.0
+    largest = max(span.scores for span in _typical_spans(scenario))
+    return 4.0 * largest * heads // scenario.dims.row_split.heads * FP32
+
+
+def _typical_spans(scenario: Scenario) -> Iterator[Span]:
+    language, vision, work = scenario.model.language, scenario.model.vision, scenario.work
+    side = vision.image_size // vision.patch_size
+    longest = tokens_per_grid((side, side), scenario.model.projector) if language.bidirectional_images else 0
+    windows = {language.window_size} - {None}
+    if masks_all_layers(language) and (language.window_size is None or language.full_attention_layers):
+        windows.add(None)
+    length = max(1, work.token_squares // max(1, work.tokens))  # tokens of a sample
+    if language.bidirectional_prefix:
+        longest = length
+    tokens = work.tokens * scenario.dims.cp  # masks are of whole rows
+    bounds = [*range(0, tokens, length), tokens]
+    for window in windows:
+        reach = max(window, longest) if language.bidirectional_prefix and window is not None else window
+        yield from spans_of(bounds, window=reach, longest=longest)

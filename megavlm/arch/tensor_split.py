@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megavlm.config.derived import tower_merge
+from megavlm.config.derived import is_latent, masks_attention, tower_merge
 from megavlm.config.schema import Config, LanguageConfig, VisionConfig
 
 # Rows of tensor cores' products in bf16 must be a multiple of 16 bytes long, and FP8 takes multiples of 16 elements.
@@ -103,6 +103,28 @@ class Block:
 
 
 @dataclass(frozen=True)
+class LatentHead:
+    """Channels of a head of latent attention: of queries and keys those that do not rotate and those that do, of a
+    value.
+    """
+
+    still: int
+    turning: int
+    value: int
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Return the rows of a head in each weight that ranks divide by heads; columns of the last."""
+        queries = self.still + self.turning
+        return {
+            "linear_q_proj": queries,
+            "linear_q_up_proj": queries,
+            "linear_kv_up_proj": self.still + self.value,
+            "linear_proj": self.value,
+        }
+
+
+@dataclass(frozen=True)
 class HeadSplit:
     """Sharding of a layer's query heads and key/value heads (`groups`), `width` channels each, over `tp` ranks.
 
@@ -122,6 +144,7 @@ class HeadSplit:
     slots: int
     copies: int
     gated: bool = False  # each query head has as many channels again that gate its output
+    latent: LatentHead | None = None  # of latent attention, whose heads have a key and value each
 
     @property
     def per_group(self) -> int:
@@ -280,6 +303,9 @@ def head_split(heads: int, groups: int, width: int, tp: int) -> HeadSplit:
 def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
     """Return how `tp` ranks divide the heads of the language model's attention."""
     split = head_split(language.num_attention_heads, language.num_query_groups, language.kv_channels, tp)
+    if is_latent(language):
+        turning = language.qk_pos_emb_head_dim
+        return replace(split, latent=LatentHead(language.kv_channels - turning, turning, language.v_head_dim))
     return replace(split, gated=language.attention_output_gate)
 
 
@@ -325,7 +351,25 @@ def context_heads(config: Config) -> int:
         return 1
     if parallel.cp_comm_type == "a2a":
         return parallel.context_parallel_size
+    if gathering_latents_moves_less(config):
+        return 1
     return math.gcd(*local_heads(config), parallel.context_parallel_size)
+
+
+def gathering_latents_moves_less(config: Config) -> bool:
+    """Return whether context-parallel ranks send less if they gather latents than if they exchange heads.
+
+    Of C ranks, each receives the latent and the rotated part of a key of all tokens but its own, C·(L + R) numbers for
+    each of its own tokens, of whichever number of heads; each then projects all keys and values. An exchange takes
+    query, key, value and output of each of N heads, 2·N·(D + V). With 64 heads as in Kimi K2 that is 576·C against
+    40,960, and 5,120 on each of eight tensor-parallel ranks. Masks need whole rows.
+    """
+    language, ranks = config.model.language, config.parallel.context_parallel_size
+    if language.kv_lora_rank is None or masks_attention(language):
+        return False
+    width = language.kv_channels or language.hidden_size // language.num_attention_heads
+    exchanged = 2 * local_heads(config)[0] * (width + language.v_head_dim)
+    return ranks * (language.kv_lora_rank + language.qk_pos_emb_head_dim) < exchanged
 
 
 def local_heads(config: Config) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""Transformer layers: vision, language, and language with a mixture of experts as its MLP. What mixes the tokens of a
-language layer is softmax attention, or linear attention (GatedDeltaNet).
+"""Transformer layers: vision, language, and language with a mixture of experts as its MLP.
 
 A router sends each token to `top-k` of E experts, which are spread over EP · ETP neighbouring ranks: EP divides their
 number, ETP the width of each. An all-to-all sends a rank's T / TP tokens to the ranks of their experts, another back.
@@ -7,7 +6,7 @@ number, ETP the width of each. An all-to-all sends a rank's T / TP tokens to the
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -22,125 +21,12 @@ from megavlm.arch.kind import (
     stream_bytes,
 )
 from megavlm.arch.layer_sizes import LanguageLayerSizes, LayerSizes, MixtureSizes
+from megavlm.arch.mixers import SOFTMAX, Mixer, attention_rows
 from megavlm.arch.scenario import Scenario
-from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, share_of, vision_split
+from megavlm.arch.tensor_split import HeadSplit, mlp_share, share_of, vision_split
 from megavlm.arch.workload import Workload, attends_in_windows
-from megavlm.config.derived import attends_in_window, norms_of_layer
-from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
-
-CHUNK = 64  # tokens that linear attention computes together (`model/delta_rule.py`)
-
-
-def _attention_rows(split: HeadSplit) -> int:
-    """Return the rows, each as wide as the hidden states, of a rank's matrices of softmax attention."""
-    return split.local_rows + split.local_heads * split.width
-
-
-class Mixer(ABC):
-    """Torch-free arithmetic of one kind of attention in a language layer."""
-
-    linear = False
-
-    @abstractmethod
-    def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
-        """Return how its heads are sharded over `tp` ranks."""
-
-    @abstractmethod
-    def rows(self, language: LanguageConfig, tp: int) -> int:
-        """Return the number of rows, each as wide as the hidden states, of its matrices on one of `tp` ranks."""
-
-    @abstractmethod
-    def others(self, language: LanguageConfig, tp: int) -> int:
-        """Return the number of its other parameters on one of `tp` ranks."""
-
-    @abstractmethod
-    def model_rows(self, language: LanguageConfig) -> int:
-        """Return the number of rows of its matrices in the model, without padding."""
-
-    @abstractmethod
-    def hidden_weights(self, language: LanguageConfig) -> Mapping[str, HiddenWeight]:
-        """Return its matrices between hidden states, by their names within the layer."""
-
-    @abstractmethod
-    def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
-        """Return the forward FLOPs of layer `number` beside the products with its matrices."""
-
-
-class SoftmaxAttention(Mixer):
-    """Grouped-query attention: queries, keys and values, an output, and with an output gate a matrix more."""
-
-    def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
-        return language_split(language, tp)
-
-    def rows(self, language: LanguageConfig, tp: int) -> int:
-        return _attention_rows(language_split(language, tp))
-
-    def others(self, language: LanguageConfig, tp: int) -> int:
-        split = language_split(language, tp)
-        return split.local_rows * language.add_qkv_bias + 2 * split.width * language.qk_norm
-
-    def model_rows(self, language: LanguageConfig) -> int:
-        return self.rows(language, 1)
-
-    def hidden_weights(self, language: LanguageConfig) -> Mapping[str, HiddenWeight]:
-        """Return the two weights; queries and what gates their output are one matrix, as in Transformers."""
-        hidden, width, groups = language.hidden_size, language.kv_channels, language.num_query_groups
-        queries = language.num_attention_heads // groups * width
-        projected = queries * (1 + language.attention_output_gate), width, width
-        return {
-            "self_attention.linear_qkv.weight": hidden_weight(hidden, *projected, periods=groups),
-            "self_attention.linear_proj.weight": hidden_weight(groups * queries, hidden),
-        }
-
-    def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
-        squares = work.sliding_squares if attends_in_window(language, number) else work.token_squares
-        return 2.0 * squares * language.kv_channels * language.num_attention_heads
-
-
-class LinearAttention(Mixer):
-    """GatedDeltaNet: a state of key width × value width for each value head."""
-
-    linear = True
-
-    def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
-        return delta_split(language, tp).heads
-
-    def rows(self, language: LanguageConfig, tp: int) -> int:
-        split = delta_split(language, tp)
-        return split.local_rows + split.heads.local_heads * split.width
-
-    def others(self, language: LanguageConfig, tp: int) -> int:
-        """Return those of the convolution, of the decays, and of the norm, which is replicated."""
-        split = delta_split(language, tp)
-        channels = split.heads.slots * split.heads.rows(*split.convolved)
-        return channels * language.linear_conv_kernel_dim + 2 * split.heads.local_heads + split.width
-
-    def model_rows(self, language: LanguageConfig) -> int:
-        split = delta_split(language, 1)
-        return split.heads.slots * split.heads.rows(*split.projected) + split.heads.local_heads * split.width
-
-    def hidden_weights(self, language: LanguageConfig) -> Mapping[str, HiddenWeight]:
-        """Return the two weights; queries, keys, values, gates, β and decays are a matrix each."""
-        groups, hidden, width = language.linear_num_key_heads, language.hidden_size, language.linear_key_head_dim
-        heads = language.linear_num_value_heads // groups
-        values = heads * language.linear_value_head_dim
-        projected = values, width, width, values, heads, heads
-        return {
-            "self_attention.in_proj.weight": hidden_weight(hidden, *projected, periods=groups),
-            "self_attention.out_proj.weight": hidden_weight(groups * values, hidden),
-        }
-
-    def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
-        """Return the FLOPs of the rule by chunks of C tokens, K the width of a key and V of a value: of each token and
-        head 2·C·K for keys with keys, 2·C·K for queries with keys, C·(K + V) for the triangular system, 2·C·V for what
-        the chunk itself adds, and 6·K·V for reading the state twice and writing it.
-        """
-        key, value = language.linear_key_head_dim, language.linear_value_head_dim
-        each = CHUNK * (5 * key + 3 * value) + 6 * key * value
-        return float(work.tokens) * language.linear_num_value_heads * each
-
-
-SOFTMAX, LINEAR = SoftmaxAttention(), LinearAttention()
+from megavlm.config.derived import norms_of_layer
+from megavlm.config.schema import ModelConfig, VisionConfig
 
 
 class TransformerKind(LayerKind):
@@ -183,12 +69,16 @@ class TransformerKind(LayerKind):
     def split(self, model: ModelConfig, tp: int) -> HeadSplit:
         """Return how its heads are sharded over `tp` ranks."""
 
+    def gathered(self, model: ModelConfig) -> float:
+        """Return the channels that attention gathers of each token, relative to the width of the hidden states."""
+        return 1.0
+
     def communication(self, scenario: Scenario) -> Communication:
         """Return gathers and reductions, as many bytes as the all-reduces without sequence parallelism, and the
         exchange of key and value parts among ranks that share a key/value head.
         """
         size, split = stream_bytes(self.reads, scenario), self.split(scenario.model, scenario.dims.tp)
-        usual = Communication((size, size), (size, size))
+        usual = Communication((size * self.gathered(scenario.model), size), (size, size))
         if split.copies == 1:
             return usual
         arriving = self.sizes(scenario).tokens * split.received * 2 * split.part_width * scenario.bytes_each
@@ -211,7 +101,7 @@ class VisionLayer(TransformerKind):
         hidden, split = vision.hidden_size, self.split(model, tp)
         heads, width = split.heads, split.width
         gates = 2 if vision.activation == "swiglu" else 1
-        weights = (_attention_rows(split) + (gates + 1) * ffn) * hidden
+        weights = (attention_rows(split) + (gates + 1) * ffn) * hidden
         biases = split.local_rows * vision.add_qkv_bias + (gates * ffn + 2 * hidden) * vision.add_bias_linear
         norms = {"none": 0, "head": 2 * width, "full": 2 * heads * width}[vision.qk_norm] + 2 * norm_parameters(vision)
         return weights + biases + norms + 2 * hidden * vision.layer_scale
@@ -230,7 +120,7 @@ class VisionLayer(TransformerKind):
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
-        rows = _attention_rows(self.split(model, 1))
+        rows = attention_rows(self.split(model, 1))
         params = rows * vision.hidden_size + gates * vision.hidden_size * vision.ffn_hidden_size
         windowed = attends_in_windows(vision, number)
         attention = 4.0 * (work.window_squares if windowed else work.patch_squares) * vision.hidden_size
@@ -240,7 +130,7 @@ class VisionLayer(TransformerKind):
         """Return what the padding of the MLP adds; that of heads is not counted."""
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
-        attention, width = _attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
+        attention, width = attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
         return (attention + tp * gates * self.mlp_share(model, tp)) / (attention + width), 1.0
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
@@ -264,13 +154,13 @@ class LanguageLayer(TransformerKind):
     def parameters_with(self, model: ModelConfig, tp: int, ffn: int) -> int:
         language = model.language
         norms = norms_of_layer(language) * language.hidden_size
-        attention = self.mixer.rows(language, tp) * language.hidden_size + self.mixer.others(language, tp)
+        attention = self.mixer.weights(language, tp) + self.mixer.others(language, tp)
         return attention + self.mlp_parameters(model, ffn) + norms
 
     def model_parameters(self, model: ModelConfig) -> int:
         language = model.language
-        padding = self.mixer.rows(language, 1) - self.mixer.model_rows(language)
-        return super().model_parameters(model) - padding * language.hidden_size
+        padding = self.mixer.weights(language, 1) - self.mixer.model_weights(language)
+        return super().model_parameters(model) - padding
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
         return {**self.mixer.hidden_weights(model.language), **self.mlp_weights(model)}
@@ -285,15 +175,19 @@ class LanguageLayer(TransformerKind):
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
         language, split = model.language, self.split(model, tp)
-        whole = self.mixer.model_rows(language) + 3 * self.mlp_width(model)
-        share = self.mixer.rows(language, tp) + 3 * self.mlp_share(model, tp)
+        row = 3 * language.hidden_size
+        whole = self.mixer.model_weights(language) + row * self.mlp_width(model)
+        share = self.mixer.multiplied(language, tp) + row * self.mlp_share(model, tp)
         return tp * share / whole, tp * split.local_heads / split.heads
 
     def cost(self, model: ModelConfig, work: Workload, number: int) -> LayerCost:
-        params = self.mixer.model_rows(model.language) * model.language.hidden_size
+        params = self.mixer.model_weights(model.language)
         params += self.mlp_parameters(model, self.mlp_width(model))
         attention = self.mixer.flops(model.language, work, number)
         return LayerCost(params, 2.0 * params * work.tokens + attention, attention)
+
+    def gathered(self, model: ModelConfig) -> float:
+        return self.mixer.gathered(model.language) / model.language.hidden_size
 
     def sizes(self, scenario: Scenario) -> LayerSizes:
         return LanguageLayerSizes(scenario.model.language, scenario, linear=self.mixer.linear)
@@ -301,12 +195,13 @@ class LanguageLayer(TransformerKind):
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return the exchanges of queries, keys and values, of keys and values among groups, and of outputs."""
         sizes, split = self.sizes(scenario), scenario.dims.row_split
-        one_head = sizes.tokens * sizes.width * scenario.bytes_each
-        keys = 2 * sizes.groups * sizes.copies
+        moved = sizes.tokens * scenario.bytes_each
+        keys = sizes.groups * sizes.copies * (sizes.width + sizes.value_width)
+        gathered = sizes.latents if sizes.latents and split.heads == 1 else keys
         return (
-            (split.heads, one_head * (sizes.heads + keys)),
-            (split.groups, one_head * keys * split.groups),
-            (split.heads, one_head * sizes.heads),
+            (split.heads, moved * (sizes.heads * sizes.width + keys)),
+            (split.groups, moved * gathered * split.groups),
+            (split.heads, moved * sizes.heads * sizes.value_width),
         )
 
 

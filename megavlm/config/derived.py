@@ -186,6 +186,11 @@ def is_linear(language: LanguageConfig, layer: int) -> bool:
     return layer in language.linear_attention_layers
 
 
+def is_latent(language: LanguageConfig) -> bool:
+    """Return whether the layers of a language model have multi-head latent attention."""
+    return language.kv_lora_rank is not None
+
+
 def tower_merge(vision: VisionConfig) -> int:
     """Return the side of the blocks of patches that the tower itself merges; 1 if it merges none."""
     return 1 if vision.merger_layer is None else 2
@@ -216,4 +221,6 @@ def projector_inputs(model: ModelConfig) -> int:
 
 def rotary_channels(language: LanguageConfig) -> int:
     """Return how many channels of an attention head rotate."""
+    if is_latent(language):
+        return language.qk_pos_emb_head_dim
     return int(language.kv_channels * language.rotary_percent)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megavlm.config.derived import has_experts, is_linear
+from megavlm.config.derived import has_experts, is_latent, is_linear
 from megavlm.config.schema import Config, LoraConfig
 
 PARTS = ("vision", "projector", "language")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP, GATED_MLP = ("fc1", "fc2"), ("gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT, ROUTED_EXPERTS = "shared_experts", "experts"
 
@@ -24,7 +25,11 @@ def linears_of(config: Config, part: str, number: int) -> tuple[str, ...]:
     """
     if part == "vision":
         return (*ATTENTION, *(GATED_MLP if config.model.vision.activation == "swiglu" else MLP))
-    attention = LINEAR_ATTENTION if is_linear(config.model.language, number) else ATTENTION
+    language = config.model.language
+    attention = LINEAR_ATTENTION if is_linear(language, number) else ATTENTION
+    if is_latent(language):
+        queries = ("q_proj",) if language.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+        attention = (*queries, *LATENT_ATTENTION)
     if not has_experts(config.model, number):
         return (*attention, *GATED_MLP)
     shared = config.model.experts.shared_ffn_hidden_size is not None

@@ -7,6 +7,11 @@ from typing import Literal
 
 from megavlm.config.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Needs, Valid, option
 
+LATENTS = Needs(
+    lambda config: config.model.language.kv_lora_rank is not None,
+    "without latent attention",
+    "add --set model.language.kv_lora_rank=512",
+)
 LAYERS = Valid("from 1 to 10,000", lambda value: 1 <= value <= 10_000)  # plans and dry runs look at each
 
 
@@ -251,6 +256,32 @@ class LanguageConfig:
         (),
         "Indices (from 0) of language layers without rotary positions (NoPE, EXAONE 4); default: no layer.",
         valid=AT_LEAST_0,
+    )
+    kv_lora_rank: int | None = option(
+        None,
+        "Multi-head latent attention (MLA, DeepSeek-V2): width of the latent that keys and values of all heads are "
+        "projected from; default: they are projected from the hidden states.",
+        valid=AT_LEAST_1,
+    )
+    q_lora_rank: int | None = option(
+        None,
+        "Latent attention: width of the latent that queries are projected from; default: the hidden states.",
+        valid=AT_LEAST_1,
+        needs=LATENTS,
+    )
+    qk_pos_emb_head_dim: int = option(
+        64,
+        "Latent attention: channels of a query and key that rotate, the last of kv_channels; all heads share those of "
+        "a key.",
+        valid=AT_LEAST_1,
+        needs=LATENTS,
+    )
+    v_head_dim: int = option(128, "Latent attention: width of a value head.", valid=AT_LEAST_1, needs=LATENTS)
+    rope_attention_factor: float = option(
+        1.0,
+        "Latent attention: factor of the channels that rotate (YaRN's, from mscale and mscale_all_dim).",
+        valid=POSITIVE,
+        needs=LATENTS,
     )
     attention_output_gate: bool = option(
         False, "Multiply the output of attention by the sigmoid of a projection of its input (Qwen3.5)."

@@ -36,18 +36,14 @@ from megavlm.model.rotary import Rotary, Rotation
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Attention(SelfAttention):
-    """megatron-core's self-attention with `rotary` in place of its own rotary embedding.
+class TurnedHeads:
+    """Base class in front of megatron-core's attention: rotates heads itself, and zeros queries of padding.
 
-    That one computes cos and sin again in each layer, and copies queries and keys four times more often.
+    megatron-core computes cos and sin again in each layer, and copies queries and keys four times more often.
     """
 
-    def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rotary, self.split = rotary, split
-        self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
-        self.rotation: Rotation | None = None
-        self.padding: Tensor | None = None
+    rotation: Rotation | None = None
+    packing: Packing | None = None
 
     def forward(
         self,
@@ -58,10 +54,12 @@ class Attention(SelfAttention):
         packed_seq_params: Packing | None = None,
         **kwargs: Any,
     ) -> Any:
-        self.rotation = rotary_pos_emb  # read during this call only, by the method below
-        self.padding = None if packed_seq_params is None else packed_seq_params.padding
-        output = super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **kwargs)
-        self.rotation = self.padding = None
+        self.rotation = rotary_pos_emb  # these are read during this call only, by the methods below
+        self.packing = packed_seq_params
+        output = super().forward(  # type: ignore[misc]
+            hidden_states, attention_mask, packed_seq_params=packed_seq_params, **kwargs
+        )
+        self.rotation = self.packing = None
         return output
 
     def get_query_key_value_tensors(
@@ -71,9 +69,21 @@ class Attention(SelfAttention):
         queries of padding may be zeros.
         """
         query, key, value, *gate = self._turned_heads(hidden_states, key_value_states)
-        if self.padding is not None:
-            query = query.masked_fill(self.padding[..., None, None], 0.0)
+        if self.packing is not None and self.packing.padding is not None:
+            query = query.masked_fill(self.packing.padding[..., None, None], 0.0)
         return query, key, value, *gate
+
+    def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+class Attention(TurnedHeads, SelfAttention):
+    """megatron-core's self-attention with `rotary` in place of its own rotary embedding."""
+
+    def __init__(self, *args: Any, rotary: Rotary, split: HeadSplit, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary, self.split = rotary, split
+        self.shared_heads = SharedHeads(split, self.tp_group) if split.copies > 1 else None
 
     def _turned_heads(self, hidden_states: Tensor, key_value_states: Tensor | None) -> tuple[Tensor, ...]:
         rotary, turns = self.rotary, self.rotation
@@ -81,7 +91,8 @@ class Attention(SelfAttention):
         if self.shared_heads is not None or self.split.gated:
             query, key, value, *gate = self._split_heads(self.linear_qkv(hidden_states)[0])
         else:
-            mixed, sizes = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+            whole = SelfAttention.get_query_key_value_tensors
+            mixed, sizes = whole(self, hidden_states, key_value_states, split_qkv=False)
             if turns is not None and self.q_layernorm is None:
                 return rotary.split_and_rotate(mixed, sizes, turns)
             query, key, value = rotary.split(mixed, sizes)
@@ -117,6 +128,8 @@ class CoreAttention(nn.Module):
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
@@ -149,7 +162,7 @@ class CoreAttention(nn.Module):
                 out = attend_in_spans(q, k, v, packed_seq_params.masked, self._attend)
             return in_rows(packed_seq_params, out, rows=query.shape[1])
         drops = self.dropout > 0 and self.training
-        if self.joins_lengths and not drops and fits_one_call(q, k):
+        if self.joins_lengths and not drops and fits_one_call(q, v):
             out = attend_in_all(q, k, v, packed_seq_params, causal=causal, scale=self.scale)
         else:
             with sdpa_kernel(ANY_SHAPE):

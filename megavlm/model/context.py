@@ -197,7 +197,7 @@ class MicroBatchContext:
         positions = self.batch.text.further_positions
         assert positions is not None, "`with_further_tokens` sets them"
         language, dtype = self.config.model.language, DTYPES[self.config.precision.dtype]
-        return rotation(rope(positions[depth], language), dtype)
+        return rotation(rope(positions[depth], language), dtype, language.rope_attention_factor)
 
     def followed(self, states: Tensor, steps: int) -> Tensor:
         """Return at each position the state [S(/TP), B, H] of the position `steps` later in its row.
@@ -229,7 +229,8 @@ class MicroBatchContext:
         return self._rotation(replace(language, rotary_base=language.local_rotary_base, rope_scaling="none"))
 
     def _rotation(self, language: LanguageConfig) -> Rotation:
-        return rotation(rope(self.batch.text.positions, language), DTYPES[self.config.precision.dtype])
+        angles = rope(self.batch.text.positions, language)
+        return rotation(angles, DTYPES[self.config.precision.dtype], language.rope_attention_factor)
 
     @property
     def tile_groups(self) -> tuple[TileGroup, ...]:

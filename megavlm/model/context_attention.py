@@ -107,29 +107,38 @@ def across_context(attention: type) -> type:
             packed_seq_params: Packing | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            """query [S/C, B, N, D], key and value [S/C, B, G, D] → [S/C, B, N·D]."""
-            packing, width, ranks = packed_seq_params, query.shape[-1], self.context.split.heads
+            """query [S/C, B, N, D], key [S/C, B, G, D] and value [S/C, B, G, E] → [S/C, B, N·E].
+
+            Key and value may also be those of whole rows, [S, B, G, ·], where no heads are exchanged.
+            """
+            packing, width, ranks = packed_seq_params, value.shape[-1], self.context.split.heads
             if packing is not None and packing.cached is not None:
                 cached: Tensor = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
                 return cached
-            sent, sizes = heads_for_ranks((query, key, value), ranks)
-            query, key, value = rows_of_ranks(all_to_all(self.context.heads, sent)).split(sizes, dim=2)
+            if ranks > 1:
+                heads = query, key, value
+                sent, sizes = heads_for_ranks(heads, ranks)
+                parts = rows_of_ranks(all_to_all(self.context.heads, sent)).split(sizes, dim=2)
+                query, key, value = (x.unflatten(2, (-1, each.shape[3])) for x, each in zip(parts, heads, strict=True))
             if self.context.split.groups == 1:
                 out = super().forward(query, key, value, *args, packed_seq_params=packing, **kwargs)
             else:
                 assert packing is not None, "the spans of queries"
-                keys, values = gathered((key, value), self.context.keys)
-                out = attend_to_earlier(query, keys, values, packing.causal, self._attend)
-            heads = out.unflatten(0, (ranks, -1)).unflatten(-1, (-1, width))
-            return heads_of_ranks(all_to_all(self.context.heads, heads))
+                if key.shape[0] == query.shape[0]:
+                    key, value = gathered((key, value), self.context.keys)
+                out = attend_to_earlier(query, key, value, packing.causal, self._attend)
+            outputs = out.unflatten(0, (ranks, -1)).unflatten(-1, (-1, width))
+            return heads_of_ranks(all_to_all(self.context.heads, outputs))
 
     return ContextAttention
 
 
 def gathered(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the whole rows [S, B, heads, D] of tensors that are sharded over the ranks of a group."""
-    whole = gather_from_sequence_parallel_region(torch.cat(list(tensors), dim=2), group=group)
-    return list(in_order_of_rows(whole, group.size()).split([x.shape[2] for x in tensors], dim=2))
+    """Return the whole rows [S, B, heads, width] of tensors that are sharded over the ranks of a group."""
+    flat = [x.flatten(2) for x in tensors]
+    whole = gather_from_sequence_parallel_region(torch.cat(flat, dim=2), group=group)
+    parts = in_order_of_rows(whole, group.size()).split([x.shape[2] for x in flat], dim=2)
+    return [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
 def with_own_heads(config: TransformerConfig, ranks: int) -> TransformerConfig:
@@ -148,18 +157,19 @@ def copies_of_heads(heads: int, ranks: int) -> int:
 
 
 def heads_for_ranks(tensors: Sequence[Tensor], ranks: int) -> tuple[Tensor, list[int]]:
-    """Return the heads to send to each of E ranks, [E, S/C, B, heads, D], and how many of them come from each tensor.
+    """Return what to send to each of E ranks, [E, S/C, B, channels], and how many channels come from each tensor.
 
-    Each gets equally many consecutive heads of each tensor [S/C, B, heads, D]. Key/value heads that E does not divide
-    are repeated. As E divides the N query heads, lcm(G, E) divides them too: each rank has the keys of its queries.
+    Each gets equally many consecutive heads of each tensor [S/C, B, heads, width]. Key/value heads that E does not
+    divide are repeated. As E divides the N query heads, lcm(G, E) divides them too: each rank has the keys of its
+    queries.
     """
     repeated = [x.repeat_interleave(copies_of_heads(x.shape[2], ranks), dim=2) for x in tensors]
-    parts = [x.unflatten(2, (ranks, -1)) for x in repeated]
-    return torch.cat(parts, dim=3).permute(2, 0, 1, 3, 4), [x.shape[3] for x in parts]
+    parts = [x.unflatten(2, (ranks, -1)).flatten(3) for x in repeated]
+    return torch.cat(parts, dim=3).permute(2, 0, 1, 3), [x.shape[3] for x in parts]
 
 
 def rows_of_ranks(parts: Tensor) -> Tensor:
-    """Return the group's rows [E·S/C, B, heads, D] from the parts [E, S/C, B, heads, D] that ranks have sent."""
+    """Return the group's rows [E·S/C, B, …] from the parts [E, S/C, B, …] that ranks have sent."""
     return parts.flatten(0, 1)
 
 

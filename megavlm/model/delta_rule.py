@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megavlm.arch.transformer import CHUNK
+from megavlm.arch.mixers import CHUNK
 
 TINY = 1e-6  # added to the squared length of a query or key
 

@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
+from megavlm.arch.mixers import CHUNK
 from megavlm.arch.tensor_split import DeltaSplit
-from megavlm.arch.transformer import CHUNK
 from megavlm.inputs.batch import Continuation
 from megavlm.model.attention import SharedHeads
 from megavlm.model.context_attention import copies_of_heads, gathered, own_runs, rows_of_ranks

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from megavlm.config.lora_config import ROUTED_EXPERTS, SHARED_EXPERT, is_target
 from megavlm.config.schema import LoraConfig
 from megavlm.model.experts import ExpertWeight, GroupedExperts, Rows, grouped, mark
+from megavlm.model.latent_attention import LatentAttention
 from megavlm.model.linear_attention import GatedDeltaNet
 
 
@@ -133,6 +134,16 @@ class LoraRowParallelLinear(_LoraLinear):
         return _sharded(self, prefix, axes, sharded_offsets, metadata)
 
 
+class LoraWholeLinear(_LoraLinear):
+    """A layer that is whole on every rank, and so are A and B."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (adapter,) = self.lora.values()
+        low = F.linear(self.lora.drop(x, differs=self.config.sequence_parallel), adapter.A)
+        output: Tensor = super().forward(x) + F.linear(low, adapter.B) * self.lora.scale  # type: ignore[misc]
+        return output
+
+
 def _sharded(linear: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> Any:
     return make_sharded_tensors_for_checkpoint(
         linear.state_dict(prefix="", keep_vars=True),
@@ -151,6 +162,12 @@ def add_adapters(layer: TransformerLayer, name: str, lora: LoraConfig, *, gated:
     if isinstance(attention, GatedDeltaNet):
         _adapt_columns(attention.in_proj, name, lora, blocks=attention.blocks, repeats=attention.split.heads.slots)
         _adapt_rows(attention.out_proj, name, lora, linear="out_proj")
+    elif isinstance(attention, LatentAttention):
+        for linear, module in attention.projections.items():
+            _adapt_columns(module, name, lora, blocks={linear: module.weight.shape[0]}, repeats=1)
+        for linear, module in attention.whole_projections.items():
+            _adapt(module, name, lora, linear=linear, kind=LoraWholeLinear)
+        _adapt_rows(attention.linear_proj, name, lora, linear="o_proj")
     else:
         split = attention.split
         rows = {"q_proj": split.rows(split.fused[0]), "k_proj": split.part_width, "v_proj": split.part_width}
@@ -194,14 +211,23 @@ def _adapt_columns(module: Any, layer: str, lora: LoraConfig, *, blocks: dict[st
 
 
 def _adapt_rows(module: Any, layer: str, lora: LoraConfig, *, linear: str) -> None:
+    adapter = _adapt(module, layer, lora, linear=linear, kind=LoraRowParallelLinear)
+    if adapter is not None:
+        set_tensor_model_parallel_attributes(adapter.A, True, 1, 1)
+
+
+def _adapt(module: Any, layer: str, lora: LoraConfig, *, linear: str, kind: type) -> Adapter | None:
+    """Add one adapter, if the linear layer is a target, whose B sees this rank's part of the sequence alone."""
     if not is_target(lora, layer, linear):
-        return
+        return None
     weight = module.weight
     adapter = Adapter(weight.shape[1], weight.shape[0], rank=lora.rank, dtype=weight.dtype)
-    module.__class__ = _adapted(LoraRowParallelLinear, type(module))
+    module.__class__ = _adapted(kind, type(module))
     module.lora = _Adapters({linear: adapter}, lora)
     adapter.B.sequence_parallel = module.config.sequence_parallel  # type: ignore[attr-defined]
-    set_tensor_model_parallel_attributes(adapter.A, True, 1, 1)
+    if kind is LoraWholeLinear:
+        adapter.A.sequence_parallel = module.config.sequence_parallel  # type: ignore[attr-defined]
+    return adapter
 
 
 ALIGNED_BYTES = 16  # of a row that torch's grouped product reads

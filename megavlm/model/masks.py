@@ -1,8 +1,8 @@
 """Masked attention: sliding windows, and images whose tokens attend to one another in both directions.
 
 Transformer Engine and FlashAttention support windows, but not an image inside a causal sequence. So layers that need a
-mask use torch's `scaled_dot_product_attention` on every device, span by span (`arch/masks.py`), which skips the scores
-outside of spans.
+mask use torch's `scaled_dot_product_attention` on every device, span by span (`arch/layer_sizes.py`), which skips the
+scores outside of spans.
 
 `CachedAttention` attends to a key/value cache. For one new token the time goes to reading the cache, which torch's
 `scaled_dot_product_attention` with a mask does once. A long prompt attends span by span, because one mask for all of it
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.masks import QUERIES, spans_of
+from megavlm.arch.layer_sizes import QUERIES, spans_of
 from megavlm.inputs.batch import Continuation
 
 

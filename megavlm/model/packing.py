@@ -171,9 +171,9 @@ def flash_kernel() -> Callable[..., Any] | None:
     return operator
 
 
-def fits_one_call(query: Tensor, key: Tensor) -> bool:
-    """Return whether FlashAttention's kernels can attend in all sequences with one call."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
+def fits_one_call(query: Tensor, value: Tensor) -> bool:
+    """Return whether FlashAttention's kernels, for heads of one width, can attend in all sequences with one call."""
+    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
     return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= WIDEST and flash_kernel() is not None
 
 

@@ -27,7 +27,7 @@ from megavlm.arch.tensor_split import (
     share_runs,
     vision_split,
 )
-from megavlm.config.derived import is_linear
+from megavlm.config.derived import is_latent, is_linear
 from megavlm.config.schema import ModelConfig
 
 
@@ -47,6 +47,8 @@ def part_of_rank(key: str, model: ModelConfig, *, tp: int, rank: int) -> Part | 
     block, _, leaf = leaf.partition(".")
     if block == "self_attention" and kind == LANGUAGE_LAYER and is_linear(model.language, number_of(key)):
         return _part_of_linear_attention(leaf, model, tp, rank)
+    if block == "self_attention" and kind == LANGUAGE_LAYER and is_latent(model.language):
+        return _part_of_latent_attention(leaf, language_split(model.language, tp), rank)
     if block == "self_attention":
         heads = language_split(model.language, tp) if kind == LANGUAGE_LAYER else vision_split(model.vision, tp)
         padded_at_end = kind != LANGUAGE_LAYER and heads.groups == heads.heads
@@ -89,6 +91,15 @@ def _part_of_linear_attention(leaf: str, model: ModelConfig, tp: int, rank: int)
     if leaf not in blocks:
         return None
     return split.heads.part(rank, *blocks[leaf], axis=1 if leaf.startswith("out_proj.") else 0)
+
+
+def _part_of_latent_attention(leaf: str, split: HeadSplit, rank: int) -> Part | None:
+    name, _, parameter = leaf.partition(".")
+    assert split.latent is not None
+    output = name == "linear_proj"
+    if name not in split.latent.rows or split.is_even or parameter.endswith(".B" if output else ".A"):
+        return None
+    return split.part(rank, Block(split.latent.rows[name]), axis=int(output))
 
 
 def _part_of_mlp(leaf: str, width: int, gated: bool, tp: int, rank: int) -> Part | None:

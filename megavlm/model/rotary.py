@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.config.derived import rotary_channels
+from megavlm.config.derived import is_latent, rotary_channels
 from megavlm.config.schema import LanguageConfig
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query [S, B, N, D], key and value [S, B, G, D]
@@ -31,9 +31,10 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotary angles with their cos and sin in `dtype`."""
-    return Rotation(angles, angles.cos().to(dtype), angles.sin().to(dtype))
+def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotation:
+    """Return the rotary angles with their cos and sin in `dtype`; what rotates grows by `factor`."""
+    cos, sin = ((x if factor == 1 else x * factor).to(dtype) for x in (angles.cos(), angles.sin()))
+    return Rotation(angles, cos, sin)
 
 
 class Rotary:
@@ -156,7 +157,8 @@ def rope(positions: Tensor, language: LanguageConfig) -> Tensor:
     angles = moved.float() * frequencies(language, device=positions.device)
     if language.rotary_interleaved:
         both = angles.repeat_interleave(2, dim=-1)
-        return F.pad(both, (0, language.kv_channels - both.shape[-1]))[:, :, None]  # channels that do not rotate
+        width = both.shape[-1] if is_latent(language) else language.kv_channels
+        return F.pad(both, (0, width - both.shape[-1]))[:, :, None]  # channels that do not rotate
     return torch.cat([angles, angles], dim=-1)[:, :, None]
 
 

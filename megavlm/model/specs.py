@@ -27,12 +27,20 @@ from megavlm.arch.connector import connector_of
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER
 from megavlm.arch.tensor_split import HeadSplit, delta_split, language_split, mlp_share, vision_split
-from megavlm.config.derived import attends_in_window, has_experts, is_linear, masks_all_layers, sequence_parallel
+from megavlm.config.derived import (
+    attends_in_window,
+    has_experts,
+    is_latent,
+    is_linear,
+    masks_all_layers,
+    sequence_parallel,
+)
 from megavlm.config.lora_config import clipped_parts
 from megavlm.config.schema import Config
 from megavlm.model.attention import Attention, CoreAttention, LogitAttention, without_padding
 from megavlm.model.context_attention import across_context
 from megavlm.model.experts import GroupedExperts
+from megavlm.model.latent_attention import LatentAttention
 from megavlm.model.layer_modules import ActivationModule, LayerModules, accumulation_fields, fp8_fields, modules_of
 from megavlm.model.linear_attention import GatedDeltaNet
 from megavlm.model.norm import FullRMSNorm, LayerScale, Norm, ParallelLayer, PostNorm
@@ -228,6 +236,8 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
     if "language" in clipped_parts(config):
         core = LogitAttention
     params: dict[str, Any] = {}
+    if is_latent(language):  # Transformer Engine asks for them
+        params |= {"k_channels": language.kv_channels, "v_channels": language.v_head_dim}
     if language.attention_softcap is not None:
         params |= {"softcap": language.attention_softcap}
     if groups.dims.cp > 1:
@@ -259,6 +269,14 @@ def language_layer(config: Config, layer_config: TransformerConfig, groups: Grou
             },
         )
         submodules = replace(submodules, self_attention=attention)
+    elif is_latent(language):
+        attention = ModuleSpec(
+            module=LatentAttention,
+            params={"language": language, "modules": modules, "groups": groups},
+            submodules=submodules.self_attention.submodules,
+        )
+        # Latents are projected from the norm's output, not by a linear layer that contains the norm.
+        submodules = replace(submodules, input_layernorm=modules.norm_alone, self_attention=attention)
     if has_experts(config.model, number):
         layer_config = with_experts(layer_config, config, groups.dims)
         mlp = experts_spec(modules, config, submodules.mlp.submodules)

@@ -10,6 +10,9 @@ With heads of their own keys that is θ = γ^α, κ = γ^(1−α), as in the pap
 of its heads needs no clipping, so that no head is scaled by more than its own logits ask for: the paper treats the key
 part that its heads share in the same way. (megatron-core 0.16.1 scales all heads of a group by its smallest γ.)
 
+Latent attention shares the rotated part of keys among all heads: there a head's queries take γ in the channels that
+rotate and γ^½ in the others, as its keys do.
+
 Weights and biases are scaled after the optimizer's update and before the model gets the new weights; moments stay as
 they are. Each rank scales the elements that it updates, wherever they lie in the global tensor (`parallel/shards.py`).
 The largest logits are found on whichever ranks they were computed (`HeadLogits`).
@@ -37,7 +40,8 @@ from megavlm.model.vlm import VLMChunk, bare_chunk
 from megavlm.optim.elementwise import ElementwiseOptimizer
 from megavlm.parallel.shards import ShardLayout, ShardPlace, local_part
 
-_PROJECTION = ".self_attention.linear_qkv."
+PROJECTIONS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+_ATTENTION = ".self_attention."
 
 
 def clipped_layers(config: Config, *, tp: int = 1) -> dict[str, HeadSplit]:
@@ -71,6 +75,18 @@ def row_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> 
     return torch.cat([queries, key, torch.ones_like(key)], dim=1).flatten().repeat_interleave(split.width)
 
 
+def projection_factors(largest: Tensor, split: HeadSplit, options: OptimizerConfig) -> dict[str, Tensor]:
+    """Return the factor of each row of each projection that is scaled, by its name."""
+    if split.latent is None:
+        return {"linear_qkv": row_factors(largest, split, options)}
+    threshold, head = options.qk_clip_threshold, split.latent
+    shrink = torch.where(largest > threshold, threshold / largest, 1.0)[:, None]
+    root = (shrink**0.5).expand(-1, head.still)
+    queries = torch.cat([root, shrink.expand(-1, head.turning)], dim=1).flatten()
+    keys = torch.cat([root, torch.ones_like(shrink).expand(-1, head.value)], dim=1).flatten()
+    return {"linear_q_proj": queries, "linear_q_up_proj": queries, "linear_kv_up_proj": keys}
+
+
 class QKClip:
     """Scales the parts of projections that a rank updates, at the end of each step of the optimizers that hold them."""
 
@@ -82,13 +98,14 @@ class QKClip:
     ) -> None:
         """`held` are parameters with the optimizer and the fp32 weights that this rank updates, and their layout."""
         self._layers, self._options = layers, options
-        self._factors: dict[str, Tensor] = {}
-        parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[str, Tensor, ShardPlace]]]] = {}
+        self._factors: dict[tuple[str, str], Tensor] = {}
+        parts: dict[int, tuple[ElementwiseOptimizer, list[tuple[tuple[str, str], Tensor, ShardPlace]]]] = {}
         for inner, weights, layout in held:
-            layer, projection, _ = layout.key.partition(_PROJECTION)
-            if projection and layer in layers:
+            layer, _, parameter = layout.key.partition(_ATTENTION)
+            name = parameter.partition(".")[0]
+            if layer in layers and name in PROJECTIONS:
                 _, places = parts.setdefault(id(inner), (inner, []))
-                places += [(layer, weights, place) for place in layout.places()]
+                places += [((layer, name), weights, place) for place in layout.places()]
         for inner, places in parts.values():
             inner.finish = partial(self._scale, places)
 
@@ -96,14 +113,15 @@ class QKClip:
         """Take the largest logits of all heads, layer by layer [heads of all layers] float64, for the next step."""
         counts = [split.heads for split in self._layers.values()]
         self._factors = {
-            layer: row_factors(found, split, self._options)
+            (layer, name): factors
             for (layer, split), found in zip(self._layers.items(), largest.split(counts), strict=True)
+            for name, factors in projection_factors(found, split, self._options).items()
         }
 
-    def _scale(self, places: Iterable[tuple[str, Tensor, ShardPlace]]) -> None:
-        for layer, weights, place in places:
+    def _scale(self, places: Iterable[tuple[tuple[str, str], Tensor, ShardPlace]]) -> None:
+        for projection, weights, place in places:
             view, first = place.view(local_part(weights)), place.box.offset[0]
-            factors = self._factors[layer][first : first + len(view)]
+            factors = self._factors[projection][first : first + len(view)]
             factors = F.pad(factors, (0, len(view) - len(factors)), value=1.0)  # rows that are padding
             view.mul_(factors.to(view.device, view.dtype).view(-1, *(1,) * (view.ndim - 1)))
 

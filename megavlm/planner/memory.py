@@ -26,8 +26,8 @@ from megavlm.arch.kinds import (
     state_bytes,
     waiting_bytes,
 )
+from megavlm.arch.layer_sizes import mask_bytes, score_bytes
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, OUTPUT, PATCH_EMBED, kind_of
-from megavlm.arch.masks import mask_bytes, score_bytes
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.scenario import Recompute, Scenario, encoder_scenario
 from megavlm.arch.schedules import held_at_peaks, scenario_shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megavlm.arch.connector import connector_of
 from megavlm.arch.objectives import objective_of
-from megavlm.config.derived import rotary_channels, tower_merge
+from megavlm.config.derived import is_latent, rotary_channels, tower_merge
 from megavlm.config.lora_config import (
     adapted_parts,
     adapts_experts,
@@ -140,6 +140,35 @@ def language_model(config: Config) -> Iterator[str]:
     if language.linear_attention_layers and values % keys:
         whole = f"model.language.linear_num_value_heads {values}"
         yield no_divisor("model.language.linear_num_key_heads", keys, whole, values)
+
+
+def latent_attention(config: Config) -> Iterator[str]:
+    """Each head has a key and a value of its own, part of which rotates; what other attention has, it has not."""
+    language = config.model.language
+    if not is_latent(language):
+        return
+    option, turning = f"model.language.kv_lora_rank {language.kv_lora_rank}", language.qk_pos_emb_head_dim
+    width = resolve_model(config.model).language.kv_channels
+    if turning % 2 or turning >= width:
+        yield (
+            f"model.language.qk_pos_emb_head_dim {turning} must be even and less than model.language.kv_channels "
+            f"{width}, the width of a query: set another"
+        )
+    if is_set(language, "num_query_groups") and language.num_query_groups != language.num_attention_heads:
+        heads = language.num_attention_heads
+        yield f"{option} gives each head a key of its own: set model.language.num_query_groups to {heads}"
+    for name, given in (
+        ("linear_attention_layers", language.linear_attention_layers),
+        ("qk_norm", language.qk_norm),
+        ("add_qkv_bias", language.add_qkv_bias),
+        ("attention_output_gate", language.attention_output_gate),
+        ("rotary_percent", language.rotary_percent < 1),
+        ("input_norms=false", not language.input_norms),
+        ("local_rotary_base", language.local_rotary_base is not None),
+        ("parallel_block", language.parallel_block),
+    ):
+        if given:
+            yield f"{option} and model.language.{name} cannot be combined: leave one of them out"
 
 
 def further_tokens(config: Config) -> Iterator[str]:
@@ -276,6 +305,7 @@ def _listed(numbers: Sequence[int]) -> str:
 MODEL_RULES: tuple[Rule, ...] = (
     vision_tower,
     language_model,
+    latent_attention,
     further_tokens,
     sequence_is_not_too_long,
     images,

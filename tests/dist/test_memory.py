@@ -50,6 +50,10 @@ QWEN3_5 = (
     "model.language.linear_num_value_heads=4 model.language.linear_key_head_dim=64 "
     "model.language.linear_value_head_dim=96 model.language.attention_output_gate=true model.language.qk_norm=true"
 )
+LATENTS = (
+    "--set model.language.num_query_groups=6 model.language.kv_channels=48 model.language.kv_lora_rank=96 "
+    "model.language.q_lora_rank=128 model.language.qk_pos_emb_head_dim=16 model.language.v_head_dim=40"
+)
 EXAONE = (
     "--set model.language.input_norms=false model.language.post_norms=true model.language.qk_norm=true "
     "model.language.window_size=32 model.language.full_attention_layers=[3] model.language.no_rope_layers=[3] "
@@ -82,6 +86,8 @@ SHARED = "--set model.experts.shared_ffn_hidden_size=256 model.experts.shared_ga
 CASES = {
     "qwen3.5": (1, QWEN3_5),
     "tp2-qwen3.5-bf16": (2, f"--tp 2 {QWEN3_5} --precision bf16"),
+    "latents": (1, LATENTS),
+    "tp2-latents-bf16": (2, f"--tp 2 {LATENTS} --precision bf16"),
     "exaone4.5": (1, EXAONE),
     "paligemma": (1, PALIGEMMA),
     "tp4-exaone4.5-bf16": (4, f"--tp 4 {EXAONE} --precision bf16"),

@@ -26,7 +26,17 @@ from megavlm.programs import convert
 from tests.support import hf
 from tests.support.covering import fast_and_slow, slow
 from tests.support.harness import Single, difference
-from tests.support.tiny_models import IMAGES, MODELS, QWEN3_MOE, VIDEOS, config_of, images_of, tiny
+from tests.support.tiny_models import (
+    DEEPSEEK,
+    IMAGES,
+    MODELS,
+    PLAIN_LATENTS,
+    QWEN3_MOE,
+    VIDEOS,
+    config_of,
+    images_of,
+    tiny,
+)
 
 TIED_ALREADY = ("qwen3-vl", "lighton-ocr")
 # What a family has in more than one way, beside the models that run at all layouts.
@@ -60,6 +70,8 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     ),
     # What --vision-from CLIP and --language-from Qwen3-MoE become.
     "llava-moe": (partial(tiny, "llava", text=QWEN3_MOE), IMAGES["llava"]),
+    "llava-latents": (partial(tiny, "llava", text=DEEPSEEK), IMAGES["llava"]),
+    "llava-latents-alone": (partial(tiny, "llava", text={**DEEPSEEK, **PLAIN_LATENTS}), IMAGES["llava"]),
     "internvl-moe-normalized": (
         partial(tiny, "internvl-moe", text={"norm_topk_prob": True, "decoder_sparse_step": 2}),
         IMAGES["internvl"],

@@ -101,6 +101,12 @@ MODELS = {
     "model.language.linear_value_head_dim=12 model.language.linear_conv_kernel_dim=3 "
     "model.language.attention_output_gate=true model.language.qk_norm=true model.language.apply_layernorm_1p=true "
     "model.language.num_query_groups=2 model.language.rotary_percent=0.5 model.language.mtp_layers=1",
+    # Queries of sixteen channels, of which the last six rotate; six heads, which four ranks do not divide.
+    "latents": "--set model.language.num_attention_heads=6 model.language.num_query_groups=6 "
+    "model.language.kv_channels=16 "
+    "model.language.kv_lora_rank=20 model.language.q_lora_rank=24 model.language.qk_pos_emb_head_dim=6 "
+    "model.language.v_head_dim=10 model.language.rotary_interleaved=true model.language.rope_attention_factor=1.2 "
+    "model.language.softmax_scale=0.3",
     # Two layers predict further tokens, under positions of images that turn three ways, from a shared embedding.
     "mtp": "--set model.language.mtp_layers=2 model.language.mrope_section=[2,2,2] model.language.num_layers=3 "
     "model.language.tie_embeddings=true model.objective.mtp_loss_scaling_factor=0.7",

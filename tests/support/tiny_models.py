@@ -99,6 +99,20 @@ GLM_EXPERTS = {  # after one dense layer, and two that every token takes
     **{"moe_intermediate_size": 40, "routed_scaling_factor": 1.75, "first_k_dense_replace": 1},
 }
 
+# YaRN with one factor of what rotates and another of all scores; an epsilon that latents do not share.
+DEEPSEEK = {
+    **{"model_type": "deepseek_v3", **TEXT, "num_hidden_layers": 3, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    **{"q_lora_rank": 20, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 10, "v_head_dim": 12},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
+    **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.75, "first_k_dense_replace": 1},
+    "rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 1.0},
+}
+# Queries straight from the hidden states, positions without scaling, no groups of experts (Kimi-VL).
+PLAIN_LATENTS = {
+    **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+
 TOWER: dict[str, Any] = {
     **{"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 3},
     **{"image_size": 32, "patch_size": 8},
@@ -307,7 +321,7 @@ def tiny(name: str, **options: Any) -> Any:
     if name == "qwen3-vl-moe":
         return AsPublished(config)
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    if name == "glm4v-moe":  # biases that change which experts are chosen
+    if hasattr(config.text_config, "first_k_dense_replace"):  # biases that change which experts are chosen
         for number, layer in enumerate(model.model.language_model.layers[1:]):
             bias = layer.mlp.gate.e_score_correction_bias
             bias.copy_(torch.linspace(-0.2, 0.2, 8).roll(3 * number))

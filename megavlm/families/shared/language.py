@@ -1,4 +1,4 @@
-"""Language models of Transformers that one table describes: Llama, Mistral, Ministral, Qwen2, Qwen3, Qwen3-MoE."""
+"""Language models of Transformers that one table describes: Llama, Mistral, Ministral, Qwen2 and 3, DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megavlm.arch.layers import EMBEDDING, LANGUAGE_LAYER, LANGUAGE_NORM, MTP_INPUT, MTP_NORM, OUTPUT
-from megavlm.config.derived import is_linear
+from megavlm.config.derived import is_latent, is_linear
 from megavlm.config.schema import ExpertsConfig, LanguageConfig, ModelConfig
 from megavlm.errors import UserError
-from megavlm.families.shared.experts import ExpertFiles, experts_table, qwen_experts
+from megavlm.families.shared.experts import ExpertFiles, experts_table, glm_experts, qwen_experts
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import QKV, Concat, Grouped, Rename, Share, Table, linear
@@ -49,6 +49,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 32768,
     },
+    "deepseek_v3": {
+        **{"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 4096},
+        **{"intermediate_size": 18432, "vocab_size": 129280, "num_key_value_heads": 128, "n_group": 8, "topk_group": 4},
+        **{
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 256,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+        },
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {
         "hidden_size": 2048,
         "num_hidden_layers": 24,
@@ -74,21 +85,43 @@ def language(settings: Settings, *, kind: str | None = None, tied: bool | None =
     settings.require("mlp_bias", False, why="biases in the language MLP are not known here")
     heads = settings.need("num_attention_heads")
     width = settings.get("head_dim", None) or settings.need("hidden_size") // heads
+    rope = _latents(settings, heads) if kind == "deepseek_v3" else {"kv_channels": width, **_rope(settings, width)}
     return LanguageConfig(
         num_layers=settings.need("num_hidden_layers"),
         hidden_size=settings.need("hidden_size"),
         ffn_hidden_size=settings.need("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=settings.get("num_key_value_heads", heads),
-        kv_channels=width,
         vocab_size=settings.need("vocab_size"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         add_qkv_bias=kind == "qwen2",
         qk_norm=kind.startswith("qwen3"),
         tie_embeddings=settings.get("tie_word_embeddings", False) if tied is None else tied,
         max_positions=_max_positions(settings, kind),
-        **_rope(settings, width),
+        **rope,
     )
+
+
+def _latents(settings: Settings, heads: int) -> dict[str, Any]:
+    """Return the options of latent attention. YaRN scales all scores, by mscale_all_dim, and what rotates."""
+    if settings.get("num_key_value_heads", heads) != heads:
+        refuse(settings, "num_key_value_heads", "each head of latent attention has a key of its own")
+    turning = settings.get("qk_rope_head_dim", 64)
+    width = settings.get("qk_nope_head_dim", 128) + turning
+    found, rope = _rope(settings, turning), _rope_settings(settings)
+    scaling = found.get("rope_scaling", "none")
+    overall = rope.get("mscale_all_dim") if scaling != "none" else None
+    direct = settings.values.get("q_lora_rank", 0) is None
+    return found | {
+        "kv_channels": width,
+        "kv_lora_rank": settings.get("kv_lora_rank", 512),
+        "q_lora_rank": None if direct else settings.get("q_lora_rank", 1536),
+        "qk_pos_emb_head_dim": turning,
+        "v_head_dim": settings.get("v_head_dim", 128),
+        "rotary_interleaved": settings.get("rope_interleave", True),
+        "softmax_scale": _growth(rope, overall) ** 2 / math.sqrt(width) if overall else None,
+        "rope_attention_factor": _attention_factor(rope) if scaling == "yarn" else 1.0,
+    }
 
 
 def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str) -> tuple[int, ...]:
@@ -101,6 +134,9 @@ def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str
 
 def experts(settings: Settings) -> ExpertsConfig:
     """Return the mixture of experts of a text configuration; without experts for the types of dense models."""
+    if settings.get("model_type", "llama") == "deepseek_v3":
+        settings = Settings({**_DEFAULTS["deepseek_v3"], **_given(settings.values)}, settings.where)
+        return glm_experts(settings, layers=settings.need("num_hidden_layers"))
     if settings.get("model_type", "llama") != "qwen3_moe":
         return ExpertsConfig()
     layers = settings.get("num_hidden_layers", _DEFAULTS["qwen3_moe"]["num_hidden_layers"])
@@ -108,8 +144,9 @@ def experts(settings: Settings) -> ExpertsConfig:
 
 
 def _given(values: Any) -> dict[str, Any]:
-    """Return what is set; null is the default, but for `sliding_window`, where it means that there is no window."""
-    return {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+    """Return what is set; null is the default, but for names where it means that there is no such thing."""
+    absent = ("sliding_window", "q_lora_rank")
+    return {name: value for name, value in values.items() if value is not None or name in absent}
 
 
 def _max_positions(settings: Settings, kind: str) -> int | None:
@@ -158,16 +195,22 @@ def _rope(settings: Settings, width: int) -> dict[str, Any]:
     )
 
 
+def _growth(rope: Mapping[str, Any], scale: float) -> float:
+    """Return by how much YaRN lets queries and keys grow, for an mscale."""
+    return 0.1 * scale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """Return the factor by which YaRN multiplies what rotates."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    return _growth(rope, scales[0]) / _growth(rope, scales[1]) if scales[0] and scales[1] else _growth(rope, 1)
+
+
 def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     """Return YaRN's options. Queries and keys grow by a factor: scores by its square, which the softmax has here."""
-
-    def growth(scale: float) -> float:
-        return 0.1 * scale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
-
-    grown = rope.get("attention_factor")
-    if grown is None:
-        scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        grown = growth(scales[0]) / growth(scales[1]) if scales[0] and scales[1] else growth(1)
+    grown = _attention_factor(rope)
     return {
         "rope_scaling": "yarn",
         "rope_scaling_factor": float(rope["factor"]),
@@ -180,6 +223,13 @@ def _yarn(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 def attention_table(language: LanguageConfig, held: str, stored: str) -> Table:
     """Return the table of a layer's softmax attention; names begin with `held` here and with `stored` in files."""
+    if is_latent(language):
+        whole = {"linear_q_proj": "q_proj"}
+        if language.q_lora_rank is not None:
+            whole = {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
+        whole |= {"linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm"}
+        whole |= {"linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
+        return {f"{held}{own}.weight": Rename(f"{stored}{name}.weight") for own, name in whole.items()}
     groups, width = language.num_query_groups, language.kv_channels
     table: Table = {
         f"{held}linear_qkv.{leaf}": QKV(f"{stored}{{}}_proj.{leaf}", groups=groups, head_width=width)

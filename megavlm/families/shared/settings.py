@@ -38,17 +38,20 @@ _SETTINGS: dict[str, Expected] = {
     **_each(
         _WIDTH,
         "hidden_size intermediate_size out_hidden_size projection_dim embed_dim moe_intermediate_size "
-        "shared_expert_intermediate_size alignment_intermediate_size",
+        "shared_expert_intermediate_size alignment_intermediate_size kv_lora_rank q_lora_rank",
     ),
     **_each(_HEADS, "num_attention_heads num_key_value_heads num_heads linear_num_key_heads linear_num_value_heads"),
-    **_each(whole(1, 2**14), "head_dim linear_key_head_dim linear_value_head_dim"),
+    **_each(
+        whole(1, 2**14),
+        "head_dim linear_key_head_dim linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    ),
     **_each(whole(1, 2**24), "vocab_size num_position_embeddings"),
     **_each(whole(1, 2**31 - 1), "max_position_embeddings sliding_window"),
     **_each(
         FLAG,
         "use_sliding_window tie_word_embeddings multimodal_projector_bias use_absolute_position_embeddings "
         "use_mean_pooling use_qk_norm attention_bias mlp_bias use_bidirectional_attention norm_topk_prob "
-        "attn_output_gate use_bias",
+        "attn_output_gate use_bias rope_interleave",
     ),
     **_each(_EPSILON, "rms_norm_eps layer_norm_eps adapter_layer_norm_eps"),
     **_each(number(1e-3, 1e15), "rope_theta rope_local_base_freq"),

@@ -49,8 +49,8 @@ def across_ranks(tensors: tuple[Tensor, ...], bounds: list[int] | None, split: R
     for group in range(split.groups):
         ranks = range(group * split.heads, (group + 1) * split.heads)
         sent, sizes = zip(*(heads_for_ranks(cut[rank], split.heads) for rank in ranks), strict=True)
-        heads = [rows_of_ranks(torch.stack([x[h] for x in sent])).split(sizes[0], dim=2) for h in range(split.heads)]
-        found.append(heads)
+        rows = [rows_of_ranks(torch.stack([x[h] for x in sent])).split(sizes[0], dim=2) for h in range(split.heads)]
+        found.append([[x.unflatten(2, (-1, WIDTH)) for x in parts] for parts in rows])
     back = [[attended(found, group, h, bounds, split) for h in range(split.heads)] for group in range(split.groups)]
     parts = [
         heads_of_ranks(torch.stack([x.unflatten(0, (split.heads, -1))[h].unflatten(-1, (-1, WIDTH)) for x in outputs]))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.arch.masks import spans_of
+from megavlm.arch.layer_sizes import spans_of
 from megavlm.arch.workload import sliding_squares
 from megavlm.inputs.batch import Continuation, KeyValueCache
 from megavlm.model import cross_entropy

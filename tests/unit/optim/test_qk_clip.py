@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megavlm.arch.tensor_split import head_split
+from megavlm.arch.tensor_split import LatentHead, head_split
 from megavlm.config.schema import OptimizerConfig
-from megavlm.optim.qk_clip import clipped_layers, row_factors
+from megavlm.optim.qk_clip import clipped_layers, projection_factors, row_factors
 from tests.support.flags import resolved
 
 WIDTH = 3
@@ -61,6 +61,14 @@ def test_what_gates_the_output_stays_as_it_is() -> None:
     plain = row_factors(largest, replace(split, gated=False), options).view(2, 4, WIDTH)[:, :, 0]
     assert torch.equal(rows[:, [0, 2, 4, 5]], plain)
     assert torch.equal(rows[:, [1, 3]], torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_a_part_of_the_key_that_all_heads_share_leaves_its_factor_to_the_queries() -> None:
+    split = replace(head_split(2, 2, 5, 1), latent=LatentHead(still=3, turning=2, value=4))
+    largest = torch.tensor([40.0, 5.0], dtype=torch.float64)
+    found = projection_factors(largest, split, OptimizerConfig(qk_clip_threshold=10.0))
+    assert found["linear_q_up_proj"].tolist() == [0.5] * 3 + [0.25] * 2 + [1.0] * 5
+    assert found["linear_kv_up_proj"].tolist() == [0.5] * 3 + [1.0] * 11
 
 
 def test_layers_of_linear_attention_are_left_out() -> None:
