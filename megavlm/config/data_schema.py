@@ -122,6 +122,19 @@ class DataConfig:
         "Files: skip samples with an image of more pixels than this, before the image is decoded.",
         valid=AT_LEAST_1,
     )
+    augment_crop: float = of_files(
+        1.0,
+        "Files: train on a random part of each image, of at least this share of each side, enlarged to its size; "
+        "records whose text has boxes keep theirs. Default: whole images.",
+        flag=KEY_ONLY,
+        valid=SHARE,
+    )
+    augment_color: float = of_files(
+        0.0,
+        "Files: change brightness, contrast and saturation of each image that is trained on by up to this share.",
+        flag=KEY_ONLY,
+        valid=FRACTION,
+    )
     video_fps: float | None = of_files(
         None,
         "Files: frames that are taken of a second of a video; a record may ask for another rate; default: the model's "

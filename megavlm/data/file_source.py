@@ -21,6 +21,7 @@ from megavlm.data.sample_order import Order, RecordRef, spread, weights_of
 from megavlm.data.sampler import BatchSampler, PackedBatchSampler, Windows, bins_of
 from megavlm.data.source import DataSetShare, HeldOutPrompt, Source
 from megavlm.data.types import Conversation, EncodedRecord, HeldOut, Sample, SampleId, Segment
+from megavlm.data.visuals import Augmentation, names_places
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
@@ -154,15 +155,26 @@ class FilesSource(Encoder, Source):
         """Return the sample of an encoded segment with the patches of its images. Raises BadSample."""
         encoded = segment.encoded
         assert encoded is not None, "samples of files are encoded before they are packed"
-        images = self.conversation(segment.sample_id)[0].images if encoded.images else ()
+        conversation = self.conversation(segment.sample_id)[0] if encoded.images else Conversation(())
+        images, augmentation = conversation.images, self._augmentation(segment.sample_id, conversation)
         return Sample(
             tokens=encoded.tokens,
             trained=encoded.trained,
-            images=tuple(self.visuals.load(images, image) for image in encoded.images),
+            images=tuple(self.visuals.load(images, image, augmentation) for image in encoded.images),
             tile_groups=encoded.tile_groups,
             source=encoded.source,
             members=encoded.members,
         )
+
+    def _augmentation(self, sample_id: SampleId, conversation: Conversation) -> Augmentation | None:
+        """Return how images of a sample are changed: not at all where they are not trained on."""
+        options = self.config.data
+        if isinstance(sample_id, HeldOut) or (options.augment_crop == 1 and not options.augment_color):
+            return None
+        ref = self.order.record(sample_id)
+        crop = 1.0 if options.augment_crop == 1 or names_places(conversation) else options.augment_crop
+        place = f"{self.config.train.seed}/{ref.source}/{ref.record}/{ref.epoch}"
+        return Augmentation(crop, options.augment_color, place)
 
     def loaded(self, record: EncodedRecord) -> list[Sample]:
         """Return the samples of a record with the patches of their images. Raises BadSample."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,12 +11,13 @@ from itertools import count
 
 import numpy as np
 import torch
+from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from megavlm.data import clips
 from megavlm.data.arrays import array_size, as_picture, is_array, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, size_of
-from megavlm.data.types import ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
+from megavlm.data.types import Conversation, ImageRef, Picture, Sample, StoredImage, VideoRef, Visual
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Film, Layout
 from megavlm.inputs.patches import LoadedImage
@@ -22,6 +25,10 @@ from megavlm.inputs.processor import Processor
 from megavlm.inputs.resize import Pixels
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
+
+# How texts name places in an image: marks of boxes and points, and four numbers in brackets.
+_PLACES = re.compile(r"<\|?(box|loc|point|ref|bbox)|\bbbox|[\[(]\s*[\d.]+(\s*,\s*[\d.]+){3}\s*[\])]", re.IGNORECASE)
+_COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,19 @@ class Visuals:
             self.processor.numbered(self._layout(visual, images), next(numbers[type(visual)])) for visual in visuals
         ]
 
-    def load(self, visuals: Sequence[Visual], wanted: StoredImage) -> LoadedImage:
+    def load(
+        self, visuals: Sequence[Visual], wanted: StoredImage, augmentation: Augmentation | None = None
+    ) -> LoadedImage:
         """Return one of a record's images and videos with its patches. Raises BadSample."""
         visual = visuals[wanted.number]
         if isinstance(visual, VideoRef):
             patches = self._film(visual, wanted)
         else:
             images = sum(isinstance(each, ImageRef) for each in visuals)
-            patches = torch.cat(self.processor.tiles(self._pixels(visual), images=images))
+            pixels = self._pixels(visual)
+            if augmentation is not None:
+                pixels = augmentation.changed(pixels, wanted.number)
+            patches = torch.cat(self.processor.tiles(pixels, images=images))
         return LoadedImage(wanted.grids, patches, wanted.arrangement, wanted.film)
 
     def _layout(self, visual: Visual, images: int) -> Layout:
@@ -162,3 +174,38 @@ def unpatchified(
 def stored(number: int, layout: Layout) -> StoredImage:
     """Return what is kept of the layout of image or video `number` of a record until its pixels are read."""
     return StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement, layout.film)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Changes the images of a sample that is trained on, at random: alike for a record, epoch and seed (`place`) at
+    every layout. `crop` and `color` are the options. Sizes stay, as packing knows them before a pixel is read.
+    """
+
+    crop: float
+    color: float
+    place: str
+
+    def changed(self, pixels: Pixels, number: int) -> Pixels:
+        """Return the pixels uint8 [height, width, 3] of image `number` of the record, changed; other arrays as they
+        are.
+        """
+        if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+            return pixels
+        digest = hashlib.sha256(f"{self.place}/{number}".encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+        picture = Image.fromarray(pixels)
+        sides = np.array(picture.size)
+        part = sides * random.uniform(self.crop, 1, 2)
+        first = (sides - part) * random.uniform(0, 1, 2)
+        if self.crop < 1:
+            picture = picture.resize(picture.size, Image.Resampling.BICUBIC, box=(*first, *(first + part)))
+        for enhance, factor in zip(_COLORS, random.uniform(1 - self.color, 1 + self.color, 3), strict=True):
+            picture = enhance(picture).enhance(factor) if self.color else picture
+        return np.asarray(picture)
+
+
+def names_places(conversation: Conversation) -> bool:
+    """Return whether a conversation's text has boxes or points, which a crop would move."""
+    parts = (part for turn in conversation.turns for part in turn.parts if isinstance(part, str))
+    return any(_PLACES.search(part) for part in parts)
