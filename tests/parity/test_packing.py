@@ -47,6 +47,7 @@ CONFIGS = {
     "masks": masked(base(window_size=9, full_attention_layers=(1,), local_rotary_base=100.0)),
     "tiled": tiled(base()),
     "merged": merged(base(mrope_section=(1, 1, 1), rotary_percent=0.5, rotary_interleaved=True, post_norms=True)),
+    "latents": base(kv_lora_rank=20, num_query_groups=4, kv_channels=14, qk_pos_emb_head_dim=6, v_head_dim=10),
     "further tokens": base(mrope_section=(2, 2, 2), mtp_layers=2),
     "recomputed": replace(base(), execution=replace(base().execution, recompute_granularity="full")),
 }

@@ -29,9 +29,8 @@ def base(**language: Any) -> Config:
                     num_layers=2,
                     hidden_size=48,
                     num_attention_heads=4,
-                    num_query_groups=2,
                     vocab_size=VOCABULARY,
-                    **language,
+                    **{"num_query_groups": 2, **language},
                 ),
             )
         ),
