@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megavlm.arch.layers import OUTPUT, kind_of
+from megavlm.config.model_schema import PREFERENCES
 from megavlm.config.registry import ObjectiveEntry, registered
 from megavlm.config.schema import ModelConfig
 
@@ -22,6 +23,9 @@ class Objective:
     embeds: bool  # the output layer pools hidden states into one vector for each text; else it computes logits
     learned: tuple[str, ...] = ()  # parameters of the loss that may be trained
     counted: str = "tokens"  # the loss is the mean over these
+    compares: bool = False  # a sample is two answers to a prompt, of which the first is preferred
+    refers: bool = False  # it compares with log-probabilities of the model that the run begins with
+    measured: tuple[str, ...] = ()  # means over what is counted that a step reports beside the loss
 
     @property
     def forward_passes(self) -> int:
@@ -29,10 +33,18 @@ class Objective:
         return 2 if self.embeds else 1
 
 
+# Of pairs of answers: β · log-ratios, their difference, whether it is positive; answer tokens of both.
+ANSWER_MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
 OBJECTIVES: Mapping[str, Objective] = {
     "next-token": Objective(embeds=False),
     "contrastive": Objective(embeds=True, learned=("log_scale",), counted="pairs"),
     "sigmoid": Objective(embeds=True, learned=("log_scale", "logit_bias"), counted="queries"),
+    **{
+        kind: Objective(
+            embeds=False, counted="pairs", compares=True, refers=kind in ("dpo", "ipo"), measured=ANSWER_MEASURES
+        )
+        for kind in PREFERENCES
+    },
 }
 
 

@@ -33,9 +33,9 @@ class DatasetConfig:
     """One data set of the user (`data.datasets`, or `--datasets PATH,weight=2,image_root=DIR …`)."""
 
     path: str = option("", "File of records, or for webdataset the folder of tars; or its URL.")
-    kind: Literal["auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "webdataset"] = (
-        option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
-    )
+    kind: Literal[
+        "auto", "llava", "messages", "query", "alpaca", "vqa", "cauldron", "text", "pairs", "preferences", "webdataset"
+    ] = option("auto", "Format of a record, or webdataset for tars; auto detects it (docs/data.md).")
     weight: float | None = option(
         None,
         "Sampling weight relative to the other data sets; default: its number of records, so that an epoch has each "

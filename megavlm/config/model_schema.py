@@ -11,6 +11,7 @@ from megavlm.config.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_1,
+    BELOW_HALF,
     MODEL,
     POSITIVE,
     Needs,
@@ -21,10 +22,18 @@ from megavlm.config.registry import ConnectorSections, ObjectiveSections
 from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
 
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
+PREFERENCES = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt
 EMBEDDINGS = Needs(
-    lambda config: config.model.objective.kind != "next-token", "without embeddings", "add --objective contrastive"
+    lambda config: config.model.objective.kind not in ("next-token", *PREFERENCES),
+    "without embeddings",
+    "add --objective contrastive",
 )
 of_embeddings = partial(option, needs=EMBEDDINGS)
+ANSWERS = Needs(lambda config: config.model.objective.kind in PREFERENCES, "without preferences", "add --objective dpo")
+of_preferences = partial(key_only, needs=ANSWERS)
+SMOOTHED = Needs(
+    lambda config: config.model.objective.kind in ("dpo", "simpo"), "with another objective", "use --objective dpo"
+)
 PREDICTORS = Needs(
     lambda config: config.model.language.mtp_layers > 0,
     "without layers that predict further tokens",
@@ -92,9 +101,10 @@ class ProjectorConfig:
 class ObjectiveConfig:
     """What the last layer computes from hidden states, and the loss that is formed of it."""
 
-    kind: Literal["next-token", "contrastive", "sigmoid"] = option(
+    kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo"] = option(
         "next-token",
-        "Loss: next-token, or of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP).",
+        "Loss: next-token, of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP), or of a chosen "
+        "and a rejected answer dpo, ipo, orpo or simpo.",
         flag="--objective",
         point="objectives",
     )
@@ -146,6 +156,33 @@ class ObjectiveConfig:
         "layers of model.language.mtp_layers.",
         valid=POSITIVE,
         needs=PREDICTORS,
+    )
+    beta: float = of_preferences(
+        None,
+        "Preferences: weight of log-ratios of the two answers, with orpo of the odds ratio; default: 0.1, simpo: 2.",
+        valid=POSITIVE,
+    )
+    label_smoothing: float = key_only(
+        0.0,
+        "Objectives dpo and simpo: share of pairs taken to be the wrong way round.",
+        valid=BELOW_HALF,
+        needs=(ANSWERS, SMOOTHED),
+    )
+    simpo_gamma: float = key_only(
+        0.5,
+        "Objective simpo: margin that the loss asks for.",
+        valid=AT_LEAST_0,
+        needs=(
+            ANSWERS,
+            Needs(
+                lambda config: config.model.objective.kind == "simpo", "with another objective", "use --objective simpo"
+            ),
+        ),
+    )
+    rpo_alpha: float = of_preferences(
+        0.0,
+        "Preferences: add so often the mean cross entropy of a token of the chosen answer.",
+        valid=AT_LEAST_0,
     )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
     document_prefix: str = of_embeddings("", "Embeddings: text before each document.")

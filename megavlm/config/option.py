@@ -45,6 +45,7 @@ AT_LEAST_0 = Valid("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Valid("at least 1", lambda value: value >= 1)
 POSITIVE = Valid("greater than 0", lambda value: value > 0)
 BELOW_1 = Valid("at least 0 and less than 1", lambda value: 0 <= value < 1)
+BELOW_HALF = Valid("at least 0 and less than 0.5", lambda value: 0 <= value < 0.5)
 FRACTION = Valid("between 0 and 1", lambda value: 0 <= value <= 1)
 SHARE = Valid("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 

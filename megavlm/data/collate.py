@@ -42,7 +42,8 @@ class CollateSpec:
     mrope: bool = False  # three rotary positions per token
     canvas_tokens: tuple[int, ...] = ()  # marks around slices; M-RoPE's positions are then those on a canvas
     num_sources: int = 0  # data sets whose losses are reported separately
-    pooling: str | None = None  # how a text becomes a vector, if it does: of its `last` token, or the `mean`
+    # how a text becomes a vector, if it does: of its `last` token, or the `mean`; its `answer` has a log-probability
+    pooling: str | None = None
     dtype: torch.dtype = torch.float32  # of patches: the model's, to which its first layer would cast them
     counted: str = "tokens"  # what the loss is a mean over (`Objective.counted`)
 
@@ -52,7 +53,7 @@ class CollateSpec:
 
         `seq_length` is that of the configuration if not given.
         """
-        model = config.model
+        model, objective = config.model, objective_of(config.model)
         return cls(
             seq_length=seq_length or config.train.seq_length,
             image_token=source.image_token,
@@ -65,8 +66,8 @@ class CollateSpec:
             mrope=bool(model.language.mrope_section),
             canvas_tokens=model.canvas_tokens,
             num_sources=len(source.names),
-            pooling=model.objective.pooling if objective_of(model).embeds else None,
-            counted=objective_of(model).counted,
+            pooling="answer" if objective.compares else model.objective.pooling if objective.embeds else None,
+            counted=objective.counted,
         )
 
     def __post_init__(self) -> None:
@@ -196,7 +197,10 @@ def _texts_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
-    """Return `members`, `pool` and `pool_weights` of rows of texts that are embedded."""
+    """Return `members`, `pool` and `pool_weights` of rows of texts that are embedded, or of answers.
+
+    Pooled of an answer are the positions that predict its tokens, each with weight 1.
+    """
     members: list[tuple[int, int, int, int]] = []
     positions: list[NDArray[np.int64]] = []
     record = -1
@@ -205,15 +209,20 @@ def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
         for text in row:
             start, end = end, end + len(text)
             (member,) = text.members
-            record += member.role == QUERY
+            record += member.role == (POSITIVE if spec.pooling == "answer" else QUERY)
             members.append((record, member.role, member.identity, text.source))
-            positions.append(np.arange(start if spec.pooling == "mean" else end - 1, end))
+            if spec.pooling == "answer":
+                positions.append(start + np.flatnonzero(text.trained[1:]))
+            else:
+                positions.append(np.arange(start if spec.pooling == "mean" else end - 1, end))
     counts = np.array([len(each) for each in positions], dtype=np.int64)
     pool = np.stack([np.concatenate(positions), np.repeat(np.arange(len(counts)), counts)]) if members else ((), ())
     return {
         "members": torch.tensor(members, dtype=torch.int64).view(-1, 4),
         "pool": torch.as_tensor(pool, dtype=torch.int64),
-        "pool_weights": torch.tensor(np.repeat(1 / counts, counts), dtype=torch.float32),
+        "pool_weights": torch.tensor(
+            np.ones(counts.sum()) if spec.pooling == "answer" else np.repeat(1 / counts, counts), dtype=torch.float32
+        ),
     }
 
 

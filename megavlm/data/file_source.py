@@ -71,7 +71,7 @@ class FilesSource(Encoder, Source):
     @cached_property
     def records(self) -> Sequence[Records]:
         """Return the data sets. Raises UserError for one that cannot be opened."""
-        return [open_records(each, pairs=self.embeds) for each in self.config.data.datasets]
+        return [open_records(each, pairs=self.embeds, answers=self.compares) for each in self.config.data.datasets]
 
     @property
     def _validation(self) -> tuple[DatasetConfig, ...]:
@@ -85,7 +85,7 @@ class FilesSource(Encoder, Source):
         if self.config.data.validation_split:
             return self.records
         try:
-            return [open_records(source, pairs=self.embeds) for source in self._validation]
+            return [open_records(source, pairs=self.embeds, answers=self.compares) for source in self._validation]
         except UserError as error:
             raise UserError(str(error).replace("--datasets", "--validation", 1)) from error
 

@@ -7,13 +7,18 @@ text to all of its ranks and each image to the ranks that encode it, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config
 from megavlm.data.broadcast import ReplicaBroadcast
 from megavlm.data.collate import CollateSpec
@@ -22,8 +27,10 @@ from megavlm.data.costs import ImageAssignment
 from megavlm.data.loader import DataLoader, RankLoader, pinned
 from megavlm.data.sampler import BatchSampler, ValidationBatchSampler
 from megavlm.data.source import Source
-from megavlm.data.types import HeldOut
-from megavlm.errors import one_line
+from megavlm.data.types import ID, HeldOut
+from megavlm.errors import UserError, one_line
+from megavlm.files import replace_file
+from megavlm.inputs.batch import MicroBatch
 from megavlm.parallel.groups import Groups
 
 
@@ -33,6 +40,37 @@ class Loaders:
 
     training: DataLoader
     validation: DataLoader | None
+
+
+class References:
+    """The log-probability of each answer by the model that the run begins with, in a file of RUN_DIR.
+
+    The file is written before the run's first step, and has answers by what identifies their content.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "reference.npy"
+        self._known: NDArray[np.void] | None = None
+
+    def write(self, known: Mapping[int, float]) -> None:
+        """Write the file, whole or not at all."""
+        content = io.BytesIO()
+        np.save(content, np.array(sorted(known.items()), dtype=[("answer", np.int64), ("logprob", np.float64)]))
+        replace_file(self.path, content.getvalue())
+
+    def added(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with its references; without, while there is no file. Raises UserError for new data."""
+        assert batch.text.members is not None
+        if self._known is None:
+            if not self.path.exists():
+                return batch
+            self._known = np.load(self.path)
+        answers, logprobs = (self._known[name] for name in ("answer", "logprob"))
+        wanted = batch.text.members[:, ID].numpy()
+        places = np.searchsorted(answers, wanted).clip(max=len(answers) - 1)
+        if not np.array_equal(answers[places], wanted):
+            raise UserError(f"--datasets have answers that {self.path} lacks: begin a new run (--run-dir)")
+        return replace(batch, text=replace(batch.text, reference=torch.from_numpy(logprobs[places])))
 
 
 def build_loaders(
@@ -66,12 +104,17 @@ def build_loaders(
             own_images = partial(assignment.own, rank=groups.replica_rank)
         elif vision_group is not None:
             own_images = all_images
+        references = References(Path(config.run.run_dir)) if objective_of(config.model).refers else None
+
+        def stage(batch: MicroBatch) -> MicroBatch:
+            return pinned(batch if references is None else references.added(batch), device)
+
         make = partial(source.collator, own_images=own_images, pool=source.worker_pool(device))
         loader = partial(
             RankLoader,
             micro_batch_size=config.train.micro_batch_size,
             balance=config.data.balance,
-            stage=partial(pinned, device=device),
+            stage=stage,
         )
         spec = replace(CollateSpec.of(config, source), dtype=dtype)
         collator = make(spec)

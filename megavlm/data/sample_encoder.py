@@ -46,13 +46,14 @@ class Encoder:
         """
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
-        self.embeds = objective_of(config.model).embeds
+        objective = objective_of(config.model)
+        self.embeds, self.compares = objective.embeds, objective.compares
         self.config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
             template=config.data.chat_template,
             placeholder=self.processor.placeholder,
-            train_on=config.data.train_on,
+            train_on="last" if self.compares else config.data.train_on,
             enable_thinking=config.data.enable_thinking,
             model_type=model_type(tokenizer_path(config)),
             reserved=(self.processor.video.text,) if self.processor.video is not None else (),
@@ -77,6 +78,10 @@ class Encoder:
         if self.embeds:
             sample, dropped = self._encoded_pairs(record, layouts, source=source)
             return (sample,), f"{dropped} of its negatives" if dropped else ""
+        if self.compares:
+            return (self._encoded_answers(record, layouts, source=source),), ""
+        if record.answers:
+            raise BadSample(Reason.NOT_A_RECORD, "it has two answers, which --objective dpo compares")
         encoded = self.chat.encode(record, [layout.prompt for layout in layouts])
         fitted = split(encoded, self.config.train.seq_length)
         samples = tuple(self._encoded(piece, layouts, source=source) for piece in fitted.pieces)
@@ -110,12 +115,36 @@ class Encoder:
             texts.append(text)
             members.append(Member(_ROLES[turn.role], identity, len(text), len(own)))
         tokens = np.concatenate(texts)
-        whole = self._encoded(
-            Piece(tokens, np.zeros(len(tokens), dtype=np.bool_), range(image)), layouts, source=source
-        )
+        piece = Piece(tokens, np.zeros(len(tokens), dtype=np.bool_), range(image))
+        return self._of_members(piece, layouts, members, source=source), len(record.turns) - len(members)
+
+    def _encoded_answers(self, record: Conversation, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
+        """Return the two conversations of a preference as one sample, of which the last answers are trained.
+
+        Raises BadSample if they do not fit a sequence together.
+        """
+        if not record.answers:
+            raise BadSample(Reason.NOT_A_RECORD, "it has no chosen and rejected answer, which --objective compares")
+        members, encoded, image = [], [], 0
+        for one, identity, role in zip(record.conversations(), record.identities, (POSITIVE, NEGATIVE), strict=True):
+            own = layouts[image : image + len(one.images)]
+            image += len(own)
+            encoded.append(self.chat.encode(one, [layout.prompt for layout in own]))
+            members.append(Member(role, identity, len(encoded[-1].tokens), len(own)))
+        tokens, trained = (np.concatenate([getattr(each, name) for each in encoded]) for name in ("tokens", "trained"))
+        if len(tokens) > (length := self.config.train.seq_length):
+            raise BadSample(
+                Reason.TOO_LONG, f"its answers with their prompts do not fit --seq-length {length} together: raise it"
+            )
+        return self._of_members(Piece(tokens, trained, range(image)), layouts, members, source=source)
+
+    def _of_members(
+        self, piece: Piece, layouts: Sequence[Layout], members: Sequence[Member], *, source: int
+    ) -> EncodedSample:
+        """Return a sample of several texts, which do not attend to one another."""
+        whole = self._encoded(piece, layouts, source=source)
         language = sum(self._costs.cost(length=each.length, grids=(), images=0).language for each in members)
-        sample = replace(whole, members=tuple(members), cost=replace(whole.cost, language=language))
-        return sample, len(record.turns) - len(members)
+        return replace(whole, members=tuple(members), cost=replace(whole.cost, language=language))
 
     def _text_tokens(self, text: Turn, layouts: Sequence[Layout]) -> NDArray[np.int64]:
         """Return the tokens [L] of a query or a document behind its instruction, the end token included.

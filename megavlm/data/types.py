@@ -8,7 +8,7 @@ Segment        an encoded sample in a sequence  StepData      the micro-batches 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -68,10 +68,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one record; those of a record of pairs are its texts, and `identities` says what each is."""
+    """The turns of one record; those of a record of pairs are its texts, and `identities` says what each is.
+
+    A preference has the turns of two conversations, that with the chosen answer first: `answers` says how many each
+    has, `identities` what each is.
+    """
 
     turns: tuple[Turn, ...]
     identities: tuple[int, ...] = ()
+    answers: tuple[int, ...] = ()
+
+    def conversations(self) -> Iterator[Conversation]:
+        """Yield the conversations of a preference."""
+        start = 0
+        for count in self.answers:
+            yield Conversation(self.turns[start : start + count])
+            start += count
 
     @property
     def images(self) -> tuple[Visual, ...]:

@@ -123,6 +123,7 @@ class TextBatch:
     members: Tensor | None = None
     pool: Tensor | None = None  # [2, K] int64: positions in the flattened [B·S] that are pooled, and their texts
     pool_weights: Tensor | None = None  # [K] float32: their weights, which add up to 1 for each text
+    reference: Tensor | None = None  # [R] float64: log-probability of each answer by the model that the run begins with
     further_positions: Tensor | None = None  # [D, B, S] or [D, 3, B, S]: `positions` of the token 1, … D places later
 
     @property

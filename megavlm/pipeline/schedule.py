@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megavlm.arch.dims import Dims, RowSplit
+from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.backend.host_copies import HostCopies
 from megavlm.config.derived import decoder_layers
@@ -29,6 +30,7 @@ from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
 from megavlm.objective.gather import Representations
 from megavlm.objective.losses import next_token
+from megavlm.objective.preferences import answer_log_probabilities, preference_loss
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
@@ -110,9 +112,9 @@ class Schedule:
 
         Returns:
             [2 + 2·num_sources] float64: sum of cross entropies and trained tokens of this data-parallel rank, then the
-            sums and the tokens of each data set, and with layers that predict further tokens the mean over these of
-            the sum of their cross entropies; zeros on all ranks but the last stage's, so that sums over ranks
-            count each token once per tensor-parallel rank.
+            sums and the tokens of each data set, with layers that predict further tokens the mean over these of the sum
+            of their cross entropies, and sums of what the objective measures beside; zeros on all ranks but the last
+            stage's, so that sums over ranks count each token once per tensor-parallel rank.
         """
         self.phases.enter(COMPUTE, "images")
         for chunk in self.chunks:
@@ -125,15 +127,32 @@ class Schedule:
         if self.cache is not None:
             totals = self.cache.step(batches, partial(self._pass, batches), num_sources=self.num_sources)
             return self.no_totals() if totals is None else totals
-        forward = partial(_forward_loss, num_sources=self.num_sources, model=self.model)
-        sums = self._pass(batches, forward, forward_only=False)
+        sums = self._pass(batches, self._forward_loss(self.num_sources), forward_only=False)
         return torch.stack(sums).sum(0) if sums else self.no_totals()
+
+    def _forward_loss(self, num_sources: int) -> ForwardStep:
+        """Return the forward step of an objective whose loss is a sum over micro-batches."""
+        objective = self.model.objective
+        if objective_of(self.model).compares:
+            group = self.groups.collection.cp
+            return partial(
+                _forward_loss,
+                loss=lambda batch, losses: preference_loss(batch, num_sources, objective, group, losses),
+            )
+        weight = objective.mtp_loss_scaling_factor
+        return partial(_forward_loss, loss=lambda batch, losses: next_token(batch, num_sources, weight, losses))
+
+    @torch.no_grad()
+    def answers(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probability of each answer, [R] float64, of micro-batches on the last stage; [] elsewhere."""
+        forward = partial(_forward_answers, group=self.groups.collection.cp)
+        return self._pass(self._prepared(batches), forward, forward_only=True, outputs=True)
 
     def no_totals(self, num_sources: int | None = None) -> Tensor:
         """Return what `train` returns where there is no loss; of other data sets if `num_sources` is given."""
         number = self.num_sources if num_sources is None else num_sources
-        predicts = self.model.language.mtp_layers > 0
-        return torch.zeros(2 + 2 * number + predicts, dtype=torch.float64, device=self.backend.device)
+        more = (self.model.language.mtp_layers > 0) + len(objective_of(self.model).measured)
+        return torch.zeros(2 + 2 * number + more, dtype=torch.float64, device=self.backend.device)
 
     def tallies(self) -> Tensor | None:
         """Return what routers counted in the last step, [layers · (E + 2)] float64 (`Router`); None without experts.
@@ -164,8 +183,7 @@ class Schedule:
             loss = self.cache.loss(batches, self.outputs(batches), see=see)
             return self.no_totals(num_sources) if loss is None else self.cache.totals(loss, num_sources)
         batches = self._prepared(batches)
-        forward = partial(_forward_loss, num_sources=num_sources, model=self.model)
-        sums = self._pass(batches, forward, forward_only=True)
+        sums = self._pass(batches, self._forward_loss(num_sources), forward_only=True)
         return torch.stack(sums).sum(0) if sums else self.no_totals(num_sources)
 
     @torch.no_grad()
@@ -234,11 +252,14 @@ class Schedule:
         return results
 
 
-def _forward_loss(
-    batches: Iterator[MicroBatch], chunk: Any, *, num_sources: int, model: ModelConfig
-) -> tuple[Tensor, Any]:
+def _forward_loss(batches: Iterator[MicroBatch], chunk: Any, *, loss: Callable[..., Any]) -> tuple[Tensor, Any]:
     batch = next(batches)
-    return chunk(batch), partial(next_token, batch, num_sources, model.objective.mtp_loss_scaling_factor)
+    return chunk(batch), partial(loss, batch)
+
+
+def _forward_answers(batches: Iterator[MicroBatch], chunk: Any, *, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    return chunk(batch), lambda losses, non_loss_data: answer_log_probabilities(batch, losses, group)[0]
 
 
 def _forward_output(batches: Iterator[MicroBatch], chunk: Any, **wants: Any) -> tuple[Tensor, Any]:

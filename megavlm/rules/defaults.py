@@ -13,6 +13,7 @@ from typing import Any
 
 from megavlm.arch.connector import connector_of
 from megavlm.config.lora_config import PARTS, adapted_parts, frozen_parts, new_projector, trained_whole
+from megavlm.config.model_schema import PREFERENCES
 from megavlm.config.option import data_kind, filled, has_validation
 from megavlm.config.registry import ConnectorSections
 from megavlm.config.schema import Config, ModelConfig
@@ -216,7 +217,9 @@ def resolve_model(model: ModelConfig, *, vocab_size: int | None = None) -> Model
         vocab_size=vocab_size,
     )
     objective = model.objective
-    if objective.kind != "next-token":
+    if objective.kind in PREFERENCES:
+        objective = filled(objective, beta=2.0 if objective.kind == "simpo" else 0.1)
+    elif objective.kind != "next-token":
         sigmoid = objective.kind == "sigmoid"
         objective = filled(objective, temperature=0.1 if sigmoid else 0.05, learn_temperature=sigmoid)
     model = replace(

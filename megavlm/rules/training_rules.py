@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from megavlm.config.derived import moments_folder
 from megavlm.config.lora_config import clipped_parts, frozen_parts, trained_whole
+from megavlm.config.model_schema import PREFERENCES
 from megavlm.config.optimizer_schema import RULES
+from megavlm.config.option import data_kind
 from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.rules import Rule, first
@@ -30,7 +32,7 @@ def with_train_iters(config: Config, iterations: int) -> Config:
 def embeddings(config: Config) -> Iterator[str]:
     """A gradient cache runs two forward passes, between which Transformer Engine moves delayed scales on."""
     objective, hidden, interval = config.model.objective, config.model.language.hidden_size, config.evaluation
-    if objective.kind == "next-token":
+    if objective.kind in ("next-token", *PREFERENCES):
         return
     for width in objective.matryoshka_widths:
         if width >= hidden:
@@ -47,6 +49,25 @@ def embeddings(config: Config) -> Iterator[str]:
         yield (
             f"--sample-interval {interval.sample_interval} lets the model answer, but with --objective "
             f"{objective.kind} it has no vocabulary: leave it out"
+        )
+
+
+def preferences(config: Config) -> Iterator[str]:
+    """Pairs of answers are read, and what belongs to the loss of each token has no meaning."""
+    kind = config.model.objective.kind
+    if kind not in PREFERENCES:
+        return
+    if data_kind(config) != "files":
+        yield f"--objective {kind} reads pairs of answers: name data sets of them with --datasets"
+    if config.model.language.mtp_layers:
+        yield (
+            f"model.language.mtp_layers {config.model.language.mtp_layers} are trained on tokens, and --objective "
+            f"{kind} on answers: set it to 0"
+        )
+    if config.evaluation.sample_interval:
+        yield (
+            f"--sample-interval {config.evaluation.sample_interval} takes prompts of conversations, and --objective "
+            f"{kind} has pairs of answers: leave it out"
         )
 
 
@@ -127,6 +148,7 @@ def profile_sees_iterations(config: Config) -> Iterator[str]:
 
 TRAINING_RULES: tuple[Rule, ...] = (
     embeddings,
+    preferences,
     one_length,
     learning_rate_schedule,
     update_rule,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megavlm.arch.dims import dims_of
-from megavlm.arch.objectives import ties_output
+from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.plan import Plan, make_plan
 from megavlm.backend import Backend
 from megavlm.backend.accelerator import clock_of, peak_memory
@@ -43,7 +43,7 @@ from megavlm.train.hooks.watch import Watch
 from megavlm.train.initial_state import choose_checkpoints, initial_weights, restore
 from megavlm.train.outputs import announce, callbacks_of, note_start, outputs
 from megavlm.train.run import Run
-from megavlm.train.run_data import RunData, prepare
+from megavlm.train.run_data import RunData, check_references, prepare, write_references
 from megavlm.train.run_dir import check_shared, make_run_dir, write_run_files, write_sidecars
 from megavlm.train.uploads import Uploads
 
@@ -109,6 +109,11 @@ def _build(config: Config, backend: Backend, lock: RunLock, saver: Saver | None,
     fetch(config, chosen.given, run_dir, watch.phases)
     chosen = replace(chosen, config=config)
     engine, position, loads = _restored(chosen, data, groups, backend, watch, write_files)
+    if objective_of(config.model).refers:
+        if from_rank_0(lambda: bool(folders.checkpoints(run_dir / "checkpoints")), False):
+            on_rank_0(partial(check_references, run_dir))
+        else:
+            write_references(config, chosen.plan, groups, backend, engine)
     watch.starting("outputs")
     callbacks, progress = Callbacks(watch.phases, names_users=bool(config.logging.callback)), None
     if dist.get_rank() == 0:

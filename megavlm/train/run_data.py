@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import io
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,16 +17,19 @@ from megavlm.backend import Backend
 from megavlm.config.option import has_validation
 from megavlm.config.schema import Config
 from megavlm.data.costs import ImageAssignment
-from megavlm.data.loaders import Loaders, build_loaders
+from megavlm.data.loaders import Loaders, References, build_loaders
 from megavlm.data.records import data_identity
 from megavlm.data.source import HeldOutPrompt, Source
 from megavlm.data.survey import RunLength, data_table, run_length, samples_line, validation_line
-from megavlm.data.types import HeldOut
+from megavlm.data.types import ID, HeldOut
+from megavlm.errors import UserError
 from megavlm.model.specs import DTYPES
 from megavlm.parallel.groups import Groups
-from megavlm.parallel.rendezvous import from_rank_0, on_rank_0
+from megavlm.parallel.rendezvous import barrier, from_rank_0, on_rank_0
 from megavlm.rules.training_rules import with_train_iters
 from megavlm.storage.cache import DATASETS, local_path
+from megavlm.train.build_source import build_source
+from megavlm.train.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,51 @@ def prepare(config: Config, source: Source, plan: Plan, groups: Groups, backend:
         validation=validation,
     )
     return config, RunData(loaders, prompts, identity)
+
+
+def check_references(run_dir: Path) -> None:
+    """Raise UserError if a run that goes on has lost its references: its weights are no longer those of its start."""
+    if not (path := References(run_dir).path).exists():
+        raise UserError(f"{path} is missing, which the first start wrote: put it back, or begin a new run (--run-dir)")
+
+
+def write_references(config: Config, plan: Plan, groups: Groups, backend: Backend, engine: Engine) -> None:
+    """Write the log-probability of each answer in the data by the model as it is now; every rank calls it.
+
+    It is a validation of all records, each read once. So no second model is in memory, then or later.
+    """
+    run_dir, data = Path(config.run.run_dir), config.data
+    references = References(run_dir)
+    on_rank_0(partial(references.path.unlink, missing_ok=True))
+    every = (*data.datasets, *(each for each in data.validation if each not in data.datasets))
+    asked = replace(
+        config,
+        data=replace(data, validation=every, validation_split=0.0, num_workers=0),
+        evaluation=replace(config.evaluation, eval_iters=None, sample_interval=0),
+        train=replace(config.train, epochs=None),
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        source = build_source(asked, run_dir=run_dir, rank=dist.get_rank(), barrier=barrier)
+        loaders = prepare(asked, source, plan, groups, backend)[1].loaders
+    known, last = dict[int, float](), False
+    assert loaders.validation is not None
+    try:
+        with engine.evaluation():
+            while not last:
+                step = loaders.validation.next_step()
+                last = step.last
+                sums = engine.schedule.answers(step.batches)
+                mine: list[tuple[int, float]] = []
+                for batch, logs in zip(step.batches, sums, strict=False):
+                    assert batch.text.members is not None
+                    mine += zip(batch.text.members[:, ID].tolist(), logs.tolist(), strict=True)
+                told: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size())]
+                dist.gather_object(mine, told if dist.get_rank() == 0 else None)
+                known |= dict(each for part in told for each in part)
+    finally:
+        loaders.training.close()
+        loaders.validation.close()
+    on_rank_0(partial(references.write, known))
 
 
 def _vision_group(plan: Plan, groups: Groups) -> dist.ProcessGroup | None:

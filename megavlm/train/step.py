@@ -52,7 +52,8 @@ def _record(
     run: Run, iteration: int, step: StepData, result: StepResult, counts: Counts, *, data_time: float, seconds: float
 ) -> dict[str, Value]:
     counted = {each.name: int(getattr(counts, each.name)) for each in fields(Workload) if hasattr(counts, each.name)}
-    work = Workload(**counted, trained_tokens=result.trained_tokens)
+    trained = round(result.measures.get("answer_tokens", 1) * result.trained_tokens)
+    work = Workload(**counted, trained_tokens=trained)
     flops = step_flops(run.config, work)
     tflops = flops / seconds / run.plan.dims.world / 1e12
     fp8 = run.config.precision.fp8 != "none"
@@ -86,6 +87,8 @@ def _record(
         record["refused"] = result.refused
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
+    if result.trained_tokens:
+        record |= result.measures
     if result.mtp_loss is not None:
         record["mtp_loss"] = None if record["loss"] is None else result.mtp_loss
     record |= load_record(result.expert_loads, run.config.model, trained_tokens=result.trained_tokens)

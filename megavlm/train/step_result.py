@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.arch.objectives import objective_of
 from megavlm.arch.workload import image_workload, sliding_squares
 from megavlm.config.derived import has_experts
 from megavlm.config.schema import ModelConfig
@@ -32,6 +33,7 @@ class StepResult:
     counters: tuple[float, ...]  # the caller's counters, summed over all ranks
     expert_loads: Mapping[int, LayerLoad]  # by language layer; empty without experts
     mtp_loss: float | None  # Σ of cross entropies of further tokens / trained tokens, mean over their layers
+    measures: Mapping[str, float]  # means of what the objective measures beside the loss
     head_logits: tuple[float, ...]  # the largest of each head; empty without `--qk-clip`
     learning_rate: float = 0.0
     updated: bool = False  # False if the step did not change the weights
@@ -68,8 +70,10 @@ def sum_over_ranks(
     summed = len(everything)
     found = (everything if logits is None else torch.cat([everything, logits])).tolist()
     (squared, loss, tokens, *rest), beside = found[:summed], tuple(found[summed:])
-    sources, predicts = divmod(len(totals) - 2, 2)
+    measured = objective_of(model).measured
+    sources, predicts = divmod(len(totals) - len(measured) - 2, 2)
     further = [rest.pop(2 * sources) for _ in range(predicts)]
+    measures = {name: rest.pop(2 * sources) / max(tokens, 1.0) for name in measured}
     first = 2 * sources + len(counters)  # of the tallies
     apart = zip(rest[:sources], rest[sources : 2 * sources], strict=True)
     norm, mean = None if squared_norm is None else squared**0.5, max(tokens, 1.0)
@@ -81,6 +85,7 @@ def sum_over_ranks(
         counters=tuple(rest[2 * sources : first]),
         mtp_loss=further[0] / mean if predicts else None,
         expert_loads=layer_loads(rest[first:], model),
+        measures=measures,
         head_logits=beside,
     )
     return result, norm

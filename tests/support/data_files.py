@@ -100,6 +100,39 @@ def write_pairs(folder: Path, *, records: int, seed: int = 2, name: str = "pairs
     return path
 
 
+def write_preferences(folder: Path, *, records: int, seed: int = 3, name: str = "preferences.jsonl") -> Path:
+    """Preferences as TRL, LLaMA-Factory, ms-swift and RLAIF-V write them, of none to two images."""
+    rng = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+
+    def text(most: int = 9) -> str:
+        return " ".join(rng.choice(WORDS, int(rng.integers(1, most))))
+
+    lines = []
+    for number in range(records):
+        names = [f"{seed}-{number}-{place}.png" for place in range(int(rng.integers(0, 3)))]
+        for each in names:
+            height, width = rng.integers(8, 40, 2).tolist()
+            Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / "images" / each)
+        question, good, bad = "<image>" * len(names) + text(), text(), text()
+        user, known = {"role": "user", "content": question}, {"role": "assistant", "content": text()}
+        answers = [[{"role": "assistant", "content": each}] for each in (good, bad)]
+        formats: list[dict[str, Any]] = [
+            {"prompt": [user], "chosen": answers[0], "rejected": answers[1]},
+            {"chosen": [user, *answers[0]], "rejected": [user, *answers[1]]},
+            {
+                "conversations": [{"from": "human", "value": question}],
+                **{key: {"from": "gpt", "value": each} for key, each in (("chosen", good), ("rejected", bad))},
+            },
+            {"messages": [user, known, {"role": "user", "content": text()}, *answers[0]], "rejected_response": bad},
+            {"question": question, "chosen": good, "rejected": bad},
+        ]
+        lines.append(json.dumps({**formats[number % 5], "images": names}))
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def write_text(folder: Path, *, lines: int, seed: int = 1) -> Path:
     rng = np.random.default_rng(seed)
     path = folder / "book.txt"

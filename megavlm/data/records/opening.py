@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,20 +52,27 @@ def is_tars(source: DatasetConfig) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in (".nv-meta", "*.tar"))
 
 
-def open_records(source: DatasetConfig, *, pairs: bool | None = None) -> Records:
+def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: bool = False) -> Records:
     """Return the records of a data set, in file order (the files of a folder are sorted by name).
 
-    `pairs`: whether they have to be of pairs; None: they may. Raises UserError if the data set as a whole cannot be
-    used. For a single bad record, `read` raises BadSample.
+    `pairs`: whether they have to be of pairs; None: they may. `answers`: they have to be preferences. Raises UserError
+    if the data set as a whole cannot be used. For a single bad record, `read` raises BadSample.
     """
     if is_tars(source):
         return open_tars(source, name_of(source))
+    if answers and source.kind == "auto":  # ms-swift's are also conversations
+        source = replace(source, kind="preferences")
     _check_columns(source)
     container = _container(source, partial(_columns_read, source))
     find, find_video = _finders(source)
     kind, unread = _kind_of(source, container)
     if pairs is not None and (kind == "pairs") != pairs:
         raise _wrong(source, f"has records of {_UNREAD_PAIRS if kind == 'pairs' else _NO_PAIRS}")
+    if pairs is not None and (kind == "preferences") != answers:
+        told = (
+            "preferences: add --objective dpo" if kind == "preferences" else f"{kind}, but --objective compares answers"
+        )
+        raise _wrong(source, f"has records of {told}, or name another data set")
     convert = partial(record_of, kind=kind, find=find, find_video=find_video)
     container = Renamed(container, source.columns) if source.columns else container
     return FileRecords(name_of(source), container, convert, unread=unread)
@@ -181,7 +188,8 @@ def _kinds(source: DatasetConfig) -> list[str]:
     if source.kind != "auto":
         return [source.kind]
     mapped = source.columns or {}
-    return sorted(SHAPES, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
+    known = [kind for kind in SHAPES if kind != "preferences"]  # they are read only where they are asked for
+    return sorted(known, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
 
 
 def _check_columns(source: DatasetConfig) -> None:

@@ -130,6 +130,9 @@ _DOCUMENTS: dict[str, Role] = {  # fields of a record of pairs beside the query
     "negatives": "negative",
 }
 _HISTORY = ("input", "system", "history")
+# Of a preference: the rejected answer, or conversation, and the turns before it, which may end with the chosen answer.
+_REJECTED = ("rejected", "rejected_response", "rejected_messages")
+_PROMPTS = ("messages", "conversations", "prompt", "question", "query", "instruction")
 # In the order in which they are tried: the more a kind needs, the earlier, and plain text, which others have beside
 # their fields, last.
 SHAPES = {
@@ -143,6 +146,7 @@ SHAPES = {
         Shape("vqa", (("question",), ("answer", "answers")), ("system", "choices", "options"), _question),
         Shape("cauldron", (("texts", "conversation"),), ("system",), _turns),
         Shape("text", (("text", "caption"),), (), _text),
+        Shape("preferences", (_REJECTED,), ("chosen", *_PROMPTS, *_HISTORY), None),
     )
 }
 # Marks in texts for what other fields have (of ms-swift, LLaMA-Factory), which are not filled in.
@@ -186,6 +190,8 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
     if not isinstance(record, Mapping):
         raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
     fields = shape.found(record)
+    if shape.kind == "preferences" and fields is not None:
+        return _preference_of(record, fields[0], find, find_video)
     if shape.read is None and record.get("query") is not None:
         return _pairs_of(record, find, find_video)
     if fields is None or shape.read is None:
@@ -203,6 +209,55 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         why = "it has no text" if shape.kind == "text" else "the assistant says nothing"
         raise BadSample(Reason.EMPTY, why)
     return found
+
+
+def _preference_of(record: Record, rejected: str, find: FindFile, find_video: FindVideo) -> Conversation:
+    """Return the conversations with the chosen and with the rejected answer. Raises BadSample."""
+    both = [conversation(record, partial(_answered, record, field), find, find_video) for field in ("chosen", rejected)]
+    for each in both:
+        if each.turns[-1].role != "assistant" or not says_something(each.turns[-1]):
+            raise BadSample(Reason.EMPTY, "one of its two conversations does not end with an answer")
+    said = [[piece for turn in each.turns for piece in (turn.role, *map(_content, turn.parts))] for each in both]
+    return Conversation(
+        tuple(turn for each in both for turn in each.turns),
+        identities=tuple(identity_of("answer", *pieces) for pieces in said),
+        answers=tuple(len(each.turns) for each in both),
+    )
+
+
+def _answered(record: Record, field: str, reader: Reader) -> Turns:
+    """Return the turns of the conversation that ends with the answer in a field, which may be all of it.
+
+    Without the field `chosen`, the turns before (ms-swift's `messages`) end with the chosen answer.
+    """
+    answer = _turns_in_cell(record.get(field))
+    if answer is None or isinstance(answer, str):
+        turns: Turns = [] if answer is None else [("assistant", parts_of(answer, reader))]
+    else:
+        turns = turns_in(answer if isinstance(answer, list) else [answer], reader)
+    if turns and turns[0][0] != "assistant":
+        return turns
+    name = next((name for name in _PROMPTS if record.get(name)), None)
+    if name is None:
+        raise BadSample(Reason.NOT_A_RECORD, f"it has no prompt: {', '.join(_PROMPTS)}, or turns in its answers")
+    prompt = _turns_in_cell(record[name])
+    before = system_turn(record, reader)
+    if isinstance(prompt, list):
+        before += turns_in(prompt, reader)
+    else:
+        more = [part for part in (record.get("input"),) if part]
+        before.append(
+            ("user", [*parts_of(prompt, reader), *(p for part in more for p in ("\n", *parts_of(part, reader)))])
+        )
+    if turns and record.get("chosen") is None and before[-1][0] == "assistant":
+        before.pop()
+    return [*before, *turns]
+
+
+def _turns_in_cell(value: Any) -> Any:
+    """Return the list of turns that a cell of a table stands for; any other value, as an answer of a list, as it is."""
+    found = unzipped(from_cell(value))
+    return found if isinstance(found, list) and all(isinstance(each, Mapping) for each in found) else value
 
 
 def _pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> Conversation:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.arch.objectives import objective_of
 from megavlm.data.collate import CollateSpec
 from megavlm.data.loader import DataLoader
 from megavlm.data.source import HeldOutPrompt
@@ -111,7 +112,13 @@ class ValidationHook(RankHook):
             totals = self._totals(iteration, held_out)
             if totals is None:
                 return {}
-            found = fields(totals.tolist(), run.source.validation_names, of_tokens=held_out is None)
+            objective, sums = objective_of(run.config.model), totals.tolist()
+            measured = sums[len(sums) - len(objective.measured) :] if objective.measured else []
+            sums = sums[: len(sums) - len(measured)]
+            found = fields(sums, run.source.validation_names, of_tokens=objective.counted == "tokens")
+            if sums[1]:
+                named = zip(objective.measured, measured, strict=True)
+                found |= {f"validation/{name}": value / sums[1] for name, value in named}
             if held_out is not None:
                 found |= held_out.scores(run.source.validation_names, run.backend.device)
             found |= accuracies(run)

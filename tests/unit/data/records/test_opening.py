@@ -223,7 +223,8 @@ def test_the_page_has_a_whole_record_of_each_kind(folder: Path) -> None:
         (folder / name).write_bytes(b"")
     for kind, record in [*rows.items(), *zip(("llava", "messages", "vqa"), whole, strict=True)]:
         (folder / "d.jsonl").write_text(record)
-        records = opened(folder / "d.jsonl", pairs=kind == "pairs")
+        asked = {"pairs": kind == "pairs", "answers": kind == "preferences"}
+        records = open_records(DatasetConfig(path=str(folder / "d.jsonl")), **asked)
         assert records.read(0).turns[-1].role == {"text": "text", "pairs": "positive"}.get(kind, "assistant")
         assert shape_of(json.loads(record)) == kind
         assert records.read(0).images or kind == "alpaca"

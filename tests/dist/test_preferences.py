@@ -1,0 +1,178 @@
+"""Preferences: pairs of answers have the losses of the papers, and at any layout those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.covering import slow
+from tests.support.data_files import write_preferences, write_tokenizer
+from tests.support.training import LEAN, assert_resumed, assert_same_curve, metrics, started, train
+
+MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
+LOSSES = {
+    "dpo": "--objective dpo --set model.objective.label_smoothing=0.1",
+    "rpo": "--objective dpo --set model.objective.rpo_alpha=0.5 model.objective.beta=0.4",
+    "ipo": "--objective ipo",
+    "orpo": "--objective orpo",
+    "simpo": "--objective simpo --set model.objective.simpo_gamma=0.3",
+}
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    write_tokenizer(folder / "tokenizer")
+    files = [f"{write_preferences(folder, records=30)},image_root={folder / 'images'}"]
+    held = f"{write_preferences(folder, records=7, seed=4, name='held.jsonl')},image_root={folder / 'images'}"
+    return [
+        *(*LEAN, "--datasets", *files, "--validation", held, "--tokenizer", str(folder / "tokenizer")),
+        *"--images-per-sample 1 --image-sizes --seq-length 112 --num-workers 0 --train-iters 3 --lr 1e-2".split(),
+        *"--lr-warmup-iters 0 --packing-window 16 --eval-interval 2".split(),
+    ]
+
+
+def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+    assert_same_curve(ours, theirs)
+    for own, other in zip(ours, theirs, strict=True):
+        names = [name for name in other if name.removeprefix("validation/") in (*MEASURES, "loss")]
+        assert len(names) in (6, 12)
+        for name in names:
+            assert own[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "loss", "model"),
+    [
+        (2, "--cp 2", "dpo", ""),
+        slow(2, "--pp 2 --vpp 2", "ipo", ""),
+        slow(4, "--tp 2 --pp 2 --mbs 2", "orpo", ""),
+        slow(4, "--pp 2 --placement colocated", "simpo", ""),
+        slow(4, "--tp 2 --cp 2", "rpo", "--lora-rank 4 --freeze vision"),
+        slow(2, "--data-parallel-sharding full --num-workers 1", "dpo", ""),
+        slow(2, "--ep 2 --mbs 2", "dpo", "--num-experts 4 --set model.experts.ffn_hidden_size=24"),
+    ],
+)
+def test_any_layout_has_the_numbers_of_one_process(pools, alone, argv, tmp_path, world, layout, loss, model):
+    words = [*argv, *LOSSES[loss].split(), *model.split()]
+    pools(world).run(train, [*words, "--no-save", *layout.split()], str(tmp_path))
+    ours, theirs = metrics(tmp_path), alone(words)
+    assert_same(ours, theirs)
+    assert theirs[0]["trained_tokens"] > 4, "several pairs share a sequence"
+    if loss == "dpo":  # at first the model is the reference
+        assert theirs[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
+        assert abs(theirs[2]["reward_margin"]) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_it_would_have(pools, argv, tmp_path):
+    """The reference stays that of the first start."""
+    words = [*argv, *LOSSES["dpo"].split(), "--lr-decay-iters", "20"]
+    pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "whole"))
+    pools(2).run(train, [*words, "--train-iters", "2"], str(tmp_path / "parts"))
+    pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "parts"))
+    assert_resumed(metrics(tmp_path / "parts")[2:], metrics(tmp_path / "whole")[2:])
+    (tmp_path / "parts/reference.npy").unlink()
+    with pytest.raises(AssertionError, match=r"reference\.npy is missing"):
+        pools(2).run(train, [*words, "--train-iters", "5"], str(tmp_path / "parts"))
+
+
+def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
+    """Return how far loss and gradients of a step are from those of whole logits and the papers' formulas, pair by
+    pair: relative to the loss, and to the largest gradient of each parameter.
+    """
+    import torch
+
+    from megavlm.train.loop import close
+
+    run = started([*argv, "--data-parallel-sharding", "none"], run_dir)
+    engine, batches = run.engine, run.data_loader.next_step().batches
+    (chunk,) = engine.chunks
+    with torch.no_grad():  # so that a reference differs from the model
+        for param in chunk.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    totals = engine.schedule.train(batches)
+    ours = {name: param.main_grad.clone() for name, param in chunk.named_parameters()}
+    chunk.zero_grad_buffer()
+    expected = 0.0
+    for batch in batches:
+        logprobs = torch.log_softmax(chunk(batch, logits=True).float(), -1)
+        text, found = batch.text, []
+        for (first, _), length in zip(text.prefixes, text.lengths, strict=True):
+            row, start = divmod(first, text.tokens.shape[1])
+            places = [t for t in range(start, start + length - 1) if text.loss_mask[row, t]]
+            assert places
+            found.append(torch.stack([logprobs[row, t, text.tokens[row, t + 1]] for t in places]))
+        reference = [0.0] * len(found) if text.reference is None else text.reference.tolist()
+        losses = [
+            plain_loss(run.config.model.objective, found[n], found[n + 1], *reference[n : n + 2])
+            for n in range(0, len(found), 2)
+        ]
+        if losses:
+            sum(losses).backward()
+            expected += float(sum(losses))
+    off = max(
+        float((param.main_grad - ours[name]).abs().max() / ours[name].abs().max().clamp(min=1e-6))
+        for name, param in chunk.named_parameters()
+    )
+    close(run)
+    return abs(float(totals[0]) / expected - 1), off
+
+
+def plain_loss(options: Any, chosen: Any, rejected: Any, of_chosen: float, of_rejected: float) -> Any:
+    """Return the loss of a pair from the log-probabilities of the tokens of its answers, as the papers write it."""
+    import torch
+
+    beta, smoothing = options.beta, options.label_smoothing
+    log_sigmoid = torch.nn.functional.logsigmoid
+    if options.kind == "orpo":
+        p, q = chosen.mean().exp(), rejected.mean().exp()
+        loss = -chosen.mean() - beta * log_sigmoid(torch.log(p / (1 - p)) - torch.log(q / (1 - q)))
+    elif options.kind == "ipo":
+        h = (chosen.sum() - of_chosen) / len(chosen) - (rejected.sum() - of_rejected) / len(rejected)
+        loss = (h - 1 / (2 * beta)) ** 2
+    else:
+        if options.kind == "simpo":
+            x = beta * (chosen.mean() - rejected.mean()) - options.simpo_gamma
+        else:
+            x = beta * ((chosen.sum() - of_chosen) - (rejected.sum() - of_rejected))
+        loss = -(1 - smoothing) * log_sigmoid(x) - smoothing * log_sigmoid(-x)
+    return loss - options.rpo_alpha * chosen.mean()
+
+
+@pytest.mark.parametrize("loss", ["dpo", *(slow(each) for each in LOSSES if each != "dpo")])
+def test_loss_and_gradients_are_the_papers(pools, argv, tmp_path, loss):
+    ((of_loss, of_gradients),) = pools(1).run(gradients, [*argv, *LOSSES[loss].split()], str(tmp_path))
+    assert of_loss < 1e-5
+    assert of_gradients < 1e-5
+
+
+def test_each_format_has_the_same_pairs(tmp_path: Path) -> None:
+    """Of every format the answers follow the prompt; a list that is an answer stays a text."""
+    from megavlm.data.records.shapes import SHAPES, record_of
+
+    assert "preferences" in SHAPES
+    user = {"role": "user", "content": "how many ?"}
+    good, bad = ({"role": "assistant", "content": each} for each in ("[1, 2]", "three"))
+    records = [
+        {"prompt": "how many ?", "chosen": "[1, 2]", "rejected": "three"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+        {"messages": [user, good], "rejected_response": "three"},
+        {"messages": [user, good], "rejected_messages": [user, bad]},
+        {"conversations": [{"from": "human", "value": "how many ?"}], "chosen": good, "rejected": bad},
+        {"instruction": "how", "input": "many ?", "chosen": "[1, 2]", "rejected": "three"},
+    ]
+    read = [record_of(record, "preferences", lambda name: name) for record in records]
+    said = [
+        [[(turn.role, "".join(turn.parts).replace("\n", " ")) for turn in one.turns] for one in each.conversations()]
+        for each in read
+    ]
+    ask = ("user", "how many ?")
+    assert said == [[[ask, ("assistant", "[1, 2]")], [ask, ("assistant", "three")]]] * len(records)
+    assert len({each.identities for each in read[:-1]}) == 1
+    assert np.unique(read[0].identities).size == 2
