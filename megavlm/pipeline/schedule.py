@@ -29,8 +29,7 @@ from megavlm.model.layer_modules import fp8_fields
 from megavlm.model.router import routers_of
 from megavlm.model.specs import common_config
 from megavlm.objective.gather import Representations
-from megavlm.objective.losses import next_token
-from megavlm.objective.preferences import answer_log_probabilities, preference_loss
+from megavlm.objective.losses import answer_log_probabilities, next_token, preference_loss
 from megavlm.parallel.groups import Groups
 from megavlm.pipeline.colocated import ColocatedEncoder
 from megavlm.pipeline.gradient_cache import GradientCache
