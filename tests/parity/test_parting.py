@@ -143,7 +143,9 @@ def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
     rows = beside_transformers(Model(right.chunk, SINGLE_PRECISION), theirs, table, pairs)
     assert first_parting(rows) is None
     assert {row.name.partition(".")[0] for row in rows} >= {"vision", "language"}, "both parts were compared"
-    [norm] = [module for name, module in theirs.named_modules() if name.endswith("language_model.norm")]
+    [norm] = [
+        module for name, module in theirs.named_modules() if name.endswith(("language_model.norm", "text_model.norm"))
+    ]
     with torch.no_grad():
         norm.weight.mul_(1.01)
     row = first_parting(beside_transformers(Model(right.chunk, SINGLE_PRECISION), theirs, table, pairs))
