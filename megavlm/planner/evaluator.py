@@ -193,7 +193,7 @@ class LayoutEvaluator:
     def _find_scenario(self, candidate: Candidate) -> Scenario:
         dims = candidate.dims
         scenario = self._scenarios(replace(_plain(candidate), recompute="none", vision_tp=1))
-        return scenario if dims.vpp == 1 and dims.schedule is None else replace(scenario, dims=dims)
+        return replace(scenario, dims=replace(dims, cp_groups=scenario.dims.cp_groups))
 
     @cached_property
     def _any(self) -> Scenario:
@@ -228,8 +228,9 @@ class LayoutEvaluator:
 
 
 def _plain(candidate: Candidate) -> Candidate:
-    """Return a candidate with one chunk per rank, in the default order: a layer takes the same in any."""
+    """Return a candidate with one chunk per rank, in the default order or ZB-H1: a layer takes the same in all others,
+    and the products of ZB-H1 do not add weight gradients to their sums.
+    """
     dims = candidate.dims
-    if dims.vpp == 1 and dims.schedule is None:
-        return candidate
-    return replace(candidate, dims=replace(dims, vpp=1, schedule=None))
+    plain = replace(dims, vpp=1, schedule="zb-h1" if dims.order == "zb-h1" else None)
+    return candidate if plain == dims else replace(candidate, dims=plain)
