@@ -25,7 +25,7 @@ CEILINGS = {
     "options": 321,
     "flags": 148,  # 150
     "code lines of tests": 34_205,  # 33,000
-    "words of documentation": 45_000,  # 45,000
+    "words of documentation": 44_999,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
