@@ -270,7 +270,7 @@ class FilesSource(Encoder, Source):
             if record.samples:
                 return samples
             skipped.add(record.skipped)
-        raise UserError(f"none of the first {len(first)} validation samples can be used: {skipped.message()}")
+        raise UserError(f"none of the first {len(first)} samples can be used: {skipped.message()}")
 
     def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
         return choose_prompts(config, self, samples)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, grid_of, tokens_per_image
+from megavlm.arch.objectives import objective_of
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
@@ -21,7 +22,14 @@ from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.checkpoint.summary import model_of, read_summary
 from megavlm.config.derived import usual_side
-from megavlm.config.schema import CheckpointConfig, Config, DatasetConfig, ModelConfig, PrecisionConfig
+from megavlm.config.schema import (
+    CheckpointConfig,
+    Config,
+    DatasetConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PrecisionConfig,
+)
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.synthetic import SyntheticSource
@@ -150,10 +158,13 @@ def _of_run(path: Path) -> Config:
     """Return the model of a run or checkpoint, with the data options and the length of the run's sequences."""
     checkpoint = folders.resolve(path)
     saved = model_of(read_summary(checkpoint), checkpoint)
+    model = saved.model
+    if objective_of(model).compares:  # it is as any other, and samples of single answers are enough
+        model = replace(model, objective=ObjectiveConfig())
     file = checkpoint.parent.parent / "config.yaml"
     run = from_yaml_file(file) if file.is_file() else Config()
     begun = CheckpointConfig(init_from=run.checkpoint.init_from, language_from=run.checkpoint.language_from)
-    return Config(model=saved.model, lora=saved.lora, data=run.data, train=run.train, checkpoint=begun)
+    return Config(model=model, lora=saved.lora, data=run.data, train=run.train, checkpoint=begun)
 
 
 @torch.no_grad()

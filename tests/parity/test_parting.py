@@ -156,7 +156,8 @@ def test_rounding_is_no_parting(folders: Folders, family: str) -> None:
 def test_the_command_says_where_two_folders_part(tmp_path: Path, single: Any, capsys: Any) -> None:
     """Of images with another mean, the inputs; of a run and its export in bf16, or in Transformers, nothing."""
     folder, _, _ = whole_folder("llava", tmp_path)
-    run, other, data = hf.run_of(folder, tmp_path / "run", single), tmp_path / "other", str(RECORDS)
+    run = hf.run_of(folder, tmp_path / "run", single, ["--objective", "simpo", "--datasets", "pairs.jsonl"])
+    other, data = tmp_path / "other", str(RECORDS)
     assert convert.main(["export", str(run), str(tmp_path / "out")]) == 0
     shutil.copytree(folder, other)
     settings = json.loads((other / "preprocessor_config.json").read_text())

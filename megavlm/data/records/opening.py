@@ -251,6 +251,8 @@ def _kind_of(source: DatasetConfig, container: Container) -> tuple[str, list[str
     pictures = [] if any(name in valued for name in VISUALS) else ["image"]
     mapping = "+".join(f"{name}:NAME" for name in [*lacks, *pictures])
     meant = f"say which they are, as {source.path},columns={mapping} (docs/data.md)"
+    if source.kind == "auto" and not SHAPES["preferences"].missing(valued):
+        meant = f"for pairs of answers use --objective dpo, else {meant}"
     raise _wrong(source, f"{what}, none of {needs}: {meant}")
 
 

@@ -30,6 +30,8 @@ def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
         "iteration 3/7 | loss 2.3457 | grad norm 0.500 | lr 1.00e-03 | 12,346 tokens/s | step 2.000 s | ETA 0:08"
     )
     assert lines[1].endswith("step 2.000 s | 2 skipped | ETA 0:02")
+    progress.on_step_end(StepEnd(record(7) | {"reward_margin": 0.25, "reward_accuracy": 0.9}))
+    assert " | loss 2.3457 | margin 0.250 | 90% of pairs right | grad norm" in stream.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_images_lie_below_the_image_root(folder: Path) -> None:
         ("d.csv", b"text\n", "has no records"),
         ("d.csv", b'"text\n1\n', "is no csv file .'it is no row"),
         ("d.csv", b"image,frage\n1,2", r"fields 'image', 'frage', none of .*columns=question:NAME\+answer:NAME \("),
+        ("d.csv", b"image,question,chosen,rejected\n1,2,3,4", "pairs of answers use --objective dpo, else say which"),
         (
             "d.jsonl",
             b'{"query": "x", "a": null}',
