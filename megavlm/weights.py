@@ -109,7 +109,7 @@ class LiveRecords:
         dist.all_reduce(memory.view(torch.int32))
 
     def _boxes(self, keys: Iterable[str]) -> Iterator[ShardedTensor]:
-        """Yield what this rank gives of these tensors."""
+        """Yield the boxes of these tensors that this rank contributes to the sum."""
         for box in self._masters():
             if box.key in keys and is_main_replica(box.replica_id):
                 yield box
@@ -118,7 +118,7 @@ class LiveRecords:
                 yield box
 
     def _masters(self) -> Iterator[ShardedTensor]:
-        """Yield what this rank holds of the master weights, whichever optimizer has them."""
+        """Yield the parts of master weights that this rank holds, of all optimizers."""
         entries = entries_of(self._trained.wrapped)
         for part in self._trained.optimizer.chained_optimizers:
             for _, weights, layout in held_layouts(part, entries):
@@ -220,7 +220,7 @@ class Weights:
         return adapters_of(self._records, family_at(self._sidecar), self._config, self._run_dir)[0]
 
     def _exported(self) -> Exported:
-        """Return what an export of now would have, with the adapters of now."""
+        """Return the export of the current weights and adapters."""
         merged = self._config.lora if self._config.lora.rank else None
         source = Exported.over(self._records, self._run_dir, self._sidecar, self._config.model, merged=merged)
         return replace(source, table={key: rule for key, rule in source.table.items() if part_of(key) in self._parts})
@@ -233,7 +233,7 @@ class Weights:
         return [name for name in source.kept.tensors if name not in made]
 
     def _made(self, source: Exported, units: Sequence[_Unit]) -> dict[str, Tensor]:
-        """Gather weights and return the Hugging Face tensors that they are."""
+        """Gather weights and return them as Hugging Face tensors."""
         gathered = [unit for unit in units if not source.is_kept(unit.rows.key)]
         self._records.gather([unit.rows for unit in gathered], [unit.dtype for unit in gathered])
         found: dict[str, Tensor] = {}

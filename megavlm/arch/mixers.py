@@ -82,7 +82,7 @@ class SoftmaxAttention(Mixer):
         return self.weights(language, 1)
 
     def hidden_weights(self, language: LanguageConfig) -> Mapping[str, HiddenWeight]:
-        """Return the two weights; queries and what gates their output are one matrix, as in Transformers."""
+        """Return the two weights; queries and the gate of their output are one matrix, as in Transformers."""
         hidden, width, groups = language.hidden_size, language.kv_channels, language.num_query_groups
         queries = language.num_attention_heads // groups * width
         projected = queries * (1 + language.attention_output_gate), width, width
@@ -109,7 +109,7 @@ class LinearAttention(Mixer):
         return (split.local_rows + split.heads.local_heads * split.width) * language.hidden_size
 
     def others(self, language: LanguageConfig, tp: int) -> int:
-        """Return those of the convolution, of the decays, and of the norm, which is replicated."""
+        """Return the number of parameters of the convolution, the decays and the norm, which is replicated."""
         split = delta_split(language, tp)
         channels = split.heads.slots * split.heads.rows(*split.convolved)
         return channels * language.linear_conv_kernel_dim + 2 * split.heads.local_heads + split.width
@@ -156,7 +156,7 @@ class LatentAttention(Mixer):
         return (language.q_lora_rank or language.hidden_size) + self._latents(language)
 
     def others(self, language: LanguageConfig, tp: int) -> int:
-        """Return those of the norms of latents."""
+        """Return the number of parameters of the norms of latents."""
         return (language.q_lora_rank or 0) + (language.kv_lora_rank or 0)
 
     def model_weights(self, language: LanguageConfig) -> int:

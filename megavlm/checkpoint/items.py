@@ -103,7 +103,7 @@ class Record:
 
 
 class OpenFiles:
-    """Keeps files open from one record to the next, but not more than a process may have."""
+    """Keeps files open from one record to the next, at most as many as a process may have open."""
 
     def __init__(self, at_most: int = 64) -> None:
         self._at_most, self._open = at_most, dict[Path, BinaryIO]()

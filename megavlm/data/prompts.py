@@ -170,6 +170,6 @@ def prompt_tokens(source: FilesSource) -> Iterator[PromptTokens]:
 
 
 def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the longest common prefix of two sequences of tokens."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(one), len(other)))

@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one record; those of a record of pairs are its texts, and `identities` says what each is.
+    """The turns of one record. The turns of a record of pairs are its texts, and `identities` tells equal texts.
 
     A preference has the turns of two conversations, that with the chosen answer first: `answers` says how many each
     has, `identities` what each is.

@@ -35,7 +35,7 @@ _TEXT: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """AyaVisionConfig."""
+    """Return the model of an AyaVisionConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     layer = settings.get("vision_feature_layer", -1)
     if not isinstance(layer, int):
@@ -66,7 +66,7 @@ def model_config(settings: Settings, tower: Settings, *, feature_layer: int, pos
 
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Cohere2Config, CohereConfig."""
+    """Return the language model of a Cohere2Config or CohereConfig."""
     kind = text.get("model_type", "cohere2")
     if kind not in ("cohere", "cohere2"):
         refuse(text, "model_type", "known language models are cohere and cohere2")

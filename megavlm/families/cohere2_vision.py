@@ -23,7 +23,7 @@ _VISION: dict[str, Any] = {
 
 
 def config(settings: Settings) -> ModelConfig:
-    """Cohere2VisionConfig."""
+    """Return the model of a Cohere2VisionConfig."""
     tower = with_defaults(settings.section("vision_config"), _VISION)
     settings = with_defaults(settings, {"alignment_intermediate_size": 36864})
     return aya_vision.model_config(settings, tower, feature_layer=-1, post_norm=True)

@@ -186,7 +186,7 @@ def _multiple(length: float, of: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices(Processor):
-    """Lays an image out as a small copy of the whole, then its slices row by row, between mark tokens."""
+    """Cuts an image into slices; a small copy of the whole comes first, and mark tokens surround each."""
 
     cutting: Cutting
     numbers_images: bool

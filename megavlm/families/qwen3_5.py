@@ -74,7 +74,7 @@ def _model(settings: Settings, text: Settings) -> ModelConfig:
 
 
 def text_model(text: Settings, *, tied: bool) -> LanguageConfig:
-    """Qwen3_5TextConfig as the language model of another architecture."""
+    """Return the model of a Qwen3_5TextConfig that is the language model of another architecture."""
     text = with_defaults(text, _TEXT)
     return hybrid(qwen_text_model(text, kind="qwen3", tied=tied, section=_SECTION, interleaved=True), text)
 

@@ -33,7 +33,7 @@ _DIRECTIONS = 4  # along which rows are compared whose order is not known
 
 @dataclass(frozen=True)
 class Row:
-    """A thing that both models have: how far they are apart in it, and how far rounding explains."""
+    """One tensor of both models: its relative difference, and the largest one that rounding explains."""
 
     name: str
     difference: float
@@ -196,7 +196,7 @@ def _outputs(chunk: VLMChunk, batch: MicroBatch, modules: Mapping[str, nn.Module
 
 @contextmanager
 def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """In it, keep what these modules give, by name."""
+    """Return a context in which the outputs of these modules are kept, by name."""
     found: dict[str, Tensor] = {}
 
     def noting(name: str) -> Callable[..., None]:
@@ -213,7 +213,7 @@ def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 def _kept(output: Any) -> Tensor:
-    """Return what a module gives as one tensor; megatron-core's linear layers give their bias beside it."""
+    """Return the output of a module as one tensor; megatron-core's linear layers return their bias beside it."""
     first, *others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     value = first.detach().to(torch.float32, copy=True)  # what follows may add to it in place
     for other in others:

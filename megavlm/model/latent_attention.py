@@ -43,7 +43,7 @@ EPSILON = 1e-6  # of the norms of latents, whatever that of other norms (DeepSee
 
 
 class LatentAttention(TurnedHeads, MegatronAttention):
-    """Attention of hidden states [S(/TP), B, H] whose keys and values come from latents; returns the same shape."""
+    """Attention whose keys and values come from latents: [S(/TP), B, H] → [S(/TP), B, H]."""
 
     def __init__(
         self,

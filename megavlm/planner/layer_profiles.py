@@ -247,7 +247,7 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
-    """Layers of one kind cost the same: numbers do not matter; windows, merging, attention and what is trained do."""
+    """Return what a layer's cost depends on: not its number, but windows, merging, attention and what is trained."""
     name = scenario.names[index]
     vision = scenario.model.vision
     return (

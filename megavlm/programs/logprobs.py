@@ -130,7 +130,7 @@ def _score(config: Config, out: Path, settings: dict[str, Any]) -> None:
 
 
 def _position(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what an earlier process has done. Raises UserError if it did something else."""
+    """Return the position that an earlier process has written. Raises UserError if its settings were others."""
     if not (out / _STATE).is_file():
         return {}
     done: dict[str, Any] = read_json(out / _STATE, at_most=2**20)

@@ -28,7 +28,7 @@ from megavlm.train.run import Run
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The scores of the n trained tokens of a sample, and their k likeliest alternatives, likeliest first."""
+    """The scores of the n trained tokens of a sample, and the k likeliest tokens at each position, likeliest first."""
 
     positions: NDArray[np.int64]  # [n]: among the sample's tokens
     tokens: NDArray[np.int64]  # [n]

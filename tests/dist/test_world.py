@@ -105,7 +105,7 @@ def test_two_agents_train_like_one_process_and_stop_by_one_signal(pools, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "status"), [("--pp 2 --train-iters 4", 0), ("--pp 2 --load nowhere", 2)])
 def test_the_status_is_that_of_the_run(flags: str, status: int, tmp_path: Path):
-    """The launcher returns the run's own status; torchrun would turn each failure into 1."""
+    """The launcher ends with the status of the run, where torchrun alone would end with 1 for each failure."""
     launched = start(tmp_path / "run", *flags.split())
     assert launched.wait(PATIENCE) == status, (tmp_path / "run.out").read_text()
 

@@ -113,7 +113,7 @@ SLICED = {
 
 
 class Cohere2VisionImageProcessorPil(GotOcr2ImageProcessorPil):
-    """The class, which needs torchvision, but for how it resizes: with the grid that its own function chooses."""
+    """Command A Vision's processor without torchvision: GOT-OCR 2's, with the grid that its own function chooses."""
 
     def crop_image_to_patches(self, *args: Any, **options: Any) -> Any:
         source = Path(transformers.__file__).with_name("models") / "cohere2_vision/image_processing_cohere2_vision.py"

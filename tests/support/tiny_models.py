@@ -361,7 +361,7 @@ IMAGES: dict[str, Any] = {
     ),
     # Of 5 × 3 patches of 4 pixels there are 2 × 1 features.
     "lighton": ([[(16, 16), (20, 12)], []], [[], []], [[(12, 20)], [(16, 8)]]),
-    # A feature has 16 × 16 pixels. A picture, and one whose small copy is followed by two rows of three slices.
+    # A feature covers 16 × 16 pixels. Three pairs are a small copy, rows and columns of slices, and a slice.
     "minicpmv": (
         *([[((16, 32), (2, 3), (32, 16)), (48, 16)], [(32, 32)]], [[], [((16, 16), (1, 2), (16, 32))]], [[], []]),
     ),

@@ -255,7 +255,7 @@ def _answered(record: Record, field: str, reader: Reader) -> Turns:
 
 
 def _turns_in_cell(value: Any) -> Any:
-    """Return the list of turns that a cell of a table stands for; any other value, as an answer of a list, as it is."""
+    """Return the list of turns that a cell of a table holds, also as JSON; return any other value unchanged."""
     found = unzipped(from_cell(value))
     return found if isinstance(found, list) and all(isinstance(each, Mapping) for each in found) else value
 

@@ -229,7 +229,7 @@ def test_memory_is_used_again_once_no_tensor_lies_in_it() -> None:
 
 
 def test_memory_is_pinned_once_and_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stand-ins of `torch.cuda`."""
+    """A stand-in of `torch.cuda` records which calls pin and copy."""
     pinned: dict[int, int] = {}
     events: list[Any] = []
     here: list[torch.device] = []
