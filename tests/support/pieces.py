@@ -2,8 +2,8 @@
 
 `make test-all` runs it. A piece that crashes or hangs costs the others nothing, and a run that was interrupted goes on
 where it stopped, also on another machine to which its record was copied: pieces that have ended are in
-RECORD/pieces.jsonl, with their commit, and are not run again. With --failed, the tests that failed run again on what
-is checked out now; a piece whose failed tests all pass has passed. Other flags go to pytest.
+RECORD/pieces.jsonl, with their commit, and are not run again. Two run at a time: the processes of a test wait for each
+other half of their time. Other flags go to pytest.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,18 +48,15 @@ def pieces(root: Path = ROOT) -> list[str]:
     return [str(path.relative_to(root)) for path in found]
 
 
-def run(name: str, record: Path, arguments: Sequence[str], root: Path, *, only: Sequence[str] = ()) -> Piece:
-    """Run a piece; its output goes to a log in `record`, what its files cost to RECORD/files.jsonl.
-
-    With `only`, run these of its tests, and leave what the files cost as it is.
-    """
-    log = record / f"{name.removeprefix('tests/').replace('/', '-').removesuffix('.py')}{'-again' * bool(only)}.log"
+def run(name: str, record: Path, arguments: Sequence[str], root: Path) -> Piece:
+    """Run a piece; its output goes to PIECE.log in `record`, what each of its files cost to PIECE.jsonl."""
     stuck = ["-o", f"faulthandler_timeout={STUCK}", "-o", "faulthandler_exit_on_timeout=true"]
-    recorded = [] if only else ["-p", "tests.support.record", "--record", str(record / "files.jsonl")]
+    recorded = ["-p", "tests.support.record", "--record", str(_file(record, name, "jsonl"))]
+    _file(record, name, "jsonl").unlink(missing_ok=True)  # of a run that was interrupted
     began = time.monotonic()
-    with log.open("w") as output:
+    with _file(record, name, "log").open("w") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "not gpu", *stuck, *recorded, *arguments, *(only or [name])],
+            [sys.executable, "-m", "pytest", "-m", "not gpu", *stuck, *recorded, *arguments, name],
             cwd=root,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)},
             stdout=output,
@@ -67,6 +65,10 @@ def run(name: str, record: Path, arguments: Sequence[str], root: Path, *, only: 
         )
     ended = datetime.now(UTC).isoformat(timespec="seconds")
     return Piece(name, done.returncode, round(time.monotonic() - began, 1), ended, commit_of(root))
+
+
+def _file(record: Path, name: str, suffix: str) -> Path:
+    return record / f"{name.removeprefix('tests/').replace('/', '-').removesuffix('.py')}.{suffix}"
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -96,7 +98,7 @@ def summary(record: Path) -> str:
             f"# All tests, {ended[-1]['ended'] if ended else 'none has ended'}",
             "",
             f"{', '.join(f'{count} {name}' for name, count in totals.items())}; "
-            f"{_minutes(sum(piece['seconds'] for piece in ended))} minutes by the clock, "
+            f"{_minutes(busy_seconds(ended))} minutes by the clock, "
             f"{_minutes(sum(file['processor_seconds'] for file in files))} of processor time; "
             f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
             f"commit {', '.join(dict.fromkeys(piece['commit'] for piece in ended))}.",
@@ -109,6 +111,16 @@ def summary(record: Path) -> str:
             "",
         ]
     )
+
+
+def busy_seconds(ended: Iterable[dict[str, Any]]) -> float:
+    """Return the seconds in which at least one piece ran: their intervals overlap, and a run may have paused."""
+    ends = ((datetime.fromisoformat(each["ended"]).timestamp(), each["seconds"]) for each in ended)
+    total, latest = 0.0, 0.0
+    for begin, end in sorted((end - seconds, end) for end, seconds in ends):
+        total += max(end - max(begin, latest), 0.0)
+        latest = max(latest, end)
+    return total
 
 
 def _minutes(seconds: float) -> str:
@@ -132,45 +144,34 @@ def _within(file: str, piece: str) -> bool:
     return file == piece or file.startswith(f"{piece}/")
 
 
-def run_all(names: Iterable[str], record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
-    """Run the pieces that have not ended yet, and write the summary after each; returns whether all passed."""
+def run_all(
+    names: Iterable[str], record: Path, arguments: Sequence[str] = (), root: Path = ROOT, *, beside: int = 2
+) -> bool:
+    """Run the pieces that have not ended yet, `beside` at a time, in the order of `names`; returns whether all passed.
+
+    The summary is written after each.
+    """
     record.mkdir(parents=True, exist_ok=True)
     known = {piece["name"] for piece in lines_of(record / "pieces.jsonl")}
+    left = []
     for name in names:
         if name in known:
             print(f"{name}: ended before", flush=True)
-            continue
-        # Lines of a piece that was interrupted go.
-        _write(
-            record / "files.jsonl",
-            [each for each in lines_of(record / "files.jsonl") if not _within(each["file"], name)],
-        )
-        piece = run(name, record, arguments, root)
-        _write(record / "pieces.jsonl", [*lines_of(record / "pieces.jsonl"), asdict(piece)])
-        (record / "summary.md").write_text(summary(record), encoding="utf-8")
-        print(f"{name}: status {piece.status}, {_minutes(piece.seconds)} minutes", flush=True)
+        else:
+            left.append(name)
+    pool = ThreadPoolExecutor(beside)
+    try:
+        for done in as_completed([pool.submit(run, name, record, arguments, root) for name in left]):
+            piece = done.result()
+            costs = _file(record, piece.name, "jsonl")
+            _write(record / "files.jsonl", [*lines_of(record / "files.jsonl"), *lines_of(costs)])
+            costs.unlink(missing_ok=True)
+            _write(record / "pieces.jsonl", [*lines_of(record / "pieces.jsonl"), asdict(piece)])
+            (record / "summary.md").write_text(summary(record), encoding="utf-8")
+            print(f"{piece.name}: status {piece.status}, {_minutes(piece.seconds)} minutes", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which has ended those that ran
     return all(piece["status"] in PASSED for piece in lines_of(record / "pieces.jsonl"))
-
-
-def run_failed(record: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> bool:
-    """Run the tests of a record that failed; returns whether none is left.
-
-    Pieces without a name of what failed in them, which ended early, are not among them: their line is to be deleted.
-    """
-    ended, files = lines_of(record / "pieces.jsonl"), lines_of(record / "files.jsonl")
-    for place, piece in enumerate(ended):
-        if only := _failures(piece["name"], files):
-            again = run(piece["name"], record, arguments, root, only=only)
-            print(f"{piece['name']}: {len(only)} that failed, status {again.status} now", flush=True)
-            if again.status == 0:
-                ended[place] = {**asdict(again), "seconds": piece["seconds"]}
-                for file in files:
-                    if _within(file["file"], piece["name"]):
-                        file.update(passed=file["passed"] + file["failed"], failed=0, failures=[])
-    _write(record / "pieces.jsonl", ended)
-    _write(record / "files.jsonl", files)
-    (record / "summary.md").write_text(summary(record), encoding="utf-8")
-    return all(piece["status"] in PASSED for piece in ended)
 
 
 def _write(file: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -181,13 +182,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, help="folder of the record (default: runs/test-all-COMMIT)")
     parser.add_argument("--only", nargs="+", help="run these pieces only (default: all)")
-    parser.add_argument("--failed", action="store_true", help="run the tests again that failed in this record")
     options, arguments = parser.parse_known_args(argv)
     record = (options.to or ROOT / f"runs/test-all-{commit_of(ROOT)}").resolve()
-    if options.failed:
-        passed = run_failed(record, arguments)
-    else:
-        passed = run_all(options.only or pieces(), record, arguments)
+    passed = run_all(options.only or pieces(), record, arguments)
     print(f"{'All passed' if passed else 'NOT all passed'}: {record}/summary.md")
     return 0 if passed else 1
 

@@ -49,7 +49,7 @@ FOREIGN_FLAGS = {
     *"--signals-to-handle --signal --no-build-isolation --build-arg".split(),
     *"--tensor-parallel-size --limit-mm-per-prompt --enable-lora --lora-modules --model-path --tp".split(),  # servers
     *"--model --tasks --include --output --batch".split(),  # lmms-eval's, up to the underscore
-    *("--to", "--failed"),  # of `make test-all`
+    "--to",  # of `make test-all`
     *"--time --partition --exclude --batch --ntasks-per-node --gpus-per-task --kill-on-bad-exit".split(),
 }
 # Flags in messages alone: torchrun's, SLURM's, those of pip and of Hugging Face's hub, and examples.

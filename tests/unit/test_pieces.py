@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pieces import lines_of, pieces, run_all, run_failed
+from tests.support.pieces import busy_seconds, lines_of, pieces, run_all
 
 TESTS = {
     "unit/test_a.py": "import pytest\ndef test_passes(): pass\ndef test_fails(): assert 0\n"
@@ -33,7 +33,8 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     record = root / "record"
     assert pieces(root) == ["tests/dist/test_c.py", "tests/dist/test_d.py", "tests/unit"]
     assert not run_all(pieces(root), record, root=root)
-    assert [piece["status"] for piece in lines_of(record / "pieces.jsonl")] == [-9, 0, 1]
+    ended = {piece["name"]: piece["status"] for piece in lines_of(record / "pieces.jsonl")}
+    assert ended == {"tests/dist/test_c.py": -9, "tests/dist/test_d.py": 0, "tests/unit": 1}
     files = {each["file"]: each for each in lines_of(record / "files.jsonl")}
     assert [files["tests/unit/test_a.py"][name] for name in ("passed", "failed", "skipped")] == [1, 2, 1]
     assert files["tests/unit/deep/test_b.py"]["processor_seconds"] > 0
@@ -45,22 +46,17 @@ def test_a_record_says_what_ran_and_how_it_ended(root: Path, capsys: pytest.Capt
     assert ", commit unknown." in summary, "the folder is in no repository"
 
     (root / "tests/dist/test_c.py").write_text(TESTS["dist/test_d.py"])
-    ended = (record / "pieces.jsonl").read_text().splitlines(keepends=True)
-    (record / "pieces.jsonl").write_text("".join(ended[1:]))  # as if the first had been interrupted
+    lines = (record / "pieces.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "test_c.py" not in line]  # as if it had been interrupted
+    (record / "pieces.jsonl").write_text("".join(kept))
+    (record / "dist-test_c.jsonl").write_text('{"file": "tests/dist/test_c.py", "passed": 7}\n')
     assert not run_all(pieces(root), record, root=root)
     assert "tests/dist/test_d.py: ended before" in capsys.readouterr().out
     assert len(lines_of(record / "files.jsonl")) == 4
     assert "4 passed, 2 failed, 1 skipped" in (record / "summary.md").read_text()
 
 
-@pytest.mark.slow
-def test_what_failed_runs_again(root: Path) -> None:
-    record, file = root / "record", root / "tests/unit/test_a.py"
-    assert not run_all(["tests/dist/test_d.py", "tests/unit"], record, root=root)
-    assert not run_failed(record, root=root), "nothing was mended"
-    assert "- `tests/unit/test_a.py::test_breaks`\n" in (record / "summary.md").read_text()
-    file.write_text(TESTS["unit/test_a.py"].replace("assert 0", "pass").replace("1 / 0", "pass"))
-    assert run_failed(record, root=root)
-    assert "5 passed, 0 failed, 1 skipped" in (record / "summary.md").read_text()
-    file.unlink()
-    assert run_failed(record, root=root), "what has passed does not run again"
+def test_pieces_beside_each_other_share_the_clock() -> None:
+    ended = [("00:10:00", 300.0), ("00:11:00", 120.0), ("00:30:00", 60.0), ("00:31:00", 600.0)]
+    rows = [{"ended": f"2026-01-01T{at}+00:00", "seconds": seconds} for at, seconds in ended]
+    assert busy_seconds(rows) == 300 + 60 + 600
