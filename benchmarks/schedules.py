@@ -43,7 +43,7 @@ from megavlm.planner.partition import Partition, best_partition
 from tests.support.pool import Pools
 from tests.support.training import SMALL, train
 
-PAGE = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "predictions.md"
 RECORDS = Path(__file__).parent / "records" / "schedules.jsonl"
 MODEL, MEAN = "qwen2_5_vl_7b", 0.25  # seconds that a forward pass sleeps in the mean
 SCHEDULES: dict[ScheduleName, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}  # with their VPP
@@ -59,7 +59,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.write:
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
         return
     if options.picture is not None:
         draw(options.picture)
@@ -88,7 +88,7 @@ def main() -> None:
         append("schedules", record)
 
 
-def with_table(page: str) -> str:
+def documented(page: str) -> str:
     """Return the page with the tables of all records: of each case the fastest step, as other work only adds to it."""
     records = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
     idle = [f"| idle time | {' | '.join(SCHEDULES)} |", "|---" * (1 + len(SCHEDULES)) + "|"]

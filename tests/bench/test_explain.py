@@ -1,23 +1,23 @@
-"""The model of one GPU's step: what is launched when, and what each table of passes says of a layer."""
+"""The model of one GPU's step: what is launched when, each table of passes, and the search that finds the same."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import predict_gpu
 import pytest
+from explain import BEFORE, Explained, StepPart, played
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.scenario import Scenario, scenario_of
 from megavlm.config.schema import Config, PrecisionConfig, TrainConfig
 from megavlm.families import published_model
+from megavlm.planner.candidates import Space
 from megavlm.planner.hardware import profile
+from megavlm.planner.layer_profiles import layer_profiles
+from megavlm.planner.search import search
+from megavlm.planner.step_time import step_of
 from megavlm.planner.terms import HostTime, memory_traffic
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from explain import BEFORE, Explained, StepPart, played
 
 H100 = profile("h100")
 
@@ -63,3 +63,29 @@ def test_passes_of_a_language_layer_are_the_textbooks() -> None:
     assert "biases" not in found
     left = memory_traffic("language.layers.0", replace(case(), own=frozenset()), BEFORE)
     assert sum(pair[1] for pair in left.values()) == sum(pair[1] for pair in found.values()) - 10 * matrices
+
+
+def test_the_search_predicts_the_same_step() -> None:
+    """What `tools/plan.py` prints for both benchmarked shapes: there all images have the size of the mean one, and all
+    tokens are trained.
+    """
+    space = Space((1,), (1,), (1,), recompute=("none",), placement=("stages",), offload=())
+    for found in predict_gpu.predictions():
+        shape, hardware = found.shape, profile(found.gpu)
+        config, count = predict_gpu.gpu_model.run_config(shape, precision="bf16"), len(shape.images)
+        factor = shape.model.vision.patch_size * shape.model.projector.pixel_shuffle
+        mean = (sum(height * width for height, width in shape.images) / count) ** 0.5
+        side = round(mean / factor) * factor
+        config = replace(
+            config,
+            train=replace(config.train, seq_length=shape.sample, micro_batch_size=count, global_batch_size=count),
+            data=replace(config.data, kind="synthetic", images_per_sample=(1,), image_sizes=(side,)),
+        )
+        best = search(config, 1, hardware, space=replace(space, micro_batch=(count,))).best[0].step
+        case = predict_gpu.case(shape)
+        everything = replace(case, work=replace(case.work, trained_tokens=case.work.tokens))
+        predicted = predict_gpu.explained(everything, hardware, predict_gpu.NOW, predict_gpu.OURS).seconds
+        assert best.seconds == pytest.approx(predicted, rel=0.001 if "LLaVA" in shape.name else 0.03), shape.name
+        # With the same images the two are one.
+        tables, seconds = layer_profiles(case, hardware), found.steps["now"].seconds
+        assert step_of(tables, hardware, ()).seconds == pytest.approx(seconds, rel=0.001), shape.name

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_vlm.py` without a GPU: what it counts, its table, and the whole of it on toys."""
+"""`benchmarks/gpu_vlm.py` without a GPU: what it counts, its table, and all of it on toys; other benchmarks, small."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_vlm
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_vlm  # type: ignore[import-not-found]
-
-    return gpu_vlm
 
 
 # (bytes of a GPU, model): the shape and the language layers that three quarters of it take. An H100 has 79.2 GiB, an
@@ -35,9 +28,9 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("gpu", "model"), CHOICES)
-def test_the_choice_for_a_gpu_takes_three_quarters_of_it(gpu: float, model: str, benchmark: Any) -> None:
+def test_the_choice_for_a_gpu_takes_three_quarters_of_it(gpu: float, model: str) -> None:
     """Weights, gradients, masters and moments are 18 bytes a parameter; what else there is, a step's activations."""
-    g, memory = benchmark.gpu_model, 0.75 * gpu * GIB
+    g, memory = gpu_vlm.gpu_model, 0.75 * gpu * GIB
     shapes = next(shapes for shapes in g.models(small=False) if shapes[0].name.startswith(model))
     found = g.fitting(shapes, memory=memory)
     name, least = CHOICES[gpu, model]
@@ -60,44 +53,44 @@ def their_parameters(shape: Any) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def test_a_model_for_which_there_is_no_room_is_a_line_of_the_table(benchmark: Any) -> None:
+def test_a_model_for_which_there_is_no_room_is_a_line_of_the_table() -> None:
     class NoWorkers:
         def machine(self, program: str) -> dict[str, Any]:
             return {"device": "small", "memory": 16 * GIB}
 
     options = argparse.Namespace(small=False, layers=None, memory_share=0.75)
-    for shapes in benchmark.gpu_model.models(small=False):
-        assert benchmark.gpu_model.fitting(shapes, memory=12 * GIB) is None
-        (result,) = benchmark.measure(shapes, benchmark.chosen(**NONE), NoWorkers(), options=options, deadline=0.0)
-        (row,) = benchmark.rows_of(result, "small", judged=True)
+    for shapes in gpu_vlm.gpu_model.models(small=False):
+        assert gpu_vlm.gpu_model.fitting(shapes, memory=12 * GIB) is None
+        (result,) = gpu_vlm.measure(shapes, gpu_vlm.chosen(**NONE), NoWorkers(), options=options, deadline=0.0)
+        (row,) = gpu_vlm.rows_of(result, "small", judged=True)
         assert row.figure == "not measured: one language layer needs more than 12 GiB"
 
 
 NONE = {"precision": "bf16", "ablate": False, "their_compile": False}
 
 
-def sides_of(benchmark: Any) -> Any:
-    return benchmark.chosen(precision="bf16", ablate=True, their_compile=False)
+def sides_of() -> Any:
+    return gpu_vlm.chosen(precision="bf16", ablate=True, their_compile=False)
 
 
-def test_every_set_of_flags_is_one_that_a_run_takes(benchmark: Any) -> None:
-    shape = benchmark.gpu_model.models(small=False)[0][0].with_layers(2)
-    configs = [benchmark.gpu_model.run_config(shape, precision=s.precision, flags=s.flags) for s in sides_of(benchmark)]
+def test_every_set_of_flags_is_one_that_a_run_takes() -> None:
+    shape = gpu_vlm.gpu_model.models(small=False)[0][0].with_layers(2)
+    configs = [gpu_vlm.gpu_model.run_config(shape, precision=s.precision, flags=s.flags) for s in sides_of()]
     assert all(one != configs[0] for one in configs[1:])
     assert configs[0].model == shape.model
 
 
-def test_language_flops_are_six_per_parameter_and_token_and_attention(benchmark: Any) -> None:
+def test_language_flops_are_six_per_parameter_and_token_and_attention() -> None:
     """LLaVA: 4 H² + 3 H·F per layer, 8,192 tokens; H·V for those of 446 of text in each sample of 1,024 alone; causal
     attention over samples.
     """
-    shape = benchmark.gpu_model.models(small=False)[0][0].with_layers(10)
+    shape = gpu_vlm.gpu_model.models(small=False)[0][0].with_layers(10)
     hidden, ffn, vocabulary = 4096, 11008, 32064
     products = 6 * (8192 * 10 * (4 * hidden**2 + 3 * hidden * ffn) + 8 * (1024 - 576 - 2) * hidden * vocabulary)
     attention = 3 * 10 * 2 * hidden * 8 * 1024**2
     norms = 0
-    assert benchmark.gpu_model.language_flops(shape) == pytest.approx(products + attention + norms, rel=1e-6)
-    assert benchmark.gpu_model.whole_flops(shape) > benchmark.gpu_model.language_flops(shape)
+    assert gpu_vlm.gpu_model.language_flops(shape) == pytest.approx(products + attention + norms, rel=1e-6)
+    assert gpu_vlm.gpu_model.whole_flops(shape) > gpu_vlm.gpu_model.language_flops(shape)
 
 
 def answer(seconds: float, gigabytes: float) -> dict[str, Any]:
@@ -114,7 +107,7 @@ def answer(seconds: float, gigabytes: float) -> dict[str, Any]:
     }
 
 
-def test_the_table_compares_with_targets(benchmark: Any) -> None:
+def test_the_table_compares_with_targets() -> None:
     result = {
         "shape": "LLaVA",
         "layers": 19,
@@ -131,7 +124,7 @@ def test_the_table_compares_with_targets(benchmark: Any) -> None:
             "megavlm bf16 of JPEG files": [answer(1.0, 80)],
         },
     }
-    found = {row.what: row for row in benchmark.rows_of(result, "NVIDIA H200", judged=True)}
+    found = {row.what: row for row in gpu_vlm.rows_of(result, "NVIDIA H200", judged=True)}
 
     def figure(what: str) -> tuple[str, bool | None]:
         row = found[f"LLaVA: megavlm {what}"]
@@ -151,7 +144,7 @@ def test_the_table_compares_with_targets(benchmark: Any) -> None:
     assert figure("bf16, attention") == ("sdpa, flash", None)
     whole = 240 / 0.49
     assert figure("bf16, MFU of the whole step") == (f"{whole / 989:.1%}", None)
-    assert "met" in benchmark.table(list(found.values()))
+    assert "met" in gpu_vlm.table(list(found.values()))
 
 
 @pytest.mark.slow
@@ -179,3 +172,29 @@ def test_both_sides_compute_the_same_on_toys(precision: str, tmp_path: Path) -> 
         for each in ran.values():
             assert len(each["language_seconds"]) == len(each["step_seconds"])
             assert min(each["language_seconds"]) > 0
+
+
+RUNS = [
+    "cpu_step.py --quick",
+    "uploads.py --quick --store file://{folder}",
+    "loss_memory.py --quick",
+    "video.py --quick",
+    "context.py --quick",
+    "experts.py --quick",
+    "schedules.py --quick",
+    "optimizers.py --quick",
+    "contrastive.py --quick",
+    "placement.py --dry --rounds 1 --steps 1 --only frozen",
+    "placement.py --dry --rounds 1 --steps 1 --only 112",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS)
+def test_a_benchmark_runs_to_its_end(command: str, tmp_path: Path) -> None:
+    script, *flags = command.format(folder=tmp_path).split()
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout

@@ -1,14 +1,16 @@
-"""Each recipe is a run: its layout is valid, the planner says that it fits, and why a faster one is not taken."""
+"""Each recipe is a run that fits, in the fastest layout or why not; pages show what scripts of benchmarks say today."""
 
 from __future__ import annotations
 
+import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import what_fits
 import yaml
 
+import recipes
 from megavlm.arch.kinds import layer_cost, model_parameters, step_flops
 from megavlm.arch.layers import layer_names
 from megavlm.arch.workload import typical_workload
@@ -21,11 +23,6 @@ from megavlm.programs.train import train
 from tests.support.covering import slow
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-import what_fits  # type: ignore[import-not-found]  # noqa: E402
-
-import recipes  # type: ignore[import-not-found]  # noqa: E402
-
 FILES = sorted((ROOT / "recipes").glob("*.yaml"))
 # Options that a recipe must say, because their defaults are for toys or differ with the kind of run.
 EXPLICIT = {
@@ -91,11 +88,6 @@ def test_the_command_of_a_recipe_is_for_its_own_model(path, capsys, monkeypatch,
     assert capsys.readouterr().out.startswith(f"random weights, {count:,} parameters")
 
 
-def test_the_table_of_recipes_is_what_their_dry_runs_say() -> None:
-    text = recipes.DOCUMENT.read_text(encoding="utf-8")
-    assert recipes.documented(text) == text, "renew it: python benchmarks/recipes.py --write"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_fastest_layout_is_taken_or_named(path: Path) -> None:
@@ -120,11 +112,25 @@ SAMPLED = (
 )
 
 
-def test_what_fits_is_as_documented() -> None:
-    text = what_fits.DOCUMENT.read_text(encoding="utf-8")
-    renew = "renew it: python benchmarks/what_fits.py --write"
-    assert what_fits.documented(text) == text, renew
-    assert what_fits.rows(what_fits.known()) == what_fits.ROWS.read_text(encoding="utf-8"), renew
+@pytest.mark.parametrize(
+    ("script", "row"),
+    [
+        ("claims", "| claim | claimed | predicted |"),
+        ("predict_gpu", "| LLaVA-1.5-7B, H100, ms |"),
+        ("recipes", "| `internvl3_8b` |"),
+        ("schedules", "| PP4 m=16 frozen tower |"),
+        ("what_fits", "| `smolvlm_2b` |"),
+    ],
+)
+def test_the_page_of_a_script_is_what_it_says_today(script: str, row: str) -> None:
+    program = importlib.import_module(script)
+    text = program.DOCUMENT.read_text(encoding="utf-8")
+    assert row in text
+    assert program.documented(text) == text, f"renew it: python benchmarks/{script}.py --write"
+
+
+def test_the_rows_of_what_fits_are_all_there_are() -> None:
+    assert what_fits.rows(what_fits.known()) == what_fits.ROWS.read_text(encoding="utf-8")
     assert len(what_fits.known()) == len(list(what_fits.cases(list(what_fits.MODELS)))) == 480
 
 

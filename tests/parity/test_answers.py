@@ -1,4 +1,4 @@
-"""Answers to several prompts in a batch: the text that Transformers generates with its processor for each of them.
+"""Answers to several prompts in a batch, and their prompts as tokens: those of Transformers' processors.
 
 PaliGemma's processor takes no chat template, and writes the text around a question itself.
 """
@@ -21,6 +21,7 @@ from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.file_source import FilesSource
 from megavlm.data.types import Conversation, ImageRef, Role, Segment, Turn
 from megavlm.inference.assistant import Assistant, Sampling
+from megavlm.programs import preview
 from megavlm.train.generate import generate
 from tests.support import hf
 from tests.support.covering import slow
@@ -29,7 +30,7 @@ from tests.support.harness import Single, difference
 from tests.support.processors import CASES, bare, picture
 from tests.support.tiny_models import tiny
 from tests.support.tokenizers import tokenizers_in
-from tests.support.whole_models import PROCESSORS, answer_of_transformers, whole_folder
+from tests.support.whole_models import LIKE, PROCESSORS, answer_of_transformers, whole_folder
 
 LENGTH = 12
 LATER = ("qianfan", "lighton", "cosmos3", "glm-ocr", "minicpmv-4.6", "cohere2-vision")  # their parts are others'
@@ -151,3 +152,39 @@ def test_answers_of_paligemma_are_those_of_transformers(
         text = processor.tokenizer.decode(found, skip_special_tokens=True).strip()
         hold("paligemma", "answers", int(answer != text), f"{answer!r} and {text!r}")
         assert tokens[: len(found)] == found.tolist()
+
+
+FIRST_RUN = Path(__file__).parents[2] / "examples/first_run"
+FAST = ("gemma3", "qwen2.5-vl")  # whose templates write what is no image token, and one with marks around it
+OTHERS = [name for name in LIKE if name not in (*FAST, "deepseek-vl")]
+
+
+@pytest.mark.parametrize("name", [*FAST, *map(slow, OTHERS)])
+def test_both_forms_of_a_prompt(name: str, tmp_path: Path, capsys: Any) -> None:
+    folder, _, processor = whole_folder(name, tmp_path)
+    data = ["--datasets", str(FIRST_RUN / "train.jsonl"), "--init-from", str(folder), "--seq-length", "512"]
+    assert preview.main([*data, "--samples", "1", "--tokens"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    own = json.loads(line)
+    question = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    begin = tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
+    assert own["served"] == tokenizer.encode(text, add_special_tokens=begin)
+    image = Image.open(FIRST_RUN / "images/circle.png").convert("RGB")
+    [expanded] = processor(text=[text], images=[image], add_special_tokens=begin)["input_ids"]
+    assert own["expanded"] == list(map(int, expanded))
+
+    given = tmp_path / "given.jsonl"
+    for tokens in (own["served"], own["expanded"]):
+        given.write_text(json.dumps({"record": own["record"], "tokens": tokens}))
+        assert preview.main([*data, "--tokens", str(given)]) == 0
+    at = len(own["served"]) - 2
+    other = [*own["served"][:at], 3, *own["served"][at + 1 :]]
+    given.write_text(json.dumps({"record": own["record"], "tokens": other}))
+    capsys.readouterr()
+    assert preview.main([*data, "--tokens", str(given)]) == 1
+    told = capsys.readouterr().out
+    assert f"{own['record']}: token {at} is 3 in place of {own['served'][at]} (of {at + 2} tokens with single" in told
+    given.write_text("3")
+    assert preview.main([*data, "--tokens", str(given)]) == 2

@@ -1,7 +1,8 @@
-"""Towers of Transformers by themselves, and ours from their folders: the same outputs and gradients."""
+"""Towers by themselves, parts of larger models, and layers that predict further tokens: as in Transformers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,25 @@ from torch import Tensor
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.arch.image_tokens import grid_of
-from megavlm.arch.layers import PROJECTOR, layer_names
+from megavlm.arch.layers import PROJECTOR, layer_names, part_of
 from megavlm.checkpoint.hf.importing import load_weights
-from megavlm.checkpoint.hf.pretrained import Pretrained, with_pretrained_model
+from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.command_line.parsing import parse
+from megavlm.config.schema import CheckpointConfig, Config
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch
 from megavlm.inputs.patches import patchify
 from megavlm.rules.defaults import resolve
 from tests.support import hf
+from tests.support.covering import fast_and_slow
 from tests.support.gates import hold
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
+from tests.support.predictors import losses_of, with_predictor
+from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER, images_of, tiny
 
-TOWER: dict[str, Any] = {
-    **{"hidden_size": 48, "num_attention_heads": 3, "image_size": 32, "patch_size": 8, "intermediate_size": 80},
-    **{"num_hidden_layers": 4, "attn_implementation": "eager"},
-}
-INTERN = {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}
+SEEING = {**TOWER, "attn_implementation": "eager"}
+INTERN = {**SEEING, "image_size": [32, 32], "patch_size": [8, 8]}
 TOWERS = {
-    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER, hidden_act="quick_gelu")),
+    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SEEING, hidden_act="quick_gelu")),
     # A last norm, which features of a whole InternVL do not pass.
     "internvit-300m": lambda: InternVLVisionModel(
         InternVLVisionConfig(
@@ -40,15 +42,12 @@ TOWERS = {
         )
     ),
 }
-TEXT = transformers.LlamaConfig(
-    **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4}
-)
 
 
 def ours_of(theirs: Any, single: Single, root: Path) -> tuple[Any, Any, Pretrained]:
     """Return a chunk of a tower's layers with the weights of a folder, its configuration, and the folder."""
     folder = hf.save(theirs, root / "hf")
-    language = hf.save(transformers.AutoModelForCausalLM.from_config(TEXT), root / "other")
+    language = hf.save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), root / "other")
     argv = ["--vision-from", str(folder), "--language-from", str(language), "--image-token", "60"]
     config = resolve(with_pretrained_model(parse([*argv, "--precision", "fp32"])))
     names = layer_names(config.model)
@@ -85,3 +84,54 @@ def test_a_tower_equals_transformers(name: str, height: int, width: int, single:
     expected = model(pixels, output_hidden_states=True, **options).hidden_states[config.model.vision.feature_layer]
     expected = expected[:, expected.shape[1] - features.shape[1] :]
     assert_alike(features, expected, chunk, config, pretrained, model)
+
+
+FAST = ("internvl", "qwen2.5-vl")
+
+
+@pytest.mark.parametrize("name", fast_and_slow(FAST, SINGLE))
+def test_a_part_has_the_names_of_its_folder(name: str, tmp_path: Path) -> None:
+    """An export in parts asks a folder's family for the names of a model of which the folder has one part."""
+    whole = hf.save(FAMILIES[name][0](), tmp_path / "whole")
+    tower = hf.save(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)), tmp_path / "tower")
+    text = hf.save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), tmp_path / "text")
+    for part, sources in (("vision", (whole, text)), ("language", (tower, whole))):
+        vision, language = map(str, sources)
+        given = Config(checkpoint=CheckpointConfig(vision_from=vision, language_from=language))
+        model = replace(given.model, image_token=60, projector=replace(given.model.projector, kind="qformer"))
+        config = resolve(with_pretrained_model(replace(given, model=model)))
+        found = Pretrained.of(whole, part)
+        names = found.family.table(config.model, found.family.name_prefixes[found.variant])
+        ours, theirs = ({key: each[key] for key in each if part_of(key) == part} for each in (names, found.table))
+        assert ours == theirs
+        assert len(ours) > 5
+
+
+PREDICTING = ("--set", "model.language.mtp_layers=1", "model.objective.mtp_loss_scaling_factor=0.3")
+PREDICT = ("qwen3.5", "glm4v-moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5-moe",)))
+
+
+@pytest.mark.parametrize("name", PREDICT)
+def test_loss_gradients_and_files(name: str, single: Single, tmp_path: Path) -> None:
+    """The features of images take the place of their tokens' embeddings one position further on, too."""
+    theirs = with_predictor(tiny(name))
+    folder = hf.save(theirs, tmp_path / "hf")
+    config = hf.config_for(folder, flags=PREDICTING)
+    engine = hf.engine_for(config, folder, single)
+    chunk = engine.chunks[0].module
+    shapes = hf.unpadded_shapes(chunk, config)
+    for number, images in enumerate(images_of(name)):
+        given = hf.batch_of(config, images, seed=number)
+        loss, further = losses_of(theirs, folder, given, config)
+        theirs.zero_grad()
+        tokens = float(given.text.loss_mask.sum())
+        ((loss + 0.3 * further) / tokens).backward()
+        engine.optimizer.zero_grad()
+        found, counted, beside = engine.schedule.train([given]).tolist()
+        assert counted == tokens
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+        assert beside == pytest.approx(further.item(), rel=1e-6)
+        gradients = Pretrained.of(hf.save_gradients(theirs, tmp_path / f"gradients{number}"), *ALL_PARTS, predictors=1)
+        ours = hf.gradients_of(chunk, tokens)
+        hf.assert_same_gradients(ours, gradients, shapes, "further", "gradients", tolerance=1e-4)
+    hf.assert_round_trip(folder, tmp_path, single, flags=PREDICTING)

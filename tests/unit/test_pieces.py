@@ -1,11 +1,18 @@
-"""`make test-all`: pieces, what is recorded of them, and how an interrupted run goes on."""
+"""What tests have of their own: pieces of `make test-all`, covers of cases, and cards of families."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.cards import page
+from tests.support.covering import covering, pairs
+from tests.support.gates import MEASURED, TOLERANCES, hold
 from tests.support.pieces import busy_seconds, lines_of, pieces, run_all
 
 TESTS = {
@@ -60,3 +67,57 @@ def test_pieces_beside_each_other_share_the_clock() -> None:
     ended = [("00:10:00", 300.0), ("00:11:00", 120.0), ("00:30:00", 60.0), ("00:31:00", 600.0)]
     rows = [{"ended": f"2026-01-01T{at}+00:00", "seconds": seconds} for at, seconds in ended]
     assert busy_seconds(rows) == 300 + 60 + 600
+
+
+CASES = st.lists(st.tuples(*3 * [st.integers(0, 4)]), unique=True, max_size=60)
+
+
+def shows(case: tuple[int, ...]) -> set[tuple[object, object]]:
+    return pairs(*([(place, value)] for place, value in enumerate(case)))
+
+
+@given(CASES)
+def test_nothing_that_a_case_shows_is_lost(cases: list[tuple[int, ...]]) -> None:
+    cover = covering(cases, shows)
+    assert cover == [case for case in cases if case in cover]
+    assert set().union(*map(shows, cover)) == set().union(*map(shows, cases))
+
+
+def test_a_cover_of_pairs_is_far_smaller_than_the_product() -> None:
+    assert len(covering([(a, b, c) for a in range(5) for b in range(5) for c in range(5)], shows)) < 40
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("figure", [2e-4, float("nan")])
+def test_a_figure_above_the_tolerance_fails_the_test(figure: float) -> None:
+    hold("llava", "logits", TOLERANCES["logits"])
+    with pytest.raises(AssertionError, match="logits of llava 3"):
+        hold("llava", "logits", figure, "logits of llava 3")
+    MEASURED.clear()
+
+
+def test_the_worst_figure_of_each_family_is_in_its_row() -> None:
+    cards = {"llava": {"import_export": 0.0, "tp2_logits": 1e-7, "pp2_logits": 3e-6}, "clip": {"logits": 2e-7}}
+    made = page(cards, "before <!-- cards --> old <!-- end --> after")
+    assert "| llava | 3e-6 | – | – | – | – | – |" in made
+    assert "| llava | 0 | – | – | – | – | – | – | – |" in made
+    assert "| clip | 2e-7 | – | – |" in made
+    assert "old" not in made
+
+
+@pytest.mark.slow
+def test_the_plugin_writes_what_all_tests_measured(tmp_path: Path) -> None:
+    test = "from tests.support.gates import hold\n@pytest.mark.parametrize('n', [1, 5, 2])\n"
+    test = f"import pytest\n{test}def test_it(n): hold('clip', 'logits', n * 1e-7)\n"
+    for more, expected in (
+        ("", "| clip | 5e-7 | – | – |"),
+        ("def test_other(): assert 0\n", "<!-- cards --> <!-- end"),
+    ):
+        (tmp_path / "page.md").write_text("<!-- cards --> <!-- end -->")
+        (tmp_path / "test_it.py").write_text(test + more)
+        plugin = ["-p", "tests.support.cards", "--cards", str(tmp_path / "page.md"), "-n", "2"]
+        program = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), *plugin, str(tmp_path)]
+        subprocess.run(program, cwd=ROOT, check=False, capture_output=True)
+        assert expected in (tmp_path / "page.md").read_text()

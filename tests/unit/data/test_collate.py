@@ -1,22 +1,33 @@
-"""Collation: what is predicted, what is trained, which token takes which feature."""
+"""Micro-batches of samples: rows, canvases of images, positions, and what each rank gets of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 
+from megavlm.arch.dims import RowSplit
+from megavlm.arch.image_tokens import Grid, TileGroup
 from megavlm.config.schema import ProjectorConfig
-from megavlm.data.collate import CollateSpec, collate
+from megavlm.data.broadcast import aligned, copy_to, deserialize, serialize, size_of
+from megavlm.data.collate import CollateSpec, Run, canvas_positions, collate, mrope_positions
+from megavlm.data.context_parts import followers, order_of, part_of, with_further_tokens
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Member, Sample
+from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Imbalance, Member, Sample, StepData
 from megavlm.errors import UserError
-from megavlm.inputs.batch import MicroBatch
+from megavlm.families.shared.videos import moments_of
+from megavlm.inputs.bad_sample import Skipped
+from megavlm.inputs.batch import ImageSizes, LocalFeatures, MicroBatch, TextBatch
 from megavlm.inputs.patches import Image
 from megavlm.objective.gather import Texts
 from tests.support.flags import resolved
+from tests.support.micro_batch import micro_batch
 
 IMAGE, PAD, PATCH = 99, 0, 4
 
@@ -136,3 +147,291 @@ def record(*documents: int) -> Sample:
     """A record of a query and documents of these roles, each of two tokens."""
     members = tuple(Member(role, number, 2) for number, role in enumerate((QUERY, *documents)))
     return replace(text(np.arange(1, 1 + 2 * len(members)).tolist(), answer=0), members=members)
+
+
+FEATURE = 9
+
+
+def test_an_image_between_words() -> None:
+    tokens = np.array([1, 1, *[FEATURE] * 6, 1, 1])
+    time, row, column = mrope_positions(tokens == FEATURE, stills((4, 6)), merge=2).tolist()
+    assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6]
+    assert row == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6]
+    assert column == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
+
+
+def test_images_without_words_between_them() -> None:
+    tokens = np.array([*[FEATURE] * 4, FEATURE, *[FEATURE] * 2, 1])
+    positions = mrope_positions(tokens == FEATURE, stills((2, 2), (1, 1), (2, 1)), merge=1)
+    assert positions[0].tolist() == [0, 0, 0, 0, 2, 3, 3, 5]
+    assert positions[1].tolist() == [0, 0, 1, 1, 2, 3, 4, 5]
+    assert positions[2].tolist() == [0, 1, 0, 1, 2, 3, 3, 5]
+
+
+Piece = tuple[int, int, int, int]  # words before it, rows and columns of features, groups of frames (0: an image)
+
+
+@settings(deadline=None, max_examples=25)  # the first example imports Transformers
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 4)), max_size=4),
+    st.integers(0, 3),
+    st.sampled_from([0.5, 1.0, 0.7, 3.3]),
+)
+def test_equals_transformers(pieces: list[Piece], words_after: int, seconds: float) -> None:
+    """`get_rope_index` of Qwen2.5-VL, which needs a word between two images; a group of frames lasts `seconds`."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    config = transformers.Qwen2_5_VLConfig()
+    model = transformers.Qwen2_5_VLModel.__new__(transformers.Qwen2_5_VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    kinds = [t for words, rows, columns, groups in pieces for t in kinds_of(words, rows * columns, groups)]
+    kinds += [0] * (words_after + 1)
+    step = config.vision_config.tokens_per_second
+    expected, _ = model.get_rope_index(
+        torch.zeros(1, len(kinds), dtype=torch.long),
+        mm_token_type_ids=torch.tensor(kinds).int()[None],
+        image_grid_thw=torch.tensor([(1, 2 * r, 2 * c) for _, r, c, groups in pieces if not groups]),
+        video_grid_thw=torch.tensor([(groups, 2 * r, 2 * c) for _, r, c, groups in pieces if groups]),
+        second_per_grid_ts=torch.tensor([seconds for *_, groups in pieces if groups]),
+    )
+    runs = [
+        ((2 * rows, 2 * columns), moments_of(groups, seconds, step) if groups else (0,))
+        for _, rows, columns, groups in pieces
+    ]
+    assert mrope_positions(np.array(kinds) > 0, runs, merge=2).tolist() == expected[:, 0].tolist()
+
+
+def kinds_of(words: int, features: int, groups: int) -> list[int]:
+    return [0] * (words + 1) + ([2] * (features * groups) if groups else [1] * features)
+
+
+def stills(*grids: tuple[int, int]) -> list[Run]:
+    return [(grid, (0,)) for grid in grids]
+
+
+SLICE, END_OF_SLICE, BEGIN_IMAGE, END_OF_IMAGE, BREAK, PICTURE_TOKEN = range(90, 96)
+MARKS = {
+    "slice_start_id": SLICE,
+    "slice_end_id": END_OF_SLICE,
+    "image_start_id": BEGIN_IMAGE,
+    "image_end_id": END_OF_IMAGE,
+    "newline_id": BREAK,
+}
+Picture = tuple[Grid, Grid, Grid, int]  # the copy, the arrangement, a slice, how many slices are missing
+
+
+def written(picture: Picture) -> tuple[list[int], list[Grid]]:
+    """The tokens of an image, and its grids in patches."""
+    copy, (rows, columns), part, missing = picture
+    tokens, grids = [BEGIN_IMAGE, *[PICTURE_TOKEN] * (copy[0] * copy[1]), END_OF_IMAGE], [copy]
+    for number in range(rows * columns - missing):
+        tokens += [BREAK] * (number > 0 == number % columns)
+        tokens += [SLICE, *[PICTURE_TOKEN] * (part[0] * part[1]), END_OF_SLICE]
+        grids.append(part)
+    return tokens, [(4 * height, 4 * width) for height, width in grids]
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    [
+        pytest.param([[((2, 3), (0, 0), (0, 0), 0)], [((1, 1), (0, 0), (0, 0), 0)]], id="whole"),
+        # Nine columns of three features, and five rows: halves are rounded.
+        pytest.param([[((4, 6), (2, 3), (3, 2), 0)], [((3, 4), (1, 2), (2, 5), 0)]], id="sliced"),
+        pytest.param(
+            [[((2, 2), (3, 1), (2, 3), 0), ((2, 1), (0, 0), (0, 0), 0), ((3, 3), (2, 2), (1, 2), 0)]], id="adjacent"
+        ),
+        pytest.param([[((2, 2), (2, 3), (2, 2), 1)]], id="a slice is missing"),
+    ],
+)
+@pytest.mark.parametrize("text", [1, 4])
+def test_positions_are_those_of_transformers(pictures: list[list[Picture]], text: int) -> None:
+    tokens, grids = [7], list[Grid]()
+    for neighbours in pictures:
+        for picture in neighbours:
+            more, sizes = written(picture)
+            tokens += more
+            grids += sizes
+        tokens += range(10, 10 + text)
+    ids, kinds = torch.tensor([tokens]), torch.tensor([tokens]).eq(PICTURE_TOKEN).int()
+    theirs = SimpleNamespace(
+        config=SimpleNamespace(**MARKS, downsample_mode="16x"),
+        _group_visual_frames=lambda *given: MiniCPMV4_7Model._group_visual_frames(theirs, *given),
+        _frame_end_idx=MiniCPMV4_7Model._frame_end_idx,
+        get_vision_position_ids=lambda **given: MiniCPMV4_7Model.get_vision_position_ids(theirs, **given),
+    )
+    expected, _ = MiniCPMV4_7Model.get_rope_index(theirs, ids, kinds, torch.tensor(grids))
+    features = np.array(tokens) == PICTURE_TOKEN
+    ours = canvas_positions(np.array(tokens), features, grids, marks=tuple(MARKS.values()), merge=4)
+    assert ours.tolist() == expected[:, 0].tolist()
+
+
+PLACEHOLDER = 7
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[MicroBatch, RowSplit]:
+    """Draw rows with image and trained tokens at random places, and how context-parallel ranks split them."""
+    split, rows = RowSplit(draw(st.integers(1, 4)), draw(st.integers(1, 4))), draw(st.integers(1, 3))
+    length = split.multiple * draw(st.integers(1, 3))
+    size, shape = rows * length, (rows, length)
+    flags = st.lists(st.booleans(), min_size=size, max_size=size)
+    image, trained = (torch.tensor(draw(flags)).view(shape) for _ in range(2))
+    numbers = torch.arange(size).view(shape)
+    axes = draw(st.sampled_from(((), (3,))))
+    text = TextBatch(
+        tokens=torch.where(image, PLACEHOLDER, 100 + numbers),
+        labels=200 + numbers,
+        loss_mask=trained.float(),
+        positions=(300 + numbers).expand(*axes, *shape),
+        feature_positions=image.flatten().nonzero()[:, 0],
+        trained_positions=trained.flatten().nonzero()[:, 0] if trained.any() else torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, size]),
+        sources=400 + numbers,
+    )
+    return MicroBatch(text, ImageSizes()), split
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[MicroBatch, RowSplit]) -> None:
+    batch, split = drawn
+    parts = [part_of(batch, split, rank=rank) for rank in range(split.ranks)]
+    for name in ("tokens", "labels", "loss_mask", "positions", "sources"):
+        whole = torch.cat([getattr(part.text, name) for part in parts], -1)
+        order = order_of(split, whole.shape[-1])
+        assert torch.equal(whole, getattr(batch.text, name)[..., order])
+        assert sorted(order.tolist()) == list(range(len(order)))
+    for part in parts:
+        assert part.row_tokens is batch.text.tokens
+        assert part.text.cu_seqlens is batch.text.cu_seqlens
+    # A feature is found again by its label, which is its place in the whole.
+    found = torch.cat([part.text.labels.flatten()[part.text.feature_positions] - 200 for part in parts])
+    assert sorted(found.tolist()) == batch.text.feature_positions.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_every_trained_token_has_its_loss_in_one_part(drawn: tuple[MicroBatch, RowSplit]) -> None:
+    batch, split = drawn
+    losses: list[int] = []
+    for rank in range(split.ranks):
+        text = part_of(batch, split, rank=rank).text
+        places = text.trained_positions
+        assert len(places), "an output layer computes at least one loss"
+        kept = places[text.loss_mask.flatten()[places] > 0]
+        losses += (text.labels.flatten()[kept] - 200).tolist()
+    assert sorted(losses) == batch.text.loss_mask.flatten().nonzero()[:, 0].tolist()
+
+
+def test_features_of_a_colocated_encoder_move_with_their_tokens() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64)
+    text = TextBatch(tokens, tokens, tokens.float(), tokens, feature_positions=torch.tensor([1, 5, 6, 14]))
+    batch = MicroBatch(text, ImageSizes(), features=LocalFeatures(torch.tensor([5, 6, 14]), None))
+    second = part_of(batch, RowSplit(2), rank=1)
+    assert second.features.positions.tolist() == [1, 2, 6] == second.text.feature_positions.tolist()
+    first = part_of(replace(batch, features=LocalFeatures(none, None)), RowSplit(2), rank=0)
+    assert first.text.feature_positions.tolist() == [1]
+
+
+def test_the_device_gets_the_part_and_the_tokens_of_whole_rows() -> None:
+    tokens = torch.arange(8).view(1, 8)
+    text = TextBatch(tokens, tokens, tokens.float(), tokens, feature_positions=torch.tensor([2, 7]))
+    batch = part_of(MicroBatch(text, ImageSizes()), RowSplit(2), rank=1)
+    moved = batch.with_tensors({name: tensor + 1 for name, tensor in batch.host_tensors().items()})
+    assert moved.text.tokens.tolist() == [[5, 6, 7, 8]]
+    assert moved.row_tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_groups_that_gather_keys_have_a_run_from_either_end() -> None:
+    parts = order_of(RowSplit(heads=2, groups=2), 16).view(4, -1).tolist()
+    assert parts == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(1, 3), st.integers(1, 2))
+def test_each_position_finds_a_later_one_of_its_row(
+    drawn: tuple[MicroBatch, RowSplit], shards: int, steps: int
+) -> None:
+    batch, split = drawn
+    length = batch.text.tokens.shape[1] * shards
+    parts = split.ranks * shards
+    order = order_of(split, length).view(parts, -1)
+    found = followers(split, length, parts=parts, steps=steps)
+    arriving = torch.cat([own[sent] for own, sent in zip(order, found.sent, strict=True)])
+    for own, rows in zip(order, found.rows, strict=True):
+        assert torch.equal(torch.cat([own, arriving])[rows], (own + steps) % length)
+    assert found.sent.shape[1] <= 2 * steps, "of two runs at most, and none of another rank's"
+
+
+def test_a_further_token_has_a_loss_where_it_is_trained_and_of_the_same_sample() -> None:
+    """Samples of four and three tokens in the first row, and of five in the second; one token is padding."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]]).float()
+    numbers = torch.arange(16).view(2, 8)
+    text = TextBatch(
+        tokens=numbers,
+        labels=100 + numbers,
+        loss_mask=mask,
+        positions=200 + numbers,
+        feature_positions=torch.zeros(0, dtype=torch.int64),
+        trained_positions=mask.flatten().nonzero()[:, 0],
+        cu_seqlens=torch.tensor([0, 4, 7, 8, 13, 16]),
+    )
+    further = with_further_tokens(MicroBatch(text, ImageSizes()), 2).text
+    assert torch.equal(further.loss_mask[:2], mask)
+    one, two = further.loss_mask[2:4], further.loss_mask[4:]
+    assert one.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0, 0]]
+    assert two.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert further.labels[2:4][one.bool()].tolist() == [101, 102, 105, 109, 111]
+    assert torch.equal(further.trained_positions, further.loss_mask.flatten().nonzero()[:, 0])
+    assert further.further_positions is not None
+    assert further.further_positions[1, 1, :6].tolist() == [210 + place for place in range(6)]
+
+
+def step() -> StepData:
+    first, second = micro_batch(1, dtype=torch.bfloat16), micro_batch(2)
+    odd = replace(
+        second.text,
+        cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32),  # 12 bytes: what follows begins at 64
+        feature_positions=torch.empty(0, dtype=torch.int64),
+        positions=torch.arange(3 * 2 * 32).view(3, 2, 32),
+        sources=torch.ones(2, 32, dtype=torch.int64),
+        lengths=(31, 7),
+    )
+    groups = (TileGroup(grid=(1, 2), size=(30, 40)), TileGroup((0, 0), (30, 40), "last frame"))
+    tiled = ImageSizes(((2, 2),) * 4, groups)
+    return StepData(
+        batches=[replace(first, features=None), MicroBatch(odd, tiled)],
+        read=9,
+        skipped=(Skipped("train.jsonl:18", "träin", "truncated", "Bild – kaputt", partly=True),),
+        imbalance=Imbalance(1.5, 1.25, 2.0, 1.75),
+    )
+
+
+def test_a_step_comes_out_as_it_went_in() -> None:
+    sent = step()
+    description, tensors = serialize(sent)
+    memory = torch.full((size_of(tensors),), 255, dtype=torch.uint8)
+    copy_to(memory, tensors)
+    found = deserialize(description, memory)
+    assert (found.read, found.skipped, found.imbalance) == (sent.read, sent.skipped, sent.imbalance)
+    for mine, other in zip(found.batches, sent.batches, strict=True):
+        assert mine.image_sizes == other.image_sizes
+        assert (mine.images is None) == (other.images is None)
+        if mine.images is not None and other.images is not None:
+            patches, expected = mine.images.patches, other.images.patches
+            assert mine.images.sizes == other.images.sizes
+            assert patches.is_meta
+            assert (patches.shape, patches.dtype) == (expected.shape, expected.dtype)
+        for name, value in vars(other.text).items():
+            got = getattr(mine.text, name)
+            if isinstance(value, torch.Tensor):
+                assert got.dtype == value.dtype
+                assert got.equal(value), name
+                assert got.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr(), "a view, not a copy"
+            else:
+                assert got == value, name
+    assert b"pickle" not in description
+    assert aligned(5) == aligned(64) == 64

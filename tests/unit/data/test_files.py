@@ -1,4 +1,4 @@
-"""Whatever is wrong with a sample has its reason; what only looks odd is trained on; neither stops a run."""
+"""What is wrong with samples and what is said of it, and when data are the same as those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,11 +22,12 @@ from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import collate_segments
 from megavlm.data.file_source import FilesSource
 from megavlm.data.loader import RankLoader
+from megavlm.data.records import data_identity, difference
 from megavlm.data.survey import data_table
 from megavlm.data.types import Segment
 from megavlm.data.workers import WorkerPool
 from megavlm.errors import UserError
-from megavlm.inputs.bad_sample import Reason
+from megavlm.inputs.bad_sample import REMEDIES, Reason, Skipped, SkipSummary
 from tests.support.data_files import record, sources_of, write_all, write_tokenizer
 from tests.support.training import SMALL
 
@@ -193,3 +195,85 @@ MISTAKES = (
 def test_mistakes_name_the_option(broken: Path, flags: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         FilesSource(config_for(broken, *flags))
+
+
+def skipped(reason: Reason, number: int, *, partly: bool = False) -> Skipped:
+    return Skipped(f"a.json[{number}]", "a", reason, f"detail {number}", partly)
+
+
+def test_ranks_count_together() -> None:
+    one = SkipSummary().add([skipped(Reason.MISSING, 1), skipped(Reason.TOO_LONG, 2), skipped(Reason.TOO_LONG, 3)])
+    two = SkipSummary().add([skipped(Reason.MISSING, 4), skipped(Reason.MISSING, 5, partly=True)])
+    assert one.message().startswith("2 × too_long, as a.json[2]: detail 2. To mend it, raise --seq-length")
+    both = SkipSummary().merged([one, two]).add([skipped(Reason.MISSING, 6)])
+    assert both.message().startswith("3 × missing_file, as a.json[1]: detail 1. To mend it, name the folder")
+    assert one.counts[Reason.MISSING] == 1
+
+
+def test_every_reason_has_a_remedy() -> None:
+    assert REMEDIES.keys() < set(Reason)
+    for reason in Reason:
+        assert "To mend it, " in SkipSummary().add([skipped(reason, 0)]).message()
+
+
+def identity(*argv: str) -> dict[str, Any]:
+    """As a checkpoint holds it."""
+    return dict(json.loads(json.dumps(data_identity(parse(argv)))))
+
+
+def write(path: Path, records: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in records))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "a.jsonl", [f"text {number:05d}" for number in range(5000)])
+
+
+def test_a_moved_file_is_the_same_data(file: Path, tmp_path: Path) -> None:
+    before = identity("--datasets", str(file))
+    (tmp_path / "elsewhere").mkdir()
+    assert difference(before, identity("--datasets", str(file.rename(tmp_path / "elsewhere/a.jsonl")))) is None
+
+
+@pytest.mark.parametrize("record", [0, 4999])
+def test_other_records_of_the_same_size_are_other_data(file: Path, record: int) -> None:
+    before = identity("--datasets", str(file))
+    records = [f"text {number:05d}" for number in range(5000)]
+    records[record] = "TEXT 12345"
+    write(file, records)
+    assert "a has other files or other records (a.jsonl)" in str(difference(before, identity("--datasets", str(file))))
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--seed", "5"], "--seed 1234, but this run has 5"),
+        (["--no-shuffle"], "--shuffle True, but this run has False"),
+        (["--no-packing"], "--packing True, but this run has False"),
+    ],
+)
+def test_the_option_that_changed_is_named(file: Path, argv: list[str], named: str) -> None:
+    assert difference(identity("--datasets", str(file)), identity("--datasets", str(file), *argv)) == named
+
+
+def test_the_option_of_computed_samples_that_changed_is_named() -> None:
+    assert difference(identity(), identity()) is None
+    assert "--images-per-sample [1]" in str(difference(identity(), identity("--images-per-sample", "2", "1")))
+
+
+def test_other_weights_number_and_files_of_data_sets_are_other_data(file: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "b.jsonl", ["x"])
+    before = identity("--datasets", str(file), str(other))
+    assert "weight null, not 2.0" in str(difference(before, identity("--datasets", f"{file},weight=2", str(other))))
+    assert difference(identity("--datasets", f"{file},weight=1"), identity("--datasets", str(file))) is None
+    mapped = identity("--datasets", f"{file},columns=text:words", str(other))
+    assert "columns null, not {" in str(difference(before, mapped))
+    assert "2, not 1" in str(difference(before, identity("--datasets", str(file))))
+    assert "name 'a', not 'b'" in str(difference(before, identity("--datasets", str(other), str(file))))
+
+
+@pytest.mark.parametrize("saved", [{}, {"--datasets": 1}, {"--datasets": None}, {"--seed": [[]]}])
+def test_whatever_a_checkpoint_says_is_compared(file: Path, saved: dict[str, Any]) -> None:
+    assert (difference(saved, identity("--datasets", str(file))) is None) == (saved == {})

@@ -1,8 +1,11 @@
-"""Every layout reads the same global batches, and the state is one integer, which no look ahead moves."""
+"""Samples in their order, from loaders, through training and validation."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +13,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator, all_images
 from megavlm.data.loader import DataLoader, RankLoader, stats
-from megavlm.data.sampler import PackedBatchSampler, SequentialBatchSampler, Window, Windows, window_of
+from megavlm.data.sample_order import BLOCK, Order, RecordRef, apportioned, permuted, spread
+from megavlm.data.sampler import (
+    PackedBatchSampler,
+    SequentialBatchSampler,
+    ValidationBatchSampler,
+    Window,
+    Windows,
+    window_of,
+)
+from megavlm.data.survey import validation_line
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.types import EncodedRecord, LoaderState, Sample
+from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.batch import MicroBatch
+from megavlm.resilience.signals import StopRequest
+from megavlm.train.hooks.held_out import ValidationHook, fields
+from megavlm.train.hooks.stops import Stops
 from tests.support.encoded import LENGTH, encoded
 
 GLOBAL_BATCH = 24
@@ -246,3 +262,181 @@ def test_a_place_in_other_windows_is_refused() -> None:
     place = sampler(window=10).start
     with pytest.raises(UserError, match="--packing-window 10"):
         sampler().batch_at(place)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.text(max_size=4))
+def test_a_permutation_reaches_every_number_once(length: int, key: str) -> None:
+    assert sorted(permuted(place, length, key=key) for place in range(length)) == list(range(length))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.integers(20, 5000))
+def test_shares_are_kept(weights: list[float], total: int) -> None:
+    counts = apportioned(weights, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    spare = total - len(weights)
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - 1 - weight / sum(weights) * spare) <= 1 + 1e-6
+
+
+def test_each_epoch_of_a_source_has_every_record_in_another_order() -> None:
+    order = Order(lengths=(10, 7), weights=(1.0, 3.0), seed=5)
+    places = [order.record(index) for index in range(3 * BLOCK)]
+    small = [place for place in places if place.source == 0]
+    epochs = [[place.record for place in small if place.epoch == epoch] for epoch in range(20)]
+    assert all(sorted(records) == list(range(10)) for records in epochs)
+    assert len({tuple(records) for records in epochs}) == 20
+    shares = Counter(place.source for place in places[:400])
+    assert shares[1] == pytest.approx(300, abs=2), "sources are spread evenly, not one after the other"
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
+def test_without_weights_an_epoch_has_every_record_of_all_sets_once(lengths: list[int], shuffle: bool) -> None:
+    order, total = Order(lengths=tuple(lengths), weights=None, seed=5, shuffle=shuffle), sum(lengths)
+    every = [(source, record) for source, length in enumerate(lengths) for record in range(length)]
+    for epoch in range(2):
+        places = [order.record(index) for index in range(epoch * total, (epoch + 1) * total)]
+        assert {place.epoch for place in places} == {epoch}
+        assert sorted((place.source, place.record) for place in places) == every
+    assert order.shares == [length / total for length in lengths]
+
+
+def test_one_data_set_is_read_alike_with_a_weight_and_without() -> None:
+    """So that runs on one data set go on as they began."""
+    given, none = (Order(lengths=(30,), weights=weights, seed=5) for weights in ((2.0,), None))
+    assert [given.record(index) for index in range(100)] == [none.record(index) for index in range(100)]
+
+
+def test_the_seed_and_the_index_decide() -> None:
+    first, again, other = (Order(lengths=(1000,), weights=(1.0,), seed=seed) for seed in (1, 1, 2))
+    assert [first.record(index) for index in (5, 3, 5)] == [again.record(index) for index in (5, 3, 5)]
+    assert [first.record(index) for index in range(9)] != [other.record(index) for index in range(9)]
+
+
+def test_unshuffled_is_the_order_of_the_files() -> None:
+    order = Order(lengths=(3,), weights=(1.0,), seed=1, shuffle=False)
+    assert [order.record(index) for index in range(4)] == [
+        RecordRef(0, 0, 0),
+        RecordRef(0, 1, 0),
+        RecordRef(0, 2, 0),
+        RecordRef(0, 0, 1),
+    ]
+
+
+@given(st.lists(st.integers(0, 40), max_size=4))
+def test_every_beginning_is_a_fair_sample_of_the_data_sets(sizes: list[int]) -> None:
+    samples = spread([range(100, 100 + size) for size in sizes])
+    assert sorted((s.source, s.record) for s in samples) == [
+        (source, 100 + record) for source, size in enumerate(sizes) for record in range(size)
+    ]
+    for length in range(len(samples)):
+        counts = Counter(sample.source for sample in samples[:length])
+        assert all(abs(counts[s] - size * length / len(samples)) <= len(sizes) for s, size in enumerate(sizes))
+
+
+def encode(samples: Sequence[HeldOut]) -> list[EncodedRecord]:
+    """Samples of many lengths; every fifth is bad, every seventh in two pieces."""
+    found = []
+    for sample in samples:
+        number = sample.record
+        skipped = (Skipped(f"t:{number}", "t", Reason.EMPTY, "nothing"),) if number % 5 == 0 else ()
+        pieces = 0 if skipped else 2 if number % 7 == 0 else 1
+        length = number * 37 % LENGTH + 1
+        found.append(EncodedRecord(tuple(encoded(length, piece=piece) for piece in range(pieces)), skipped, sample))
+    return found
+
+
+def batches(samples: int, *, multiple: int = 1, most: int | None = None) -> list[GlobalBatch]:
+    """All batches of a validation that follows another one."""
+    sampler = ValidationBatchSampler(
+        [HeldOut(0, number) for number in range(samples)],
+        lambda part: window_of(encode(part), seq_length=LENGTH, packing=True),
+        count=8,
+        multiple=multiple,
+        most=most,
+        size=20,
+        seq_length=LENGTH,
+    )
+    state, rounds = sampler.start, list[list[GlobalBatch]]()
+    for _ in range(2):
+        rounds.append([])
+        while not (rounds[-1] and rounds[-1][-1].last):
+            rounds[-1].append(sampler.batch_at(state))
+            state = rounds[-1][-1].after
+        assert state == sampler.start
+    sampler.close()
+    assert rows_of(rounds[0]) == rows_of(rounds[1])
+    return rounds[1]
+
+
+def rows_of(found: Sequence[GlobalBatch]) -> list[list[tuple[int, int]]]:
+    """The record and the piece of each segment of each sequence."""
+    return [
+        [(segment.sample_id.record, int(segment.encoded.tokens[0])) for segment in row]
+        for batch in found
+        for row in batch.sequences
+    ]
+
+
+@pytest.mark.parametrize(("samples", "multiple"), [(1, 8), (7, 2), (20, 4), (55, 1), (55, 8)])
+def test_each_sample_comes_once_whatever_fills_up_the_last_batch(samples: int, multiple: int) -> None:
+    found = batches(samples, multiple=multiple)
+    rows = rows_of(found)
+    expected = [(number, piece) for number in range(samples) if number % 5 for piece in range(1 + (number % 7 == 0))]
+    assert sorted(piece for row in rows for piece in row) == expected
+    assert sum(batch.read for batch in found) == samples
+    assert sum(len(batch.skipped) for batch in found) == len(range(0, samples, 5))
+    assert all(len(batch.sequences) == 8 for batch in found[:-1])
+    assert len(found[-1].sequences) % multiple == 0 < len(found[-1].sequences)
+    assert sum(not row for row in rows) < multiple or not expected
+    assert [row for row in rows if row] == [row for row in rows_of(batches(samples)) if row], "as on every layout"
+
+
+def test_a_limit_takes_the_first_batches() -> None:
+    whole, some = batches(55), batches(55, most=2)
+    assert rows_of(some) == rows_of(whole[:2])
+    assert [batch.last for batch in some] == [False, True]
+
+
+def test_the_loss_is_that_of_all_tokens() -> None:
+    found = fields([30.0, 20.0, 10.0, 20.0, 0.0, 15.0, 5.0, 0.0], ("long", "short", "none"))
+    assert found["validation/loss"] == 1.5
+    assert found["validation/long/loss"] == pytest.approx(10 / 15)
+    assert found["validation/short/perplexity"] == pytest.approx(54.598150)
+    assert "validation/none/loss" not in found
+    assert found["validation/trained_tokens"] == 20
+    assert fields([3.0, 2.0], ("only",)).keys() == {f"validation/{n}" for n in ("loss", "perplexity", "trained_tokens")}
+
+
+@pytest.mark.parametrize(
+    ("interval", "share", "advice"), [(100, 0.1, "an --eval-interval of 360 "), (100, 0.03, None), (0, 0.5, None)]
+)
+def test_a_dear_validation_says_once_what_makes_it_cheap(interval: int, share: float, advice: str | None) -> None:
+    """One that takes a tenth of the time at 100 steps costs 11.1 steps, which are 3 % of 11.1 + 359.3."""
+    config = parse(["--validation-split", "0.1", "--eval-interval", str(interval)])
+    lines: list[str] = []
+    run: Any = SimpleNamespace(config=config, say=lines.append)
+    validation = ValidationHook(run, Stops(run, StopRequest()))
+    for _ in range(2):
+        validation._tell({"validation/loss": 1.0}, 3.0, share)
+    hints = [line for line in lines if "makes that 3%" in line]
+    assert [advice in line for line in hints] == [True] if advice else not hints
+    assert lines[0] == f"validation/loss 1.0000 (3.0 s, {share:.1%} of the time)"
+
+
+@pytest.mark.parametrize("sets", [2, 20])
+def test_a_line_is_short_whatever_the_number_of_data_sets(sets: int) -> None:
+    names = tuple(f"r{number:02}" for number in range(sets))
+    found = fields([2.0] * (2 + 2 * sets), names)
+    lines: list[str] = []
+    run: Any = SimpleNamespace(config=parse(["--validation-split", "0.1"]), say=lines.append)
+    ValidationHook(run, Stops(run, StopRequest()))._tell(found, 3.0, 0.01)
+    assert lines[0].startswith("validation/loss 1.0000, validation/perplexity 2.7183")
+    assert ("validation/r01/loss" in lines[0]) == (sets == 2)
+    assert len(lines[0]) < 240
+    samples = [HeldOut(number % sets, number) for number in range(60)]
+    assert validation_line(names, samples) == (
+        "validation: 30 samples of r00, 30 samples of r01" if sets == 2 else "validation: 60 samples of 20 data sets"
+    )

@@ -1,20 +1,32 @@
-"""Machines that are not at hand, as facts; what the doctor says of each, and how it is mended."""
+"""What doctor finds of one process, of a world of them, and the remedy of each."""
 
 from __future__ import annotations
 
+import gzip
+import importlib
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megavlm.errors import UserError
+from megavlm.planner.hardware import PROFILES
 from megavlm.programs.doctor.doctor import as_text, rows_of
 from megavlm.programs.doctor.machine import GPU, Facts, Package, Rate
 from megavlm.programs.doctor.problems import needs, problems
+from megavlm.programs.doctor.survey import rounds, speeds_of
+from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Survey, rows, world_problems
+from megavlm.programs.main import COMMANDS
+from megavlm.programs.train import train
+from tests.support.data_files import write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 NEEDS = needs(ROOT / "pyproject.toml")
@@ -170,3 +182,201 @@ def test_the_program_reports_the_machine_at_hand(tmp_path: Path) -> None:
     assert facts["communication"]["gloo"] is None
     assert all(rate["measured"] > 0 for rate in facts["rates"])
     assert len(facts["rates"]) == 2
+
+
+FACTS = {"torch": "2.11.0", "code": "abc", "GPUs": "8 × NVIDIA H100 80GB HBM3 (79 GiB)"}
+NAMES = ("a", "b", "c", "d")
+GB = 1e9
+
+
+def speeds(pairs: float = 38 * GB, **slow: float) -> dict[str, dict[int, float]]:
+    """Measurements of four nodes; `slow` has those of a node (`b`)."""
+    return {
+        "matrix product": {rank: 700.0 + rank for rank in range(8)},
+        WITHIN: dict.fromkeys(range(8), 350 * GB),
+        WORLD: dict.fromkeys(range(8), min(2 * pairs, 75 * GB)),
+        EXCHANGE: {rank: slow.get(NAMES[rank // 2], pairs) for rank in range(8)},
+    }
+
+
+ALIKE = Survey(
+    names=NAMES,
+    ranks=((0, 1), (2, 3), (4, 5), (6, 7)),
+    facts=(FACTS,) * 4,
+    on_gpu=True,
+    speeds=speeds(),
+)
+
+
+def test_nodes_that_are_alike_have_no_problem():
+    assert world_problems(ALIKE, PROFILES["h100"]) == []
+    text = as_text(rows(ALIKE), [])
+    assert "nothing is missing, and nothing is slow" in text
+    assert "exchange between two nodes" in text
+
+
+def with_fact(node: int, **changes: str) -> Survey:
+    return replace(ALIKE, facts=tuple({**FACTS, **(changes if place == node else {})} for place in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("survey", "level", "words"),
+    [
+        (with_fact(2, torch="2.10.0"), "error", ["node c: torch is 2.10.0, elsewhere 2.11.0"]),
+        (with_fact(0, code="abd"), "error", ["node a: code is abd, elsewhere abc"]),
+        (with_fact(1, GPUs="7 × NVIDIA H100"), "error", ["node b: GPUs is 7 × NVIDIA H100", "elsewhere 8 ×"]),
+        (with_fact(3, **{"$NCCL_IB_HCA": "mlx5"}), "warning", ["node d: $NCCL_IB_HCA is mlx5, elsewhere not set"]),
+        (replace(ALIKE, ranks=((0, 1), (2,), (4, 5), (6, 7))), "error", ["node b has 1 processes, others 2"]),
+        (
+            replace(ALIKE, speeds={"product": {rank: 300.0 if rank == 5 else 700.0 for rank in range(8)}}),
+            "warning",
+            ["rank 5 on node c: product at 43% of the others' 700"],
+        ),
+        (
+            replace(ALIKE, speeds=speeds(b=8 * GB)),
+            "warning",
+            ["node b: exchange between two nodes at 21% of the others' 38 GB/s"],
+        ),
+    ],
+)
+def test_what_differs_is_named_in_one_line(survey: Survey, level: str, words: list[str]):
+    (problem,) = world_problems(survey, None)
+    assert problem.level == level
+    assert all(word in problem.what for word in words), problem.what
+    assert problem.remedy
+    assert "\n" not in problem.what + problem.remedy
+
+
+def test_a_profile_tells_what_all_are_slow_at():
+    """TCP instead of RDMA on all nodes: no node differs from the others."""
+    found = world_problems(replace(ALIKE, speeds=speeds(3 * GB)), PROFILES["h100"])
+    assert [problem.what.partition(" (")[0] for problem in found] == [
+        "all-reduce of all ranks: 6 GB/s",
+        "exchange between two nodes: 3 GB/s",
+    ]
+    assert "the profile h100 has 40 GB/s" in found[1].what
+    assert world_problems(replace(ALIKE, speeds=speeds(3 * GB)), None) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_all_meet_once_and_nobody_meets_two_at_a_time(count: int):
+    played = list(rounds(count))
+    assert sorted(pair for one in played for pair in one) == list(combinations(range(count), 2))
+    for one in played:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+
+
+def test_of_two_exchanges_the_faster_counts():
+    found = speeds_of([[("product", 7.0), (EXCHANGE, 3.0), (EXCHANGE, 9.0)], [(EXCHANGE, 2.0)]])
+    assert found == {"product": {0: 7.0}, EXCHANGE: {0: 9.0, 1: 2.0}}
+
+
+TRAIN = "train --dry-run --tokenizer {d}/tokenizer --train-iters 2"
+
+# A command line, and what it is once the message's advice is taken. `{d}` is a folder of data.
+REMEDIES = {
+    "images elsewhere": (
+        "prepare {d}/records.jsonl {d}/out",
+        "prepare {d}/records.jsonl,image_root={d}/images {d}/out",
+    ),
+    "columns": (
+        f"{TRAIN} --datasets {{d}}/odd.jsonl",
+        f"{TRAIN} --datasets {{d}}/odd.jsonl,columns=question:q+answer:a",
+    ),
+    "preferences": (
+        f"{TRAIN} --datasets {{d}}/dpo.jsonl",
+        f"{TRAIN} --datasets {{d}}/dpo.jsonl,columns=response:chosen",
+    ),
+    "pairs": (f"{TRAIN} --datasets {{d}}/pairs.jsonl", f"{TRAIN} --datasets {{d}}/pairs.jsonl --objective contrastive"),
+    "no pairs": (
+        f"{TRAIN} --datasets {{d}}/text.jsonl --objective contrastive",
+        f"{TRAIN} --datasets {{d}}/text.jsonl",
+    ),
+    "packed": (f"{TRAIN} --datasets {{d}}/text.jsonl.gz", f"{TRAIN} --datasets {{d}}/text.jsonl"),
+    "two with a comma": (
+        f"{TRAIN} --datasets {{d}}/text.jsonl,{{d}}/more.jsonl",
+        f"{TRAIN} --datasets {{d}}/text.jsonl {{d}}/more.jsonl",
+    ),
+    "a part": (f"{TRAIN} --datasets {{d}}/text.jsonl#100", f"{TRAIN} --datasets {{d}}/text.jsonl"),
+    "tokenizer": (
+        "train --dry-run --datasets {d}/text.jsonl",
+        "train --dry-run --datasets {d}/text.jsonl --tokenizer {d}/tokenizer",
+    ),
+    "a file without --config": ("train --dry-run {d}/run.yaml", "train --dry-run --config {d}/run.yaml"),
+    "a folder as --config": ("train --dry-run --config {d}", "train --dry-run --config {d}/run.yaml"),
+    "a run's file as a sweep": ("sweep {d}/run.yaml --dry-run", "sweep {d}/grid.yaml --dry-run"),
+    "flags of the run": (
+        "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run --recipe demo --run-dir /runs/a",
+        "launch kubernetes --image i --nodes 1 --gpus-per-node 1 --dry-run -- --recipe demo --run-dir /runs/a",
+    ),
+    "a folder in a store": ("prepare {d}/text.jsonl gs://bucket/tars", "prepare {d}/text.jsonl {d}/stored"),
+    "a folder that nobody can make": ("prepare {d}/text.jsonl /proc/tars", "prepare {d}/text.jsonl {d}/elsewhere"),
+    "a name of the hub to plan": ("plan --gpus 1 --model acme/vlm", "plan --gpus 1 --hf acme/vlm"),
+}
+
+# What is missing then.
+LATER = {
+    "flags of the run": "--run-dir /runs/a is on the disk of each pod",
+    "a name of the hub to plan": "--hf acme/vlm is neither",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_tokenizer(folder / "tokenizer")
+
+    def write(name: str, **record: object) -> None:
+        (folder / name).write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
+
+    said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    write("text.jsonl", conversations=said)
+    write("more.jsonl", conversations=said)
+    write("records.jsonl", image="red.png", conversations=[{"from": "human", "value": "<image>?"}, said[1]])
+    write("odd.jsonl", q="Hi", a="Yes")
+    write("dpo.jsonl", prompt="Hi", chosen="Yes", rejected="No")
+    write("pairs.jsonl", query="Hi", positive="Yes")
+    (folder / "text.jsonl.gz").write_bytes(gzip.compress((folder / "text.jsonl").read_bytes()))
+    (folder / "images").mkdir()
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(folder / "images/red.png")
+    (folder / "run.yaml").write_text("train: {train_iters: 2}\n")
+    (folder / "grid.yaml").write_text(
+        f"run_dir: {folder}/sweep\nflags: --config {folder}/run.yaml\nproduct: {{lr: [1e-3]}}\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that runs a command and returns its complaint, empty for none."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def answer(line: str) -> str:
+        command, *argv = line.split()
+        if command == "train":
+            try:
+                train(argv)
+            except UserError as error:
+                return str(error)
+            return ""
+        status = importlib.import_module(COMMANDS[command][0]).main(argv)
+        said = capsys.readouterr().err.strip()
+        assert status in (0, 2)
+        return said.partition(": ")[2] if status else ""
+
+    return answer
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_what_a_message_proposes_leads_on(case: str, data: Path, answer: Callable[[str], str]) -> None:
+    mistaken, mended = (line.format(d=data) for line in REMEDIES[case])
+    message = answer(mistaken)
+    new = set(re.findall(r"(?<![\w-])--[a-z-]+|[a-z_]+(?==)", mended))
+    new -= set(re.findall(r"(?<![\w-])--[a-z-]+|[a-z_]+(?==)", mistaken))
+    assert message
+    assert {word for word in new if word not in message} == set()
+    after = answer(mended)
+    assert after != message
+    assert LATER[case] in after if case in LATER else not after

@@ -1,19 +1,40 @@
-"""The loop: in which order it calls hooks around steps, which of them ends a run, and what it says at the end."""
+"""A training run beside its steps: hooks, time lost, its folder and vocabulary, spikes, replicas and answers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from megavlm.arch.dims import Dims
+from megavlm.arch.kinds import step_flops
+from megavlm.arch.plan import make_plan
+from megavlm.arch.workload import typical_workload
+from megavlm.command_line.parsing import parse
+from megavlm.data.collate import CollateSpec
+from megavlm.data.file_source import FilesSource
+from megavlm.data.synthetic import SyntheticSource
+from megavlm.data.types import Sample
+from megavlm.demo.digits import DigitsSource
+from megavlm.errors import UserError
+from megavlm.inputs.batch import MicroBatch
 from megavlm.planner.hardware import Rates
-from megavlm.train import loop
+from megavlm.rules.defaults import resolve
+from megavlm.train import generate, loop
+from megavlm.train.build_source import vocab_size_of
 from megavlm.train.calibration import TimedLayer, fit, predicted
+from megavlm.train.hooks.device_checks import checksum, minority
 from megavlm.train.hooks.hook import RankHook
 from megavlm.train.hooks.order import Hooks
+from megavlm.train.hooks.step_guard import DataPlace, standing_out
+from megavlm.train.run_dir import make_run_dir
+from tests.support.data_files import write_tokenizer
 
 METHODS = ("begin", "on_step_begin", "measure", "on_step_end", "finish")
 
@@ -139,3 +160,150 @@ def test_products_are_not_faster_than_the_device() -> None:
     found = fit(samples, peak=1e13)
     assert found.matmul <= 1e13
     assert max(abs(predicted(s, found) / s.seconds - 1) for s in samples) < 0.2
+
+
+PIXELS, OUTPUT, GRADIENT = range(3)
+LAYERS = 5
+
+
+def norms(odd: dict[tuple[int, int], float]) -> list[tuple[DataPlace, float]]:
+    """Of two replicas with two micro-batches each, of which the second of replica 1 differs by factors of `odd`."""
+    return [
+        (place, (1.0 + depth) * (odd.get((kind, depth), 1.0) if (replica, micro) == (1, 1) else 1.0 + 0.1 * micro))
+        for replica in range(2)
+        for micro in range(2)
+        for kind in (OUTPUT, GRADIENT)
+        for depth in range(LAYERS)
+        for place in [DataPlace(kind, depth, micro, rank=replica, replica=replica)]
+    ]
+
+
+def test_a_layer_that_multiplies_gradients_is_where_they_begin_to_stand_out() -> None:
+    odd = {(GRADIENT, depth): 1e6 for depth in (3, 4)} | {(GRADIENT, 2): 20.0}
+    assert standing_out(norms(odd)) == (DataPlace(GRADIENT, 3, 1, 1, 1), 1e6)
+
+
+def test_unusual_samples_are_no_layer_s_fault() -> None:
+    found = standing_out(norms({(GRADIENT, depth): 40.0 for depth in range(1, LAYERS)}))
+    assert found == (DataPlace(GRADIENT, 1, 1, 1, 1), 40.0)
+
+
+@pytest.mark.parametrize("odd", [{}, {(GRADIENT, depth): 2.0 for depth in range(LAYERS)}])
+def test_where_all_micro_batches_are_alike_nobody_is_named(odd: dict[tuple[int, int], float]) -> None:
+    assert standing_out(norms(odd)) is None
+    assert standing_out([]) is None
+
+
+FILES = ["--tokenizer", "tokenizer", "--datasets", "a.json", "--chat-template", "chatml", "--seq-length", "64"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    write_tokenizer(tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    return FILES
+
+
+def test_it_is_that_of_the_source(files: list[str], tmp_path: Path) -> None:
+    demo, given, unset = parse(["--recipe", "demo"]), parse(["--set", "model.language.vocab_size=97"]), parse([])
+    digits = DigitsSource.build(demo, run_dir=tmp_path, rank=0, barrier=lambda: None)
+    for config, source in (
+        (demo, digits),
+        (given, SyntheticSource(given)),
+        (unset, SyntheticSource(unset)),
+        (parse(files), FilesSource(parse(files))),
+    ):
+        assert vocab_size_of(config) == source.vocab_size
+    with pytest.raises(UserError, match="need a tokenizer"):
+        vocab_size_of(parse(["--datasets", "a.json"]))
+    with pytest.raises(UserError, match="--seq-length 17 is too short"):
+        vocab_size_of(parse(["--seq-length", "17", "--set", "model.language.vocab_size=97"]))
+
+
+def test_a_tokenizers_size_is_planned_and_counted(files: list[str]) -> None:
+    """As if the option had said it: counted as 256 tokens, the last stage had too many layers."""
+    dims = Dims(tp=1, pp=4, vpp=1, dp=1)
+    size = vocab_size_of(parse(files))
+    known = resolve(parse(files), vocab_size=size)
+    said = resolve(parse([*files, "--set", f"model.language.vocab_size={size}"]))
+    assert make_plan(known, dims) == make_plan(said, dims)
+    assert size != 256
+    work = typical_workload(known)
+    fewer = step_flops(resolve(parse([*files, "--set", f"model.language.vocab_size={size - 1}"])), work)
+    assert step_flops(known, work) - fewer == 6 * work.tokens * known.model.language.hidden_size
+    with pytest.raises(AssertionError, match=r"config\.resolve"):
+        make_plan(resolve(parse(files)), dims)
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 20), (3, 21), (32, 32)])
+def test_a_token_costs_few_positions(multiple: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequence parallelism shards them, and FP8 takes multiples of 16 on each rank."""
+    monkeypatch.setattr(generate, "_interleave", lambda engine, mine, *, total: mine)
+    shapes = []
+
+    def logits(batches: list[MicroBatch]) -> list[Tensor]:
+        shapes.extend(tuple(batch.text.tokens.shape) for batch in batches)
+        scores = torch.zeros(2, 1, 256)
+        scores[..., 7] = 1
+        return [scores] * len(batches)
+
+    engine, spec, prompts = _asked(logits, multiple)
+    assert generate.generate(engine, spec, prompts, micro_batch_size=2, max_new_tokens=3) == [[7] * 3] * 2
+    assert shapes == [(2, length), (2, multiple), (2, multiple)]
+
+
+def test_answers_are_given_up_with_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate.dist, "all_reduce", lambda flags, op: None)
+    passes = []
+
+    def logits(batches: list[MicroBatch]) -> list[Tensor]:
+        passes.append(1)
+        return [torch.eye(256)[None, 7:8].repeat(2, 1, 1)] * len(batches)
+
+    engine, spec, prompts = _asked(logits, 1)
+    with pytest.raises(generate.GivenUp):
+        generate.generate(
+            engine, spec, prompts, micro_batch_size=2, max_new_tokens=9, stop=[8], give_up=lambda: len(passes) == 3
+        )
+    assert len(passes) == 3
+
+
+def _asked(logits: Any, multiple: int) -> tuple[Any, CollateSpec, list[Sample]]:
+    config = parse(["--seq-length", "32", "--images-per-sample", "0"])
+    source = SyntheticSource(config)
+    spec = CollateSpec.of(config, source)
+    prompts = [source.sample(index) for index in range(2)]
+    prompts = [replace(sample, tokens=sample.tokens[:20], trained=sample.trained[:20]) for sample in prompts]
+    engine: Any = SimpleNamespace(
+        groups=SimpleNamespace(coords=SimpleNamespace(dp=0), dims=SimpleNamespace(dp=1, pp=1, tp=1)),
+        sequence_multiple=multiple,
+        schedule=SimpleNamespace(logits=logits, backend=SimpleNamespace(device="cpu")),
+    )
+    return engine, spec, prompts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    values = torch.randn(33, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = torch.int32 if dtype is torch.float32 else torch.int16
+    for bit in range(torch.iinfo(whole).bits - 1):
+        other = values.clone()
+        other.view(whole)[7, 3] ^= 1 << bit
+        assert checksum(other) != checksum(values), bit
+
+
+def test_the_minority_differs() -> None:
+    assert minority([5, 5, 5]) == []
+    assert minority([5, 6, 5]) == [1]
+    assert minority([5, 6]) == [0, 1]
+    assert minority([1, 2, 3, 1]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(lambda path: path.symlink_to("/mnt/gone"), "/mnt/gone, which is not there"), (Path.touch, "no folder")],
+)
+def test_checkpoints_that_are_out_of_reach_end_the_run(tmp_path, make, said):
+    make(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=said):
+        make_run_dir(tmp_path)

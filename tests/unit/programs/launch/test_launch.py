@@ -1,23 +1,33 @@
-"""What a launcher would send, and what it refuses to send, without a scheduler."""
+"""What a launcher would send and refuses to send, word by word, and how attempts end, without a scheduler."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
 from megavlm.command_line.parsing import parse
 from megavlm.errors import UserError
-from megavlm.programs.launch import slurm
+from megavlm.programs.launch import kubernetes, node, slurm
+from megavlm.programs.launch.attempt import Account
 from megavlm.programs.launch.checks import complaints, filesystem_of, read_profile
-from megavlm.programs.launch.job import Job, agent
+from megavlm.programs.launch.job import Command, Job, agent
 from megavlm.programs.launch.launch import main
+from megavlm.programs.launch.meeting import MachinePart
+from megavlm.programs.sweep.grid import Grid, variants_of
+from megavlm.programs.sweep.training import flags_folder, write_flags
+from tests.support.cloud import PYTHON, kubernetes_options
 from tests.support.forked import ROOT
 
 
@@ -185,3 +195,224 @@ def test_each_setting_of_a_profile_has_its_source_and_a_name_that_is_known(path:
     read = [f"{name}={value}" for name, value in read_profile(path.stem).items()]
     assert len(read) == len(settings)
     assert set(read) <= set(shown.stdout.splitlines())
+
+
+NASTY = (
+    "", " ", "a b", "Instruct: find\nQuery: ", "\n$(touch ran) #", "`touch ran`", "$(touch ran)", "${HOME}",
+    "$$", "$", "a$$b", "$$(HOME)", "x$(HOME)y$", "${local_rank}", "!!", "!1", "'", '"', "'; touch ran; '", "\\",
+    "\\n", "a\\", "*", "~", "-n", "--", "--run-dir", "{a,b}", "a;b&c|d>e", "\t", "\r", "\x1b[31m", "é 漢字 🙂",
+    "\u2028", "%j", "a=b", "#", "\x7f",
+)  # fmt: skip
+
+
+def received(script: str, folder: Path, **environment: str) -> list[list[str]]:
+    """Run a script by bash, in which `python` writes down its words; return those of each call."""
+    bin_ = folder / "bin"
+    bin_.mkdir(exist_ok=True)
+    programs = {
+        "python": f"printf '%s\\0' \"$@\" >>{folder}/got; printf '\\0END\\0' >>{folder}/got",
+        "srun": 'while [ "${1:0:2}" = -- ]; do shift; done; exec "$@"',
+        "scontrol": "echo host",
+    }
+    for name, body in programs.items():
+        (bin_ / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (bin_ / name).chmod(0o755)
+    path = f"{bin_}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={**environment, "PATH": path, "HOME": "/home/x"},
+        capture_output=True,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    assert not (folder / "ran").exists(), "a value was executed"
+    got = folder / "got"
+    calls = got.read_bytes().split(b"\0\0END\0") if got.exists() else []
+    got.unlink(missing_ok=True)
+    return [os.fsdecode(call).split("\0") for call in calls[:-1]]
+
+
+def by_torchrun(words: list[str]) -> list[str]:
+    substituted: list[str] = macros.substitute(words, "3")
+    return substituted
+
+
+def by_kubernetes(text: str) -> str:
+    """Expand variables as k8s.io/kubernetes/third_party/forked/golang/expansion does: $(HOME), and $$ is $."""
+    made, at = "", 0
+    while at < len(text):
+        if text[at] == "$" and at + 1 < len(text):
+            if text[at + 1] == "(" and ")" in text[at:]:
+                made, at = made + "EXPANDED", text.index(")", at) + 1
+                continue
+            made += "$" if text[at + 1] == "$" else text[at : at + 2]
+            at += 2
+            continue
+        made, at = made + text[at], at + 1
+    return made
+
+
+def test_printed_commands_can_be_pasted(tmp_path: Path) -> None:
+    command = Command(("python", *NASTY), {"A": NASTY[3]})
+    (got,) = received(str(command), tmp_path)
+    assert got == list(NASTY)
+
+
+def test_the_script_of_slurm_passes_values_on(tmp_path: Path) -> None:
+    """Those of an array's task, from its file; tasks after it have their own."""
+    entries = [{"name": "one", "lr": 1}, {"name": "two", "query-prefix": list(NASTY)}, {"name": "three", "lr": 3}]
+    grid = Grid(str(tmp_path / "runs"), list=entries)
+    variants = variants_of(grid)
+    folder = flags_folder(grid, variants)
+    write_flags(grid, variants)
+    for number in range(3):
+        flags = list(variants[number].flags)
+        _, training, _ = received(
+            f"source {ROOT}/launch/slurm.sbatch",
+            tmp_path,
+            **{
+                "MEGAVLM_ARRAY": str(folder),
+                "SLURM_ARRAY_TASK_ID": str(number),
+                "SLURM_SUBMIT_DIR": str(tmp_path),
+            },
+            **{"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "host", "SLURM_NODEID": "0"},
+        )
+        assert by_torchrun(training[training.index("pretrain_vlm.py") + 1 :]) == flags
+    missing = subprocess.run(
+        ["bash", f"{ROOT}/launch/slurm.sbatch"],
+        env={
+            **os.environ,
+            "MEGAVLM_ARRAY": str(folder),
+            "SLURM_ARRAY_TASK_ID": "999",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        check=False,
+    )
+    assert missing.returncode == 2
+
+
+def test_kubernetes_and_torchrun_pass_values_on() -> None:
+    job = Job(1, 1, NASTY)
+    options = kubernetes_options("a", "image", variables={f"V{n}": text for n, text in enumerate(NASTY)})
+    (made,) = (
+        each
+        for each in yaml.safe_load_all(yaml.safe_dump_all(kubernetes.objects(job, options)))
+        if each["kind"] == "Job"
+    )
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert tuple(map(by_kubernetes, container["args"]))[-len(NASTY) :] == NASTY
+    assert [by_kubernetes(each["value"]) for each in container["env"]][: len(NASTY)] == list(NASTY)
+    assert tuple(by_torchrun(list(agent(job, 0, address="a", port=1).words)))[-len(NASTY) :] == NASTY
+
+
+@pytest.mark.parametrize(
+    ("parts", "end"),
+    [
+        ([MachinePart(0), MachinePart(0)], "finished"),
+        ([MachinePart(0, gone=True), MachinePart(0)], "finished"),
+        (
+            [MachinePart(2), MachinePart(75), MachinePart(None)],
+            "mistake",
+        ),  # torchrun ends the ranks beside it by SIGTERM
+        ([MachinePart(3), MachinePart(None, gone=True)], "bad numbers"),
+        ([MachinePart(75), MachinePart(75, gone=True)], "lost"),  # asked for by the platform
+        ([MachinePart(None), MachinePart(None, gone=True)], "lost"),
+        ([MachinePart(None), MachinePart(71)], "crash"),
+        ([MachinePart(75), MachinePart(None)], "stopped"),
+    ],
+)
+def test_an_attempt_ends_as_its_parts_say(parts: list[MachinePart], end: str):
+    assert node.outcome(dict(enumerate(parts))) == end
+
+
+def attempts(account: Account, *ends: str, crashes: int = 10) -> list[tuple[bool, int]]:
+    """Whether the job goes on and its status after each attempt, none of which leaves a checkpoint."""
+    told = []
+    for end in ends:
+        account.begin(max_crashes=crashes, unfinished="lost")
+        decision = account.end(warned=True, max_crashes=crashes, end=end)  # type: ignore[arg-type]
+        told.append((decision.again, decision.status))
+        assert ("a machine was lost" in decision.reason) == (end == "lost")
+    return told
+
+
+def test_lost_machines_never_end_a_job_and_crashes_do(tmp_path: Path):
+    assert attempts(Account(tmp_path / "lost", "j"), *["lost"] * 5) == [(True, 1)] * 5
+    assert attempts(Account(tmp_path / "one", "j"), "lost", "crash") == [(True, 1), (True, 1)]
+    assert attempts(Account(tmp_path / "mixed", "j"), "crash", "lost", "crash")[1:] == [(True, 1), (False, 1)]
+    assert attempts(Account(tmp_path / "mistake", "j"), "lost", "mistake") == [(True, 1), (False, 2)]
+
+
+def test_machine_0_that_is_replaced_finds_its_own_attempt_unfinished(tmp_path: Path):
+    account = Account(tmp_path, "j")
+    for _ in range(3):
+        assert account.begin(max_crashes=1, unfinished="lost") is None
+    assert account.decided(max_crashes=1) is None  # one is open
+    written = json.loads((tmp_path / "jobs" / "j.json").read_text())
+    assert [each["end"] for each in written["attempts"]] == ["lost", "lost"]
+
+
+@pytest.mark.parametrize(("end", "status"), [("mistake", 2), ("finished", 0), ("lost", None)])
+def test_a_container_that_is_started_again_after_the_decision_ends_at_once(
+    end: str, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Vertex AI starts a replica again whatever its status; torchrun is not reached."""
+    attempts(Account(tmp_path, "4711"), end)
+    monkeypatch.setenv("CLOUD_ML_JOB_ID", "4711")
+    monkeypatch.delenv(node.JOB, raising=False)
+
+    def reached(*_: object, **__: object) -> None:
+        raise UserWarning
+
+    monkeypatch.setattr(node, "MeetingHost", reached)
+    monkeypatch.setattr(node, "Children", object)  # they would be pytest's
+    argv = ["--gpus-per-node", "1", "--", "--run-dir", str(tmp_path), "--recipe", "demo"]
+    if status is None:
+        with pytest.raises(UserWarning):
+            node.main(argv)
+    else:
+        assert node.main(argv) == status
+
+
+def test_a_mistake_in_the_flags_ends_with_2_in_one_line(capsys: pytest.CaptureFixture[str]):
+    assert node.main(["--gpus-per-node", "2", "--", "--tp", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--seq-length 64 is not divisible by --tensor-model-parallel-size 3" in line
+
+
+DOCKERFILE = ROOT / "launch/docker/Dockerfile"
+HADOLINT = PYTHON.with_name("hadolint")
+
+
+def pip_lines() -> list[list[str]]:
+    """The words of each `pip install` in it, continued lines joined."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    found = re.findall(r"pip install ((?:'[^']*'|[^&|;\n])*)", text)
+    return [shlex.split(line) for line in found]
+
+
+def test_versions_are_those_that_go_together():
+    """Each pip line is constrained by requirements/gpu.txt, and repeats its versions where it names its packages."""
+    constraints = dict(
+        line.split("==") for line in (ROOT / "requirements/gpu.txt").read_text().splitlines() if "==" in line
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = pip_lines()
+    assert len(lines) == 3
+    for words in lines:
+        assert words[:2] == ["-c", "requirements/gpu.txt"]
+        for word in words[2:]:
+            name, _, version = re.sub(r"\[.*\]", "", word).partition("==")
+            assert constraints.get(name, version) == version or word.startswith("."), word
+            if own := re.fullmatch(r"\.\[(.*)\]", word):
+                assert set(own[1].split(",")) <= set(extras)
+    # megavlm and Transformer Engine are built against the torch that is there.
+    assert all("--no-build-isolation" in words for words in lines[1:])
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason=f"no {HADOLINT}: `make cloud-tools` installs it")
+def test_the_linter_has_nothing_against_it():
+    done = subprocess.run([str(HADOLINT), str(DOCKERFILE)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,19 +1,20 @@
-"""The simulation of dynamic groups: schedules that can be counted by hand, and the planner's seconds behind them."""
+"""Simulations: of dynamic groups, failures, packing and balance, and the planner's of the benchmarked layouts."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
+import data
+import goodput
+import planner
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from dynamic_context import Costs, Layout, dynamic_groups, loads_of, packed_rows, width_of
 
 from megavlm.families import published_model
 from megavlm.planner.cost import layer_seconds
 from megavlm.planner.hardware import profile
+from megavlm.resilience.young_daly import LLAMA3_PER_GPU_HOUR, FailingJob
 
 
 @dataclass
@@ -62,3 +63,46 @@ def test_seconds_are_the_planners(layout: Layout, length: int) -> None:
         for name in scenario.names[scenario.names.index("embedding") :]
     ]
     assert costs.seconds(*work) == pytest.approx(sum(s.forward + s.backward for s in each), rel=0.02)
+
+
+OPTIONS = argparse.Namespace(packing_window=512, seq_length=8192, ranks=8, sequences_per_rank=8, steps=2)
+
+
+def test_packing_fills_more_positions_than_padding():
+    useful = {name: found["useful"] for name, found in data.packing(OPTIONS)["packing"].items()}
+    assert useful["naive padding"] < useful["in order"] < useful["best fit, decreasing (ours)"] <= 1
+
+
+def test_balancing_brings_the_largest_load_nearer_to_the_mean():
+    before, after = data.balance(OPTIONS)["imbalance"].values()
+    assert all(1 <= after[kind] < before[kind] for kind in ("vision", "language"))
+
+
+JOB = FailingJob(1024, LLAMA3_PER_GPU_HOUR, stall=30.0, restart=300.0, detection=90.0)
+
+
+def test_the_published_rate_is_an_interruption_every_2_8_hours_on_16384_gpus():
+    assert FailingJob(16_384, LLAMA3_PER_GPU_HOUR, 0, 0, 0).between_failures / 3600 == pytest.approx(2.78, abs=0.01)
+
+
+def test_no_interval_does_better_than_the_recommended_one():
+    best = JOB.best_interval
+    found = {factor: goodput.simulated(JOB, factor * best, failures=50_000, seed=2) for factor in (0.4, 1.0, 2.5)}
+    assert found[1.0] > 0.97
+    assert max(found, key=lambda factor: found[factor]) == 1.0
+    for factor, value in found.items():
+        assert value == pytest.approx(JOB.goodput(factor * best), abs=1e-3)
+
+
+@pytest.mark.parametrize("between", [600.0, 3000.0])
+def test_the_formula_holds_where_failures_come_as_often_as_saves(between: float):
+    job = FailingJob(1, 3600 / between, stall=60.0, restart=300.0, detection=30.0)
+    for interval in (150.0, 600.0):
+        found = goodput.simulated(job, interval, failures=400_000, seed=3)
+        assert found == pytest.approx(job.goodput(interval), rel=0.02)
+
+
+def test_every_configuration_has_a_prediction():
+    seconds = {name: planner.predicted(flags, "h100") for name, flags in planner.CASES.items()}
+    assert all(value > 0 for value in seconds.values())
+    assert seconds["dp2 full"] > seconds["dp2"] > seconds["dp2 frozen vision"]
