@@ -22,6 +22,8 @@ from megavlm.families import CHAT_TEMPLATES
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Prompt
 from tests.support.hostile import reason_of
+from tests.support.processors import CASES as WHOLE
+from tests.support.processors import ours_of
 from tests.support.tokenizers import TEMPLATES, byte_level, tokenizers_in
 
 
@@ -37,10 +39,6 @@ class Case:
 
 
 IMAGE = Prompt("<image>", ("", ""), (5,))
-NATIVE = Prompt("<|image_pad|>", ("<|vision_start|>", "<|vision_end|>"), (4,))
-NATIVE_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-AROUND = "<fake_token_around_image>"
-TILES = Prompt("<image>", (f"{AROUND}<row_1_col_1>", f"\n\n{AROUND}<global-img>", AROUND), (3, 3))
 HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 CURIOUS = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -50,72 +48,38 @@ HELPFUL_EYES = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
 )
+# What a template writes at the end of an answer, and before a conversation without a system turn.
+OF_PROCESSORS = {
+    "llava": ("", "<s>"),
+    "onevision": ("<|im_end|>", ""),
+    "internvl": ("<|im_end|>", ""),
+    "qwen2.5-vl": ("<|im_end|>", HELPFUL),
+    "qwen3-vl": ("<|im_end|>", ""),
+    "exaone4.5": ("<|endofturn|>", ""),
+    "aya": ("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
+    "smolvlm": ("<end_of_utterance>", "<|im_start|>"),
+    "glm4v": ("", "[gMASK]<sop>"),
+    "deepseek-vl": ("<｜end▁of▁sentence｜>", f"<｜begin▁of▁sentence｜>{HELPFUL_EYES}\n\n"),
+    "paddleocr-vl": ("</s>", "<|begin_of_sentence|>"),
+    "video-llama-3": ("<|im_end|>", ""),
+    "mistral3": ("</s>", "<s>[SYSTEM_PROMPT]You see.[/SYSTEM_PROMPT]"),
+}
+
+
+def of_processor(name: str, stop: str, opening: str) -> Case:
+    """Return a case of a family with what its processor writes for a picture, of several tiles where it makes any."""
+    whole, processor = WHOLE[name], ours_of(name)
+    prompt = processor.layout(60, 80).prompt
+    return Case(whole.template, whole.tokenizer, prompt, processor.placeholder, stop=stop, opening=opening)
+
+
 CASES = {
-    "llava": Case(TEMPLATES["llava"], "llama", IMAGE, stop="", opening="<s>"),
-    "onevision": Case(TEMPLATES["onevision"], "qwen", IMAGE),
-    "internvl": Case(
-        TEMPLATES["internvl"], "qwen", Prompt("<IMG_CONTEXT>", ("<img>", "</img>"), (6,)), placeholder="<IMG_CONTEXT>"
-    ),
+    **{name: of_processor(name, *marks) for name, marks in OF_PROCESSORS.items()},
     "qwen2": Case(TEMPLATES["qwen2"], "qwen", IMAGE, opening=HELPFUL, in_parts=False),
-    "qwen2.5-vl": Case(TEMPLATES["qwen2_5_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE, opening=HELPFUL),
-    "qwen3-vl": Case(TEMPLATES["qwen3_vl"], "qwen", NATIVE, placeholder=NATIVE_PLACE),
-    "exaone4.5": Case(
-        TEMPLATES["exaone4_5"],
-        "exaone",
-        Prompt("<|image_pad|>", ("<vision>", "</vision>"), (4,)),
-        placeholder="<vision><|image_pad|></vision>",
-        stop="<|endofturn|>",
-    ),
-    "aya": Case(
-        TEMPLATES["cohere"],
-        "cohere",
-        Prompt("<|IMG_PATCH|>", ("<|START_OF_IMG|>TILE_GLOBAL", "<|END_OF_IMG|>"), (4,)),
-        stop="<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        opening="<BOS_TOKEN>",
-    ),
-    "smolvlm": Case(TEMPLATES["smolvlm"], "smol", TILES, stop="<end_of_utterance>", opening="<|im_start|>"),
     "llama3": Case(
         TEMPLATES["llama3"], "llama3", IMAGE, stop="<|eot_id|>", opening="<|begin_of_text|>", in_parts=False
     ),
     "mistral": Case(TEMPLATES["mistral"], "llama", IMAGE, stop="</s>", opening="<s>", in_parts=False),
-    "glm4v": Case(
-        TEMPLATES["glm4v"],
-        "glm",
-        Prompt("<|image|>", ("<|begin_of_image|>", "<|end_of_image|>"), (4,)),
-        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
-        stop="",
-        opening="[gMASK]<sop>",
-    ),
-    "deepseek-vl": Case(
-        TEMPLATES["deepseek_vl"],
-        "deepseek",
-        Prompt("<image_placeholder>", ("", ""), (5,)),
-        placeholder="<image_placeholder>",
-        stop="<｜end▁of▁sentence｜>",
-        opening=f"<｜begin▁of▁sentence｜>{HELPFUL_EYES}\n\n",
-    ),
-    "paddleocr-vl": Case(
-        TEMPLATES["paddleocr_vl"],
-        "ernie",
-        Prompt("<|IMAGE_PLACEHOLDER|>", ("<|IMAGE_START|>", "<|IMAGE_END|>"), (4,)),
-        placeholder="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-        stop="</s>",
-        opening="<|begin_of_sentence|>",
-    ),
-    "video-llama-3": Case(
-        TEMPLATES["video_llama_3"],
-        "qwen",
-        Prompt("<|image_pad|>", ("", ""), (4,)),
-        placeholder="<|image_pad|>",
-    ),
-    "mistral3": Case(
-        TEMPLATES["mistral3"],
-        "mistral",
-        Prompt("[IMG]", ("", "[IMG_BREAK]", "[IMG_END]"), (3, 3)),
-        placeholder="[IMG]",
-        stop="</s>",
-        opening="<s>[SYSTEM_PROMPT]You see.[/SYSTEM_PROMPT]",
-    ),
     "vicuna": Case(TEMPLATES["vicuna"], "llama", IMAGE, stop="</s>", opening="<s>" + CURIOUS, in_parts=False),
 }
 
@@ -223,7 +187,7 @@ def test_other_choices_of_what_is_trained(name: str, folders: dict[str, Path]) -
     assert [text.lstrip() for text in trained_texts(last, encode(last, case, LONG))] == ["7" + case.stop]
     everything = format_of(case, folders, train_on="all")
     encoded = encode(everything, case, LONG)
-    apart = len(set(everything.tokenizer.encode(case.prompt.texts[0]).ids.tolist()))
+    apart = len(set(everything.tokenizer.encode("".join(case.prompt.texts)).ids.tolist()))
     untrained = encoded.tokens[~encoded.trained]
     assert (untrained == everything.tokenizer.image).sum() == 3 * sum(case.prompt.runs)
     assert len(set(untrained.tolist())) <= 1 + 1 + apart + 4  # images, what surrounds them, the begin mark

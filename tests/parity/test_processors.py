@@ -39,7 +39,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.processor import Processor
 from tests.support.hostile import reason_of
 from tests.support.processors import CASES as WHOLE
-from tests.support.processors import bare, model_of, picture
+from tests.support.processors import MODEL_TYPES, bare, model_of, picture
 
 Pixels = NDArray[np.uint8]
 Prompt = Callable[[Any, int], str]  # the reference's pixels and an image's index → the text that replaces it
@@ -65,7 +65,6 @@ AROUND = {
     "glm": ("<|begin_of_image|>", "<|end_of_image|>"),
     "paddle": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
 }
-MODEL_TYPES = {"exaone4.5": "exaone4_5", "lighton": "lighton_ocr", "aya": "aya_vision"}
 
 
 def case(name: str, image_processor: Any = None, model: ModelConfig | None = None, **changes: Any) -> Case:

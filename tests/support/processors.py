@@ -33,6 +33,8 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.families import processor_from
+from megavlm.inputs.processor import Processor
 from tests.support.tokenizers import TEMPLATES
 
 Pixels = NDArray[np.uint8]
@@ -331,3 +333,10 @@ CASES = {
         options={"image_seq_len": 4},
     ),
 }
+MODEL_TYPES = {"exaone4.5": "exaone4_5", "lighton": "lighton_ocr", "aya": "aya_vision"}
+
+
+def ours_of(name: str) -> Processor:
+    """Return our processor of a case."""
+    whole = CASES[name]
+    return processor_from(whole.image_processor.to_dict(), whole.model, model_type=MODEL_TYPES.get(name))

@@ -104,8 +104,11 @@ def tar_files() -> dict[str, bytes]:
 
 
 def parts(folder: Path, data: bytes) -> None:
-    """Read a sample of a tar whose json file is `data`, with other files whose names it chooses."""
-    conversation_of_parts({"json": data, "jpg": b"", "1.jpg": b"", f"{'9' * 5000}.png": b"", "x.PNG": b""})
+    """Read samples of a tar whose record is `data`, of each kind, with other files whose names it chooses."""
+    names = ("jpg", "1.jpg", f"{'9' * 5000}.png", "x.PNG", "²٣.webp", "a.b.c", "")
+    for kind in ("json", "txt", "caption"):
+        with suppress(BadSample):
+            assert conversation_of_parts({kind: data, **dict.fromkeys(names, b"")}).turns
 
 
 def image(folder: Path, data: bytes) -> None:

@@ -374,20 +374,6 @@ def test_reasons_of_parts(parts: dict[str, bytes], reason: Reason) -> None:
     assert reason_of(conversation_of_parts, parts) == reason
 
 
-PART_NAMES = st.sampled_from(["json", "txt", "caption", "jpg", "0.jpg", "10.PNG", "²٣.webp", "cls", "a.b.c", ""])
-TEXTS = st.sampled_from(
-    ['{"text": "x"}', '{"caption": 3}', '{"text": ["x"]}', "null", '{"conversations": {}}', '{"image": 3}']
-)
-RECORDS = st.binary(max_size=30) | TEXTS.map(str.encode) | TEXTS.map(lambda text: text.encode("utf-16"))
-
-
-@settings(deadline=None, max_examples=300)
-@given(parts=st.dictionaries(PART_NAMES, RECORDS, max_size=5))
-def test_whatever_a_sample_holds_it_stops_nothing(parts: dict[str, bytes]) -> None:
-    with suppress(BadSample):
-        assert conversation_of_parts(parts).turns
-
-
 def test_frames_of_a_video_are_none_of_the_images() -> None:
     record = turns("<image><video><video>?", videos=[{"frames": ["1.0.jpg", "1.1.jpg"], "fps": 2}, {"video": "2.mp4"}])
     parts = {"json": record, "0.jpg": b"first", "1.1.jpg": b"b", "1.0.jpg": b"a", "2.mp4": b"clip"}
