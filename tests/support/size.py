@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 321,
     "flags": 148,  # 150
-    "code lines of tests": 33_759,  # 33,000
+    "code lines of tests": 33_500,  # 33,000
     "words of documentation": 44_962,  # 45,000
 }
 _NO_CODE = {
