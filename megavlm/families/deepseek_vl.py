@@ -10,12 +10,13 @@ from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
+from megavlm.families.llava import whole_table
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.table import Table
 from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.processor import Processor, Whole, pad_to_square
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, sides, square
@@ -38,12 +39,7 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    return {
-        **siglip_table(model.vision, prefixes.vision),
-        **linear("projector.linear_fc1", f"{prefixes.projector}linear1", bias=True),
-        **linear("projector.linear_fc2", f"{prefixes.projector}linear2", bias=True),
-        **language_table(model, prefixes),
-    }
+    return whole_table(siglip_table(model.vision, prefixes.vision), model, prefixes, ("linear1", "linear2"))
 
 
 @dataclass(frozen=True, kw_only=True)

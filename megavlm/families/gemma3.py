@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
@@ -53,38 +53,46 @@ def config(settings: Settings) -> ModelConfig:
 
 def language(text: Settings, *, tied: bool) -> LanguageConfig:
     """Gemma3TextConfig."""
-    text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
-    text.require("attention_bias", False, why="biases in attention are not known here")
     text.require("attn_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("final_logit_softcapping", None, why="Gemma 3 has no soft caps")
     text.require("use_bidirectional_attention", False, why="text that attends to later text is not known here")
-    if text.values.get("sliding_window", 4096) is None:  # null is not the default: Transformers fails on it
-        refuse(text, "sliding_window", "Gemma 3 needs a number of tokens, also if all layers are full_attention")
-    layers, width = text.get("num_hidden_layers", 26), text.get("hidden_size", 2304)
+    layers = text.get("num_hidden_layers", 26)
     every = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", 6))
     pattern = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     full = [layer for layer, kind in enumerate(text.get("layer_types", pattern)) if kind == "full_attention"]
+    return replace(
+        gemma(text, tied=tied, vocabulary=262208, positions=131072),
+        qk_norm=True,
+        full_attention_layers=tuple(full),
+        bidirectional_images=True,
+        **_rope(text),
+    )
+
+
+def gemma(text: Settings, *, tied: bool, vocabulary: int, positions: int) -> LanguageConfig:
+    """Return what Gemma 2 and Gemma 3 share; `vocabulary` and `positions` are defaults of the configuration class."""
+    text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
+    text.require("attention_bias", False, why="biases in attention are not known here")
+    if text.values.get("sliding_window", 4096) is None:  # null is not the default: Transformers fails on it
+        refuse(text, "sliding_window", "Gemma needs a number of tokens, also if all layers are full_attention")
+    width = text.get("hidden_size", 2304)
     return LanguageConfig(
-        num_layers=layers,
+        num_layers=text.get("num_hidden_layers", 26),
         hidden_size=width,
         ffn_hidden_size=text.get("intermediate_size", 9216),
         num_attention_heads=text.get("num_attention_heads", 8),
         num_query_groups=text.get("num_key_value_heads", 4),
         kv_channels=text.get("head_dim", 256),
-        vocab_size=text.get("vocab_size", 262208),
-        max_positions=text.get("max_position_embeddings", 131072),
+        vocab_size=text.get("vocab_size", vocabulary),
+        max_positions=text.get("max_position_embeddings", positions),
         norm_epsilon=text.get("rms_norm_eps", 1e-6),
-        qk_norm=True,
         post_norms=True,
         apply_layernorm_1p=True,
         activation="geglu",
         softmax_scale=text.get("query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=width**0.5,
         window_size=text.get("sliding_window", 4096),
-        full_attention_layers=tuple(full),
-        bidirectional_images=True,
         tie_embeddings=tied,
-        **_rope(text),
     )
 
 

@@ -19,7 +19,7 @@ from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, 
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import glm_experts
 from megavlm.families.shared.family import Family, NamePrefixes, Predictors
-from megavlm.families.shared.language import language_table, predictor_table
+from megavlm.families.shared.language import is_tied, language_table, predictor_table
 from megavlm.families.shared.qwen_vl import (
     PREFIXES,
     NativeResolution,
@@ -31,8 +31,9 @@ from megavlm.families.shared.qwen_vl import (
     with_defaults,
 )
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, FusedQKV, Rename, Table, linear
+from megavlm.families.shared.table import FusedQKV, Rename, Table, gated, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields
+from megavlm.families.shared.vision import norms
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
@@ -95,11 +96,6 @@ def _moe_language(text: Settings, *, tied: bool) -> LanguageConfig:
         add_qkv_bias=text.get("attention_bias", True),
         rotary_percent=rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.5)),
     )
-
-
-def is_tied(settings: Settings, text: Settings) -> bool:
-    """Return whether the output layer has the weights of the embedding."""
-    return bool(settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False))
 
 
 def _model(settings: Settings, text: LanguageConfig, *, image_token: int) -> ModelConfig:
@@ -216,11 +212,8 @@ def _vision_table(vision: VisionConfig, prefix: str) -> Table:
             fused = FusedQKV(f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads)
             names[f"{layer}self_attention.linear_qkv.{leaf}"] = fused
         names |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=False)
-        names |= linear(f"{layer}input_layernorm", f"{hf_layer}norm1", bias=False)
-        names |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}norm2", bias=False)
-        gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
-        names[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
-        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
+        names |= norms(layer, f"{hf_layer}norm1", f"{hf_layer}norm2", bias=False)
+        names |= gated(f"{layer}mlp", f"{hf_layer}mlp", bias=False)
     return names | linear(VISION_NORM, f"{prefix}post_layernorm", bias=False)
 
 

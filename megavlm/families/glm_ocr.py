@@ -11,9 +11,10 @@ from megavlm.arch.layers import VISION_LAYER, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families import glm4v
 from megavlm.families.shared.family import NamePrefixes
+from megavlm.families.shared.language import is_tied
 from megavlm.families.shared.qwen_vl import attention_table, patch_embed_table, vision_sizes, with_defaults
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Concat, Table, linear
+from megavlm.families.shared.table import Table, gated, linear
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 59392,
@@ -39,7 +40,7 @@ def config(settings: Settings) -> ModelConfig:
     """GlmOcrConfig."""
     text = with_defaults(settings.section("text_config"), _TEXT)
     tower = with_defaults(settings.section("vision_config"), _VISION)
-    language = glm4v.language(text, kind="llama", tied=glm4v.is_tied(settings, text))
+    language = glm4v.language(text, kind="llama", tied=is_tied(settings, text))
     return ModelConfig(
         vision=_vision(tower),
         projector=glm4v.merger(tower, language, inner=tower.need("out_hidden_size") * tower.get("in_channels", 3)),
@@ -71,10 +72,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         names |= attention_table(vision, layer, hf_layer, norm_bias=False)
         names |= linear(f"{layer}self_attention.q_layernorm", f"{hf_layer}attn.q_norm", bias=False)
         names |= linear(f"{layer}self_attention.k_layernorm", f"{hf_layer}attn.k_norm", bias=False)
-        for leaf in ("weight", "bias"):
-            gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
-            names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
-        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
+        names |= gated(f"{layer}mlp", f"{hf_layer}mlp", bias=True)
     names |= linear(VISION_NORM, f"{visual}post_layernorm", bias=False)
     return {**names, **glm4v.merger_table(model, prefixes), **glm4v.text_table(model, prefixes)}
 

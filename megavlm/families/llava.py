@@ -9,7 +9,7 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import VICUNA
 from megavlm.families.shared.family import NESTED_TOWERS, Composition, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
-from megavlm.families.shared.language import experts, language, language_table
+from megavlm.families.shared.language import experts, is_tied, language, language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import clip, clip_table, siglip, siglip_table
@@ -28,11 +28,10 @@ def config(settings: Settings) -> ModelConfig:
     if not isinstance(layer, int):
         refuse(settings, "vision_feature_layer", "features of several layers are not known here")
     settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     return ModelConfig(
         vision=_vision(settings, layer),
         projector=ProjectorConfig(kind="mlp", bias=settings.get("multimodal_projector_bias", True)),
-        language=language(text, tied=tied),
+        language=language(text, tied=is_tied(settings, text)),
         experts=experts(text),
         image_token=settings.get("image_token_index", settings.get("image_token_id", 32000)),
     )
@@ -52,13 +51,15 @@ def _vision(settings: Settings, layer: int) -> VisionConfig:
     return clip(tower, feature_layer=layer)
 
 
-def whole_table(tower: Table, model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    """Return the table of a model with this table of its tower, and LLaVA's names of an MLP."""
-    bias = model.projector.bias
+def whole_table(
+    tower: Table, model: ModelConfig, prefixes: NamePrefixes, mlp: tuple[str, str] = ("linear_1", "linear_2")
+) -> Table:
+    """Return the table of a model with this table of its tower; `mlp` are names of the projector's layers."""
+    first, last = (prefixes.projector + name for name in mlp)
     return {
         **tower,
-        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=bias),
-        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=bias),
+        **linear("projector.linear_fc1", first, bias=model.projector.bias),
+        **linear("projector.linear_fc2", last, bias=model.projector.bias),
         **language_table(model, prefixes),
     }
 

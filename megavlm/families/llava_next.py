@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
     from megavlm.inputs.batch import MicroBatch
 
-RESOLUTIONS = (
-    (336, 672),
-    (672, 336),
-    (672, 672),
-    (1008, 336),
-    (336, 1008),
-)  # (height, width) where a folder names none
+# (height, width) where a folder names none.
+RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 _NEVER = 2**16  # tiles: more than any image has, so that none is reduced
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.families.llava import whole_table
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import NativeResolution, native_bounds, text_model, with_defaults
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
@@ -82,11 +82,8 @@ def _vision(tower: Settings) -> VisionConfig:
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return {
-        **siglip_table(model.vision, prefixes.vision),
+        **whole_table(siglip_table(model.vision, prefixes.vision), model, prefixes),
         **linear("projector.norm", f"{prefixes.projector}pre_norm", bias=True),
-        **linear("projector.linear_fc1", f"{prefixes.projector}linear_1", bias=True),
-        **linear("projector.linear_fc2", f"{prefixes.projector}linear_2", bias=True),
-        **language_table(model, prefixes),
     }
 
 

@@ -6,9 +6,11 @@ is plain: images, then `<bos>`, the question and a line break.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
+from megavlm.families import gemma3
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import pixel_values
@@ -50,38 +52,19 @@ def config(settings: Settings) -> ModelConfig:
 
 def _language(text: Settings, *, tied: bool) -> LanguageConfig:
     """Gemma2Config."""
-    text.require("hidden_activation", "gelu_pytorch_tanh", why="only GeGLU language models are known here")
-    text.require("attention_bias", False, why="biases in attention are not known here")
     text.require("use_bidirectional_attention", True, why="PaliGemma's prompts attend both ways")
-    if text.values.get("sliding_window", 4096) is None:
-        refuse(text, "sliding_window", "Gemma 2 needs a number of tokens")
-    layers, width = text.get("num_hidden_layers", 26), text.get("hidden_size", 2304)
-    usual = ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
+    gemma = gemma3.gemma(text, tied=tied, vocabulary=256000, positions=8192)
+    usual = ["full_attention" if number % 2 else "sliding_attention" for number in range(gemma.num_layers)]
     rope = text.section("rope_parameters")
     if rope.get("rope_type", "default") != "default":
         refuse(text, "rope_parameters", "positions of Gemma 2 are not scaled")
-    return LanguageConfig(
-        num_layers=layers,
-        hidden_size=width,
-        ffn_hidden_size=text.get("intermediate_size", 9216),
-        num_attention_heads=text.get("num_attention_heads", 8),
-        num_query_groups=text.get("num_key_value_heads", 4),
-        kv_channels=text.get("head_dim", 256),
-        vocab_size=text.get("vocab_size", 256000),
-        max_positions=text.get("max_position_embeddings", 8192),
-        norm_epsilon=text.get("rms_norm_eps", 1e-6),
+    return replace(
+        gemma,
         rotary_base=float(rope.get("rope_theta", text.get("rope_theta", 1e4))),
-        post_norms=True,
-        apply_layernorm_1p=True,
-        activation="geglu",
-        softmax_scale=text.get("query_pre_attn_scalar", 256) ** -0.5,
         attention_softcap=_bound(text, "attn_logit_softcapping", 50.0),
         final_softcap=_bound(text, "final_logit_softcapping", 30.0),
-        embedding_scale=width**0.5,
-        window_size=text.get("sliding_window", 4096),
         full_attention_layers=types_of_layers(text, usual, "full_attention", "sliding_attention"),
         bidirectional_prefix=True,
-        tie_embeddings=tied,
     )
 
 

@@ -12,10 +12,10 @@ from megavlm.families import llava
 from megavlm.families.shared.chat import MISTRAL
 from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
 from megavlm.families.shared.inputs import unpatchify
-from megavlm.families.shared.language import language
+from megavlm.families.shared.language import is_tied, language
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, Rename, Table, linear
-from megavlm.families.shared.vision import kernel, qkv
+from megavlm.families.shared.table import Rename, Table, gated, linear
+from megavlm.families.shared.vision import kernel, norms, qkv, sizes
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
@@ -36,11 +36,10 @@ def config(settings: Settings) -> ModelConfig:
     settings.require("vision_feature_layer", -1, why="only features of the last layer are known here")
     settings.require("vision_feature_select_strategy", "full", why="Pixtral has no class token to drop")
     settings.require("projector_hidden_act", "gelu", why="only GELU projectors are known here")
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     return ModelConfig(
         vision=vision(tower),
         projector=ProjectorConfig(kind="mlp", bias=settings.get("multimodal_projector_bias", True)),
-        language=language(text, kind=text.get("model_type", "mistral"), tied=tied),
+        language=language(text, kind=text.get("model_type", "mistral"), tied=is_tied(settings, text)),
         image_token=settings.get("image_token_index", settings.get("image_token_id", 32000)),
     )
 
@@ -49,16 +48,9 @@ def vision(tower: Settings) -> VisionConfig:
     """PixtralVisionConfig."""
     if tower.get("hidden_act", "gelu") != "silu":
         refuse(tower, "hidden_act", "only SwiGLU (silu) is known here")
-    side = tower.square("patch_size", 16)
     rope = tower.section("rope_parameters")
     return VisionConfig(
-        num_layers=tower.get("num_hidden_layers", 24),
-        hidden_size=tower.get("hidden_size", 1024),
-        ffn_hidden_size=tower.get("intermediate_size", 4096),
-        num_attention_heads=tower.get("num_attention_heads", 16),
-        image_size=tower.square("image_size", 1024) // side * side,
-        patch_size=side,
-        in_channels=tower.get("num_channels", 3),
+        **sizes(tower, layers=24, width=1024, inner=4096, heads=16, image=1024, patch=16),
         position_embedding="rope2d",
         rotary_interleaved=True,
         rotary_base=float(rope.get("rope_theta", tower.get("rope_theta", 10000.0))),
@@ -81,11 +73,8 @@ def vision_table(vision: VisionConfig, prefix: str) -> Table:
         layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}transformer.layers.{number}."
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}attention.{{}}_proj", vision, bias=False)
         table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attention.o_proj", bias=False)
-        table |= linear(f"{layer}input_layernorm", f"{hf_layer}attention_norm", bias=False)
-        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}ffn_norm", bias=False)
-        gate_and_up = (f"{hf_layer}feed_forward.gate_proj.weight", f"{hf_layer}feed_forward.up_proj.weight")
-        table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
-        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}feed_forward.down_proj", bias=False)
+        table |= norms(layer, f"{hf_layer}attention_norm", f"{hf_layer}ffn_norm", bias=False)
+        table |= gated(f"{layer}mlp", f"{hf_layer}feed_forward", bias=False)
     return table
 
 

@@ -8,28 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM, vision_layers_run
+from megavlm.arch.layers import LANGUAGE_LAYER
 from megavlm.config.schema import ModelConfig, VisionConfig
-from megavlm.families import internvl
+from megavlm.families import internvl, llava
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
 from megavlm.families.shared.inputs import tokens_and_pixels
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import with_defaults
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
-from megavlm.families.shared.vision import kernel, qkv
+from megavlm.families.shared.table import QKV, FusedQKV, Rename, Table, linear
+from megavlm.families.shared.vision import intern_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json
 
-# Modules of a layer of the tower: the names here, in files, and in a model that Transformers has loaded.
-_LINEAR = (
-    ("self_attention.linear_proj", "attn.proj", "attention.projection_layer"),
-    ("mlp.linear_fc1", "mlp.fc1", "mlp.fc1"),
-    ("mlp.linear_fc2", "mlp.fc2", "mlp.fc2"),
-)
-_NORMS = (("input_layernorm", "norm1", "layernorm_before"), ("pre_mlp_layernorm", "norm2", "layernorm_after"))
-_SCALES = (("self_attn_bda.scale", "ls1", "lambda_1"), ("mlp_bda.scale", "ls2", "lambda_2"))
+# Parts of the tower's names in a model that Transformers has loaded, and in files.
+_STORED = {
+    "patch_embeddings.projection": "patch_embedding",
+    "cls_token": "class_embedding",
+    "position_embeddings": "position_embedding",
+    "attention.q_proj": "attn.qkv",
+    "attention.projection_layer": "attn.proj",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "lambda_": "ls",
+}
 
 
 @dataclass(frozen=True)
@@ -50,53 +53,28 @@ def config(settings: Settings) -> ModelConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    norm, first, last = ("0", "1", "3") if isinstance(prefixes, _InFiles) else ("layer_norm", "linear_1", "linear_2")
-    return {
-        **_tower_table(model.vision, prefixes),
-        **linear("projector.norm", f"{prefixes.projector}{norm}", bias=True),
-        **linear("projector.linear_fc1", f"{prefixes.projector}{first}", bias=True),
-        **linear("projector.linear_fc2", f"{prefixes.projector}{last}", bias=True),
-        **_language_table(model, prefixes),
-    }
+    vision, norm = model.vision, "layer_norm"
+    if isinstance(prefixes, _InFiles):
+        norm = "0"
+        names = llava.whole_table(_stored_tower(vision, prefixes.vision), model, prefixes, ("1", "3"))
+        nested = language_table(model, replace(prefixes, language=prefixes.language + prefixes.inner))
+        names |= {name: rule for name, rule in nested.items() if name.startswith(LANGUAGE_LAYER)}
+    else:
+        names = llava.whole_table(intern_table(vision, prefixes.vision, "layers."), model, prefixes)
+    return names | linear("projector.norm", f"{prefixes.projector}{norm}", bias=True)
 
 
-def _tower_table(vision: VisionConfig, prefixes: NamePrefixes) -> Table:
-    files, prefix, width = isinstance(prefixes, _InFiles), prefixes.vision, vision.hidden_size
-    patches = f"{prefix}embeddings.{'patch_embedding' if files else 'patch_embeddings.projection'}"
-    token = f"{prefix}embeddings.{'class_embedding' if files else 'cls_token'}"
-    positions = f"{prefix}embeddings.{'position_embedding' if files else 'position_embeddings'}"
-    count = (vision.image_size // vision.patch_size) ** 2 + 1
-    names: Table = {
-        "patch_embed.proj.weight": Rename(f"{patches}.weight", view=kernel(vision)),
-        "patch_embed.proj.bias": Rename(f"{patches}.bias"),
-        "patch_embed.class_token": Rename(token, view=(1, 1, width)),
-        "patch_embed.position": Rename(positions, view=(1, count, width)),
-    }
-    for number in range(vision_layers_run(vision)):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}{'encoder.' if files else ''}layers.{number}."
-        if files:
-            for leaf in ("weight", "bias") if vision.add_qkv_bias else ("weight",):
-                fused = FusedQKV(f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads)
-                names[f"{layer}self_attention.linear_qkv.{leaf}"] = fused
-        else:
-            attention = f"{hf_layer}attention.{{}}_proj"
-            names |= qkv(f"{layer}self_attention.linear_qkv", attention, vision, bias=vision.add_qkv_bias)
-        for name, in_file, loaded in _LINEAR:
-            names |= linear(f"{layer}{name}", f"{hf_layer}{in_file if files else loaded}", bias=True)
-        for name, in_file, loaded in _NORMS:
-            bias = vision.normalization == "LayerNorm"
-            names |= linear(f"{layer}{name}", f"{hf_layer}{in_file if files else loaded}", bias=bias)
-        for name, in_file, loaded in _SCALES:
-            names[f"{layer}{name}"] = Rename(f"{hf_layer}{in_file if files else loaded}")
-    return names | (linear(VISION_NORM, f"{prefix}layernorm", bias=True) if vision.post_norm else {})
-
-
-def _language_table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    names = language_table(model, prefixes)
-    if not isinstance(prefixes, _InFiles) or not prefixes.inner:
-        return names
-    nested = language_table(model, replace(prefixes, language=prefixes.language + prefixes.inner))
-    return names | {name: rule for name, rule in nested.items() if name.startswith(LANGUAGE_LAYER)}
+def _stored_tower(vision: VisionConfig, prefix: str) -> Table:
+    """Return the table of the tower in files, where queries, keys and values of a layer are one tensor."""
+    names: Table = {}
+    for name, rule in intern_table(vision, prefix, "encoder.layers.").items():
+        hf_name = rule.hf_names[0]
+        for loaded, stored in _STORED.items():
+            hf_name = hf_name.replace(loaded, stored)
+        fused = isinstance(rule, QKV)
+        view = None if fused else getattr(rule, "view", None)
+        names[name] = FusedQKV(hf_name, heads=vision.num_attention_heads) if fused else Rename(hf_name, view)
+    return names
 
 
 def build_processor(options: Json, model: ModelConfig, shared: dict[str, Any]) -> Processor:

@@ -13,7 +13,7 @@ from megavlm.arch.layers import VISION_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language_table
+from megavlm.families.shared.language import is_tied, language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
     PREFIXES,
@@ -28,8 +28,9 @@ from megavlm.families.shared.qwen_vl import (
     with_defaults,
 )
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Concat, Table, linear
+from megavlm.families.shared.table import Table, gated, linear
 from megavlm.families.shared.videos import VIDEOS
+from megavlm.families.shared.vision import mlp
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 152064,
@@ -83,8 +84,7 @@ def _language(settings: Settings) -> LanguageConfig:
     """Return the language model of Qwen2-VL and Qwen2.5-VL. Published checkpoints keep its settings at the top."""
     nested = "text_config" in settings.values
     text = with_defaults(settings.section("text_config") if nested else settings, _TEXT)
-    tied = settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
-    return text_model(text, kind="qwen2", tied=tied, section=(16, 24, 24), interleaved=False)
+    return text_model(text, kind="qwen2", tied=is_tied(settings, text), section=(16, 24, 24), interleaved=False)
 
 
 def _tower(tower: Settings, **options: Any) -> VisionConfig:
@@ -122,13 +122,9 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
         layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
         names |= attention_table(vision, layer, hf_layer, norm_bias=norm_bias)
         if vision.activation != "swiglu":
-            names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
-            names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
-            continue
-        for leaf in ("weight", "bias"):
-            gate_and_up = (f"{hf_layer}mlp.gate_proj.{leaf}", f"{hf_layer}mlp.up_proj.{leaf}")
-            names[f"{layer}mlp.linear_fc1.{leaf}"] = Concat(gate_and_up)
-        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=True)
+            names |= mlp(layer, hf_layer)
+        else:
+            names |= gated(f"{layer}mlp", f"{hf_layer}mlp", bias=True)
     return {
         **names,
         **linear(VISION_NORM, f"{visual}merger.ln_q", bias=norm_bias),

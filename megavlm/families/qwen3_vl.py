@@ -38,6 +38,7 @@ from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields
+from megavlm.families.shared.vision import mlp
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
 from megavlm.inputs.video import Budget, VideoProcessor
 
@@ -134,8 +135,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     for number in range(vision.num_layers):
         layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
         names |= attention_table(vision, layer, hf_layer, norm_bias=True)
-        names |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.linear_fc1", bias=True)
-        names |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.linear_fc2", bias=True)
+        names |= mlp(layer, hf_layer, ("linear_fc1", "linear_fc2"))
     mergers = {PROJECTOR: f"{visual}merger."}
     for number in range(len(vision.deepstack_layers)):
         mergers[f"{DEEPSTACK}{number}"] = hf_layer = f"{visual}deepstack_merger_list.{number}."

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
+from megavlm.families.llava import whole_table
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.language import language, language_table
+from megavlm.families.shared.language import is_tied, language
 from megavlm.families.shared.qwen_vl import IMAGE, NativeResolution, native_bounds
 from megavlm.families.shared.settings import Settings
-from megavlm.families.shared.table import Table, linear
+from megavlm.families.shared.table import Table
 from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader
@@ -33,11 +34,7 @@ def config(settings: Settings) -> ModelConfig:
     return ModelConfig(
         vision=_vision(settings.section("vision_config")),
         projector=ProjectorConfig(kind="mlp"),
-        language=language(
-            text,
-            kind="qwen2",
-            tied=settings.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False),
-        ),
+        language=language(text, kind="qwen2", tied=is_tied(settings, text)),
         image_token=settings.get("image_token_id", 151655),
     )
 
@@ -50,12 +47,7 @@ def _vision(tower: Settings) -> VisionConfig:
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
-    return {
-        **siglip_table(model.vision, prefixes.vision),
-        **linear("projector.linear_fc1", f"{prefixes.projector}readout.0", bias=True),
-        **linear("projector.linear_fc2", f"{prefixes.projector}readout.2", bias=True),
-        **language_table(model, prefixes),
-    }
+    return whole_table(siglip_table(model.vision, prefixes.vision), model, prefixes, ("readout.0", "readout.2"))
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:

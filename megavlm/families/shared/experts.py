@@ -6,7 +6,7 @@ from typing import Literal
 
 from megavlm.config.schema import ExpertsConfig
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, linear
+from megavlm.families.shared.table import Concat, Rename, Stack, Table, TransposeEach, gated
 
 # A file has a tensor for each matrix of each expert, or two for all of a layer: in the order of the modules' weights
 # ([experts, outputs, inputs]), or transposed.
@@ -89,11 +89,9 @@ def experts_table(experts: ExpertsConfig, layer: str, hf_layer: str, *, hidden_s
     if experts.router_enable_expert_bias:
         table[f"{layer}mlp.router.expert_bias"] = Rename(f"{hf_layer}mlp.gate.e_score_correction_bias")
     if experts.shared_ffn_hidden_size is not None:
-        shared, hf_shared = f"{layer}mlp.shared_experts.", f"{hf_layer}mlp.shared_experts."
+        shared, hf_shared = f"{layer}mlp.shared_experts", f"{hf_layer}mlp.shared_experts"
         if experts.shared_gate:  # Qwen's, which is one
-            hf_shared = f"{hf_layer}mlp.shared_expert."
-            table[f"{shared}gate_weight"] = Rename(f"{hf_layer}mlp.shared_expert_gate.weight")
-        gate_and_up = (f"{hf_shared}gate_proj.weight", f"{hf_shared}up_proj.weight")
-        table[f"{shared}linear_fc1.weight"] = Concat(gate_and_up)
-        table |= linear(f"{shared}linear_fc2", f"{hf_shared}down_proj", bias=False)
+            hf_shared = f"{hf_layer}mlp.shared_expert"
+            table[f"{shared}.gate_weight"] = Rename(f"{hf_layer}mlp.shared_expert_gate.weight")
+        table |= gated(shared, hf_shared, bias=False)
     return table

@@ -13,10 +13,11 @@ from megavlm.errors import UserError
 from megavlm.families.shared.experts import ExpertFiles, experts_table, glm_experts, qwen_experts
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import QKV, Concat, Grouped, Rename, Share, Table, linear
+from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, gated, linear
 
 # Defaults of the configuration classes: config.json leaves out what equals them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+_QWEN = {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "intermediate_size": 11008, "vocab_size": 32000},
     "mistral": {
@@ -41,14 +42,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
             **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
     },
-    "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
-    "qwen3": {
-        **_LLAMA,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
     "deepseek_v3": {
         **{"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 4096},
         **{"intermediate_size": 18432, "vocab_size": 129280, "num_key_value_heads": 128, "n_group": 8, "topk_group": 4},
@@ -122,6 +117,11 @@ def _latents(settings: Settings, heads: int) -> dict[str, Any]:
         "softmax_scale": _growth(rope, overall) ** 2 / math.sqrt(width) if overall else None,
         "rope_attention_factor": _attention_factor(rope) if scaling == "yarn" else 1.0,
     }
+
+
+def is_tied(settings: Settings, text: Settings) -> bool:
+    """Return whether a configuration or its section of the text says that embedding and output layer share a weight."""
+    return any(section.get("tie_word_embeddings", False) for section in (settings, text))
 
 
 def types_of_layers(text: Settings, usual: Sequence[str], first: str, other: str) -> tuple[int, ...]:
@@ -286,9 +286,7 @@ def layer_table(model: ModelConfig, number: int, hf_layer: str, *, stored: Exper
     if experts.num_experts and number not in experts.dense_layers:
         width = language.hidden_size
         return table | experts_table(experts, layer, hf_layer, hidden_size=width, stored=stored)
-    gate_and_up = (f"{hf_layer}mlp.gate_proj.weight", f"{hf_layer}mlp.up_proj.weight")
-    table[f"{layer}mlp.linear_fc1.weight"] = Concat(gate_and_up)
-    return table | linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.down_proj", bias=False)
+    return table | gated(f"{layer}mlp", f"{hf_layer}mlp", bias=False)
 
 
 def predictor_table(model: ModelConfig, depth: int, names: tuple[str, str, str, str], **layer: Any) -> Table:

@@ -15,7 +15,7 @@ from megavlm.families.shared.inputs import feature_kinds, in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
-from megavlm.families.shared.vision import ACTIVATIONS
+from megavlm.families.shared.vision import ACTIVATIONS, norms
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
@@ -126,9 +126,7 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bia
         for leaf in ("weight", "bias")
     }
     table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=True)
-    table |= linear(f"{layer}input_layernorm", f"{hf_layer}norm1", bias=norm_bias)
-    table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}norm2", bias=norm_bias)
-    return table
+    return table | norms(layer, f"{hf_layer}norm1", f"{hf_layer}norm2", bias=norm_bias)
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
@@ -179,13 +177,13 @@ class NativeResolution(Processor):
         return smart_resize(size, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
 
-def native_bounds(options: Json, model: ModelConfig) -> dict[str, Any]:
-    """Return the file's bounds of an image's pixels. Raises UserError if its patches are not the model's."""
+def native_bounds(options: Json, model: ModelConfig, *, file: str = "preprocessor_config.json") -> dict[str, Any]:
+    """Return the file's bounds of pixels. Raises UserError if its patches are not the model's."""
     require_model_value(options, "patch_size", model.vision.patch_size)
     require_model_value(options, "merge_size", model.projector.pixel_shuffle)
     size = options["size"]
     if not has_only(size, "shortest_edge", "longest_edge"):
-        raise UserError("size in preprocessor_config.json must give shortest_edge and longest_edge, as areas in pixels")
+        raise UserError(f"size in {file} must give shortest_edge and longest_edge, as areas in pixels")
     return {
         "min_pixels": options.get("min_pixels", size["shortest_edge"]),
         "max_pixels": options.get("max_pixels", size["longest_edge"]),

@@ -11,6 +11,7 @@ these ranges, and a Hugging Face tensor is written from the same parts. `Stack` 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -46,6 +47,14 @@ class Rule(Protocol):
 
 
 Table = dict[str, Rule]  # by megatron-core name
+
+
+def _shapes(rows: list[HFRows], columns: Shape) -> dict[str, Shape]:
+    """Return the shapes of tensors of which these are all rows, each of the shape `columns`."""
+    heights = Counter[str]()
+    for each in rows:
+        heights[each.name] += each.count
+    return {name: (height, *columns) for name, height in heights.items()}
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,7 @@ class QKV:
         return rows
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
-        heights: dict[str, int] = {}
-        for rows in self.hf_rows(shape):
-            heights[rows.name] = heights.get(rows.name, 0) + rows.count
-        return {name: (height, *shape[1:]) for name, height in heights.items()}
+        return _shapes(self.hf_rows(shape), shape[1:])
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,7 @@ class Grouped:
         ]
 
     def hf_shapes(self, shape: Shape) -> dict[str, Shape]:
-        heights: dict[str, int] = {}
-        for rows in self.hf_rows(shape):
-            heights[rows.name] = heights.get(rows.name, 0) + rows.count
-        return {name: (height, *(self.columns or shape[1:])) for name, height in heights.items()}
+        return _shapes(self.hf_rows(shape), self.columns or shape[1:])
 
 
 @dataclass(frozen=True)
@@ -259,3 +262,12 @@ def module(name: str, hf_name: str, *leaves: str) -> Table:
 def linear(name: str, hf_name: str, *, bias: bool) -> Table:
     """Return the table of a linear layer or a LayerNorm."""
     return module(name, hf_name, *(("weight", "bias") if bias else ("weight",)))
+
+
+def gated(name: str, hf_name: str, *, bias: bool) -> Table:
+    """Return the table of an MLP with a gate; both names are those of the MLP."""
+    gate_and_up: Table = {
+        f"{name}.linear_fc1.{leaf}": Concat((f"{hf_name}.gate_proj.{leaf}", f"{hf_name}.up_proj.{leaf}"))
+        for leaf in (("weight", "bias") if bias else ("weight",))
+    }
+    return gate_and_up | linear(f"{name}.linear_fc2", f"{hf_name}.down_proj", bias=bias)

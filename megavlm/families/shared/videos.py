@@ -13,8 +13,9 @@ import numpy as np
 
 from megavlm.config.schema import ModelConfig
 from megavlm.errors import UserError
+from megavlm.families.shared.qwen_vl import native_bounds
 from megavlm.inputs.layout import Prompt
-from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, has_only, require_model_value, sides
+from megavlm.inputs.reader import CLIP_PIXELS, Json, VideoReader, require_model_value, sides
 from megavlm.inputs.resize import Pixels, Size, at_least, resize_as_torchvision, smart_resize
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, from_first_to_last, from_the_first, taken
 
@@ -129,18 +130,9 @@ def qwen_fields(options: Json, model: ModelConfig) -> dict[str, Any]:
 
     Raises UserError if the patches are not the model's.
     """
-    vision = model.vision
-    require_model_value(options, "patch_size", vision.patch_size)
-    require_model_value(options, "merge_size", model.projector.pixel_shuffle)
-    require_model_value(options, "temporal_patch_size", vision.temporal_patch_size)
-    size = options["size"]
-    if not has_only(size, "shortest_edge", "longest_edge"):
-        raise UserError("size in video_preprocessor_config.json must give shortest_edge and longest_edge, as areas")
-    return {
-        "frames_per_patch": vision.temporal_patch_size,
-        "min_pixels": options.get("min_pixels", size["shortest_edge"]),
-        "max_pixels": options.get("max_pixels", size["longest_edge"]),
-    }
+    frames = model.vision.temporal_patch_size
+    require_model_value(options, "temporal_patch_size", frames)
+    return {"frames_per_patch": frames, **native_bounds(options, model, file="video_preprocessor_config.json")}
 
 
 VIDEOS = VideoReader(

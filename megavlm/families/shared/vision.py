@@ -21,7 +21,7 @@ ACTIVATIONS = {
 def clip(settings: Settings, *, feature_layer: int) -> VisionConfig:
     """CLIPVisionConfig; defaults are those of CLIP's base model, which config.json leaves out."""
     return VisionConfig(
-        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=32),
+        **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=32),
         class_token=True,
         norm_epsilon=settings.get("layer_norm_eps", 1e-5),
         activation=_activation(settings, "quick_gelu"),
@@ -35,7 +35,7 @@ def clip(settings: Settings, *, feature_layer: int) -> VisionConfig:
 def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> VisionConfig:
     """SiglipVisionConfig."""
     return VisionConfig(
-        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
+        **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
         activation=_activation(settings, "gelu_pytorch_tanh"),
         post_norm=post_norm,
@@ -46,7 +46,7 @@ def siglip(settings: Settings, *, feature_layer: int, post_norm: bool) -> Vision
 def idefics3(settings: Settings) -> VisionConfig:
     """Idefics3VisionConfig and SmolVLMVisionConfig: SigLIP with positions for any grid; names are SigLIP's."""
     return VisionConfig(
-        **_sizes(settings, layers=12, width=1152, inner=3072, heads=16, image=224, patch=32),
+        **sizes(settings, layers=12, width=1152, inner=3072, heads=16, image=224, patch=32),
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
         activation=_activation(settings, "gelu_pytorch_tanh"),
         position_interpolation="bucket",
@@ -57,7 +57,7 @@ def minicpm(settings: Settings, *, merger_layer: int | None) -> VisionConfig:
     """MiniCPMV4_6VisionConfig: SigLIP with positions for any grid and a merger inside; names are SigLIP's."""
     settings.require("hidden_act", "gelu_pytorch_tanh", why="the merger computes this one in any case")
     return VisionConfig(
-        **_sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
+        **sizes(settings, layers=12, width=768, inner=3072, heads=12, image=224, patch=16),
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
         activation="gelu_tanh",
         position_interpolation="fraction",
@@ -76,7 +76,7 @@ def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
     if post_norm and norm == "RMSNorm":
         refuse(settings, "use_mean_pooling", "a final LayerNorm after RMSNorm layers is not known here")
     return VisionConfig(
-        **_sizes(settings, layers=24, width=1024, inner=4096, heads=16, image=448, patch=14),
+        **sizes(settings, layers=24, width=1024, inner=4096, heads=16, image=448, patch=14),
         class_token=True,
         normalization=norm,
         norm_epsilon=settings.get("layer_norm_eps", 1e-6),
@@ -89,7 +89,7 @@ def intern(settings: Settings, *, feature_layer: int) -> VisionConfig:
     )
 
 
-def _sizes(
+def sizes(
     settings: Settings, *, layers: int, width: int, inner: int, heads: int, image: int, patch: int
 ) -> dict[str, Any]:
     """Return the sizes that all towers spell alike, with the defaults of their configuration class.
@@ -147,11 +147,20 @@ def _clip_layers(vision: VisionConfig, prefix: str) -> Table:
         layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layers.{number}."
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}self_attn.{{}}_proj", vision, bias=True)
         table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}self_attn.out_proj", bias=True)
-        table |= linear(f"{layer}input_layernorm", f"{hf_layer}layer_norm1", bias=True)
-        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}layer_norm2", bias=True)
-        table |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
-        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
+        table |= norms(layer, f"{hf_layer}layer_norm1", f"{hf_layer}layer_norm2", bias=True) | mlp(layer, hf_layer)
     return table
+
+
+def norms(layer: str, before_attention: str, before_mlp: str, *, bias: bool) -> Table:
+    """Return the table of a layer's norms, of these names in files."""
+    first = linear(f"{layer}input_layernorm", before_attention, bias=bias)
+    return first | linear(f"{layer}pre_mlp_layernorm", before_mlp, bias=bias)
+
+
+def mlp(layer: str, hf_layer: str, names: tuple[str, str] = ("fc1", "fc2")) -> Table:
+    """Return the table of a layer's MLP, whose linear layers have these names in files."""
+    first = linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.{names[0]}", bias=True)
+    return first | linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.{names[1]}", bias=True)
 
 
 def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool) -> Table:
@@ -163,8 +172,8 @@ def qkv(name: str, hf_pattern: str, vision: VisionConfig, *, bias: bool) -> Tabl
     }
 
 
-def intern_table(vision: VisionConfig, prefix: str) -> Table:
-    """InternVLVisionModel below `prefix`."""
+def intern_table(vision: VisionConfig, prefix: str, layers: str = "encoder.layer.") -> Table:
+    """InternVLVisionModel below `prefix`; names of its layers begin with `layers`."""
     embeddings, width = f"{prefix}embeddings.", vision.hidden_size
     side = vision.image_size // vision.patch_size
     table: Table = {
@@ -175,17 +184,15 @@ def intern_table(vision: VisionConfig, prefix: str) -> Table:
     }
     norm_bias = vision.normalization == "LayerNorm"
     for number in range(vision_layers_run(vision)):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layer.{number}."
+        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}{layers}{number}."
         attention = f"{hf_layer}attention."
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{attention}{{}}_proj", vision, bias=vision.add_qkv_bias)
         table |= linear(f"{layer}self_attention.linear_proj", f"{attention}projection_layer", bias=True)
         if vision.qk_norm != "none":
             table |= linear(f"{layer}self_attention.q_layernorm", f"{attention}q_norm", bias=False)
             table |= linear(f"{layer}self_attention.k_layernorm", f"{attention}k_norm", bias=False)
-        table |= linear(f"{layer}input_layernorm", f"{hf_layer}layernorm_before", bias=norm_bias)
-        table |= linear(f"{layer}pre_mlp_layernorm", f"{hf_layer}layernorm_after", bias=norm_bias)
-        table |= linear(f"{layer}mlp.linear_fc1", f"{hf_layer}mlp.fc1", bias=True)
-        table |= linear(f"{layer}mlp.linear_fc2", f"{hf_layer}mlp.fc2", bias=True)
+        table |= norms(layer, f"{hf_layer}layernorm_before", f"{hf_layer}layernorm_after", bias=norm_bias)
+        table |= mlp(layer, hf_layer)
         table[f"{layer}self_attn_bda.scale"] = Rename(f"{hf_layer}lambda_1")
         table[f"{layer}mlp_bda.scale"] = Rename(f"{hf_layer}lambda_2")
     if vision.post_norm:
