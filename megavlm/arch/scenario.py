@@ -63,7 +63,6 @@ class Scenario:
     on_gpu: bool = False  # a CPU saves intermediate results of RMS norms
     te: bool = False  # layers are Transformer Engine's: assumed on a GPU unless --transformer-impl is torch
     fused_gradients: bool = True  # Transformer Engine may add weight gradients to `main_grad` within the product
-    compiled_small_ops: bool = False  # torch's layers compile activation and rotation
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
     gathers_tokens: bool = False  # expert-parallel ranks all-gather all tokens; else each token is sent (all-to-all)
     imbalance: float = 1.0  # rows of the busiest expert-parallel rank, relative to the mean
@@ -196,7 +195,6 @@ def scenario_of(
         on_gpu=on_gpu,
         te=on_gpu and config.execution.transformer_impl != "torch",
         fused_gradients=config.execution.gradient_accumulation_fusion,
-        compiled_small_ops=config.execution.compile_small_ops,
         loss_chunk=config.execution.loss_chunk_tokens,
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         imbalance=expert_imbalance(config) if imbalance is None else imbalance,

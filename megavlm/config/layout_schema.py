@@ -249,11 +249,6 @@ class ExecutionConfig:
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
         valid=AT_LEAST_1,
     )
-    compile_small_ops: bool = option(
-        False,
-        "PyTorch layers: compile the activation function and the rotary embedding to one kernel each; needs a "
-        "compiler (GPU: Triton).",
-    )
 
 
 @dataclass(frozen=True)

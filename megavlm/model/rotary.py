@@ -7,7 +7,7 @@ Legend: S positions, B rows, G local key/value heads with R query heads each, N 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +38,12 @@ def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotatio
 
 
 class Rotary:
-    """Rotation with torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
+    """Rotation with torch: three kernels for queries, three for keys, one that copies values.
 
     Pairs of channels are those of the two halves of a head, or `interleaved`: neighbours.
     """
 
-    def __init__(
-        self, compiled: Callable[[Any], Any] = lambda function: function, *, interleaved: bool = False
-    ) -> None:
-        self._turned, self._split, self._joined = compiled(turned), compiled(split_and_turned), compiled(joined)
+    def __init__(self, *, interleaved: bool = False) -> None:
         self._interleaved = interleaved
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
@@ -56,14 +53,12 @@ class Rotary:
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Return heads [S, B, heads, D], rotated by the angles."""
-        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
+        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._interleaved)
         return out
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         """Return the tensors of `split` with queries and keys rotated. Values are copied, to free `mixed`."""
-        heads: Heads = _SplitAndRotate.apply(
-            *(mixed, sizes[1], rotation.cos, rotation.sin), *(self._split, self._joined, self._interleaved)
-        )
+        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin, self._interleaved)
         return heads
 
 
@@ -71,32 +66,28 @@ class _Rotate(torch.autograd.Function):
     """Rotation by θ, whose backward pass rotates by −θ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turn, ctx.interleaved = turn, interleaved
-        out: Tensor = turn(x, cos, sin, 1, interleaved)
-        return out
+        ctx.interleaved = interleaved
+        return _turned(x, cos, sin, 1, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.turn(grad, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _turned(grad, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """Split and rotation. The backward pass writes into one gradient of `mixed`; autograd would join three tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, split: Any, join: Any, interleaved: bool
-    ) -> Heads:
+    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.join, ctx.interleaved = join, interleaved
-        heads: Heads = split(mixed, width, cos, sin, interleaved)
-        return heads
+        ctx.interleaved = interleaved
+        return split_and_turned(mixed, width, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        return ctx.join(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return joined(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
 
 
 def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
@@ -120,7 +111,7 @@ def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, 
     return mixed.flatten(-2)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
     """Return `x` rotated by θ, or by −θ if `sense` is −1."""
     return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense, interleaved=interleaved)
 

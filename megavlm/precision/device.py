@@ -59,11 +59,6 @@ def check_device(config: Config) -> None:
     missing = [library for library in KERNELS if find_spec(library) is None]
     if config.model.language.linear_attention_layers and on_gpu and missing:
         raise UserError(f"linear attention on a GPU needs {' and '.join(missing)}: pip install 'megavlm[linear]'")
-    if config.execution.compile_small_ops and chosen == "te":
-        raise UserError(
-            "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
-            "--transformer-impl torch"
-        )
 
 
 def check_te_fp8(config: Config) -> None:
