@@ -43,7 +43,6 @@ ABLATION = (
     "--fp8 hybrid",
     "--fp8 hybrid --fp8-recipe delayed",
     "--fp8 hybrid --fp8-recipe blockwise",
-    "--fp8 hybrid --fp8-param-gather",
     "--recompute-granularity selective",
     "--recompute-granularity full",
     "--offload activations",

@@ -136,7 +136,6 @@ ITEMS = (
             for flags in (
                 "",
                 " --fp8 hybrid --fp8-recipe delayed",
-                " --fp8 hybrid --fp8-param-gather",
                 " --fp8 hybrid --fp8-recipe blockwise",
                 " --transformer-impl torch",
                 " --fp8 hybrid",

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
-    keeps_fp8,
     layer_names,
     trained_below,
     trained_layers,
@@ -59,7 +58,6 @@ class Scenario:
     fp8_recipe: str = "tensorwise"  # how their operands are scaled
     offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
     moments_on_disk: bool = False  # where the optimizer is offloaded
-    kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU saves intermediate results of RMS norms
     te: bool = False  # layers are Transformer Engine's: assumed on a GPU unless --transformer-impl is torch
     fused_gradients: bool = True  # Transformer Engine may add weight gradients to `main_grad` within the product
@@ -204,11 +202,10 @@ def scenario_of(
 def _layer_sets(config: Config, like: Scenario | None) -> dict[str, Any]:
     """Return the fields of a scenario that are sets of layers: no layout changes them."""
     if like is not None:
-        return {"own": like.own, "trained": like.trained, "fp8": like.fp8, "kept_in_fp8": like.kept_in_fp8}
+        return {"own": like.own, "trained": like.trained, "fp8": like.fp8}
     names = layer_names(config.model)
     return {
         "own": frozenset(name for name in names if trains_weights(name, config)),
         "trained": trained_layers(config),
         "fp8": frozenset(name for name in names if layer_precision(name, config) == "fp8"),
-        "kept_in_fp8": frozenset(name for name in names if keeps_fp8(name, config)),
     }

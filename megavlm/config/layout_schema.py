@@ -290,6 +290,3 @@ class PrecisionConfig:
     fp8_amax_history_len: int = key_only(
         1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
     )
-    fp8_param_gather: bool = of_fp8(
-        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
-    )

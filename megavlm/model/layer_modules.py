@@ -298,7 +298,6 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
         "fp8_recipe": config.precision.fp8_recipe,
         "fp8_amax_history_len": config.precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": "max",
-        "fp8_param": config.precision.fp8_param_gather,
     }
 
 
