@@ -222,7 +222,7 @@ class Weights:
     def _exported(self) -> Exported:
         """Return the export of the current weights and adapters."""
         merged = self._config.lora if self._config.lora.rank else None
-        source = Exported.over(self._records, self._run_dir, self._sidecar, self._config.model, merged=merged)
+        source = Exported.of(self._records, self._run_dir, self._sidecar, self._config.model, merged=merged)
         return replace(source, table={key: rule for key, rule in source.table.items() if part_of(key) in self._parts})
 
     def _beside(self, source: Exported) -> list[str]:

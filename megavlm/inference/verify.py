@@ -12,6 +12,7 @@ import torch
 from megavlm.backend import Backend
 from megavlm.checkpoint import folders
 from megavlm.checkpoint.hf.adapters import table_in_memory
+from megavlm.checkpoint.hf.checkpoint_reader import TrainedReader
 from megavlm.checkpoint.hf.exporting import Exported
 from megavlm.checkpoint.hf.hf_files import transformers_model
 from megavlm.checkpoint.hf.importing import load_weights
@@ -112,7 +113,7 @@ def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
     Raises UserError for a checkpoint of another model.
     """
     checkpoint, sidecar, saved = exportable(run)
-    source = Exported.of(checkpoint, sidecar, saved.model)
+    source = Exported.of(TrainedReader(checkpoint), checkpoint, sidecar, saved.model)
     token = source.family.config(settings_at(sidecar)).image_token  # a run may leave it to the tokenizer
     if token != config.model.image_token:
         raise UserError(f"{run} was trained with image token {token}, and the folder says {config.model.image_token}")

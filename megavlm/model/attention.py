@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
@@ -121,15 +120,10 @@ class CoreAttention(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        cp_comm_type: str | None = None,
+        *_: Any,
         softmax_scale: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
+        **__: Any,
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout

@@ -36,21 +36,15 @@ from megavlm.arch.mixers import CHUNK
 TINY = 1e-6  # added to the squared length of a query or key
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a GPU."""
-
-    rule: Callable[..., Any]  # fla.ops.gated_delta_rule.chunk_gated_delta_rule
-    convolve: Callable[..., Any]  # causal_conv1d.causal_conv1d_fn
-
-
 @cache
-def kernels() -> Kernels:
-    """Return the kernels of a GPU; a start without them is refused (`precision/device.py`)."""
+def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a GPU's kernels of the rule and of the convolution; a start without them is refused
+    (`precision/device.py`).
+    """
     from causal_conv1d import causal_conv1d_fn
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return Kernels(chunk_gated_delta_rule, causal_conv1d_fn)
+    return chunk_gated_delta_rule, causal_conv1d_fn
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +123,7 @@ def gated_delta_rule(
     """
     if query.is_cuda:
         inputs = (each[None] for each in (query, key, value, decay, beta))
-        out: Tensor = kernels().rule(
+        out: Tensor = kernels()[0](
             *inputs, use_qk_l2norm_in_kernel=True, output_final_state=False, cu_seqlens=sequences.cu_seqlens
         )[0]
         return out[0]
@@ -206,7 +200,7 @@ def causal_convolution(x: Tensor, weight: Tensor, sequences: Sequences) -> Tenso
     """
     if x.is_cuda:
         # The kernel takes bounds of sequences only of channels that lie side by side.
-        out: Tensor = kernels().convolve(x[None].mT, weight, seq_idx=sequences.numbers, activation="silu")
+        out: Tensor = kernels()[1](x[None].mT, weight, seq_idx=sequences.numbers, activation="silu")
         return out.mT[0]
 
     def run(x: Tensor, weight: Tensor) -> Tensor:

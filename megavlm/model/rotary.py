@@ -73,7 +73,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _turned(grad, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1, ctx.interleaved), None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -86,8 +87,9 @@ class _SplitAndRotate(torch.autograd.Function):
         return split_and_turned(mixed, width, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return joined(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return joined(query, key, value, cos, sin, ctx.interleaved), None, None, None, None
 
 
 def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:

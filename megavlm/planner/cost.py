@@ -231,9 +231,8 @@ def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware)
 def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of an all-reduce of so many gradients, exact or coded (there and back)."""
     if scenario.gradient_code == "none":
-        size = (
-            FP32 if scenario.shards_gradients else scenario.gradient_bytes
-        )  # rows of micro-batches are summed in fp32
+        # Rows of micro-batches are summed in fp32.
+        size = FP32 if scenario.shards_gradients else scenario.gradient_bytes
         return all_reduce(numbers * size, group)
     coded = numbers * coded_bytes(scenario.gradient_code)
     return all_to_all(coded, group) + gathers((coded,), group) + numbers * _CODING / hardware.memory_bandwidth

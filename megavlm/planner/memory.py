@@ -202,9 +202,8 @@ def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none"
         turns = scenario.dims.pp > 1 and not last_stage
         return needed + own * (1 + turns) + max(own, _reduced(name, scenario))
     if name == OUTPUT and "activations" in scenario.offload:
-        needed += saved_bytes(
-            scenario.names[scenario.names.index(OUTPUT) - 2], scenario, recompute
-        )  # the last layer, still here
+        # The last layer is still here.
+        needed += saved_bytes(scenario.names[scenario.names.index(OUTPUT) - 2], scenario, recompute)
     return needed + _reduced(name, scenario)
 
 

@@ -183,9 +183,8 @@ def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) ->
     """Return the seconds of gradient communication that the pipeline's passes do not overlap."""
     if scenario.shards_gradients and scenario.on_gpu:  # layer by layer, behind the passes of other layers
         return max(gradients * 0.1, gradients - pipeline)
-    if (
-        scenario.overlap_grad_reduce and scenario.on_gpu and not scenario.sends_codes
-    ):  # hidden behind the last micro-batch's backward but for the last bucket
+    # Hidden behind the last micro-batch's backward but for the last bucket.
+    if scenario.overlap_grad_reduce and scenario.on_gpu and not scenario.sends_codes:
         return max(gradients * 0.1, gradients - pipeline / (scenario.micro_batches + scenario.dims.pp - 1))
     return gradients
 

@@ -68,12 +68,8 @@ def values_in(data: object) -> dict[tuple[str, ...], Any]:
     """Return the value of each option, by path, that nested mappings have. Raises UserError as `from_dict`."""
     table = {option.key: option for option in options()}
     sections = {".".join(option.path[:depth]) for option in options() for depth in range(1, len(option.path))}
-    sections |= {
-        "model.projector.connectors",
-        "model.objective.losses",
-        "data.sources",
-        "logging.callbacks",
-    }  # also where nothing has options
+    # Also where nothing has options.
+    sections |= {"model.projector.connectors", "model.objective.losses", "data.sources", "logging.callbacks"}
     return dict(_values(data, prefix="", table=table, sections=sections))
 
 

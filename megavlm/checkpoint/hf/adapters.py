@@ -249,9 +249,8 @@ def factors_of_experts(adapters: Mapping[str, Adapters], table: Table) -> dict[s
             (parameter,) = table[key].hf_names
             modules.setdefault(parameter.rpartition(".")[0], []).append(key)
     for module, keys in modules.items():
-        for wraps, key in enumerate(
-            sorted(keys, reverse=True)
-        ):  # linear_fc1, which is Transformers' first, is innermost
+        # linear_fc1, which is Transformers' first, is innermost.
+        for wraps, key in enumerate(sorted(keys, reverse=True)):
             a, b = adapters[key].of_experts  # type: ignore[misc]
             where = f"{PREFIX}{module}{'.base_layer' * wraps}"
             found[table[key].hf_names[0]] = {

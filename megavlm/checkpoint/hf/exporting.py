@@ -76,21 +76,6 @@ class Exported:
     @classmethod
     def of(
         cls,
-        checkpoint: Path,
-        sidecar: Sidecar,
-        model: ModelConfig,
-        *,
-        part: str | None = None,
-        merged: LoraConfig | None = None,
-        averaged: bool = False,
-    ) -> Exported:
-        """Open a checkpoint, or what it has of one part. Raises UserError if it lacks tensors, or is damaged."""
-        records = TrainedReader(checkpoint, averaged=averaged)
-        return cls.over(records, checkpoint, sidecar, model, part=part, merged=merged)
-
-    @classmethod
-    def over(
-        cls,
         records: TrainedRecords,
         checkpoint: Path,
         sidecar: Sidecar,
@@ -99,7 +84,9 @@ class Exported:
         part: str | None = None,
         merged: LoraConfig | None = None,
     ) -> Exported:
-        """Return the export of weights that `records` reads; messages name `checkpoint`. Raises UserError as `of`."""
+        """Return the export of weights that `records` reads; messages name `checkpoint`. Raises UserError if it lacks
+        tensors, or is damaged.
+        """
         family = family_at(sidecar)
         if sidecar.variant >= len(family.name_prefixes):
             raise UserError(
@@ -200,8 +187,9 @@ def export(
 
     Raises UserError if the checkpoint lacks tensors, or has adapters and `merged` is None, or if `out` exists.
     """
-    source = Exported.of(checkpoint, sidecar, model, part=part, merged=merged, averaged=averaged)
-    records, table = source.records, source.table
+    records = TrainedReader(checkpoint, averaged=averaged)
+    source = Exported.of(records, checkpoint, sidecar, model, part=part, merged=merged)
+    table = source.table
     if merged is None and any(map(is_model_adapter, records.stored)):
         raise UserError(f"{checkpoint} has adapters: use merge-lora for whole weights, or export-lora for the adapters")
     if out.exists():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megavlm.model import delta_rule
 from megavlm.model.delta_rule import (
-    Kernels,
     Sequences,
     causal_convolution,
     chunks_of,
@@ -159,7 +158,7 @@ def test_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences, whole = Sequences(bounds, CPU), inputs(bounds[-1])
     x, weight = torch.randn(bounds[-1], 8), torch.randn(8, 4)
     expected = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
-    monkeypatch.setattr(delta_rule, "kernels", lambda: Kernels(rule_of_fla, causal_conv1d_fn))
+    monkeypatch.setattr(delta_rule, "kernels", lambda: (rule_of_fla, causal_conv1d_fn))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
     torch.testing.assert_close(found, expected)
