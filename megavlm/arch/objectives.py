@@ -7,11 +7,11 @@ a gradient cache provides at the price of one more forward pass (`pipeline/gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megavlm.arch.layers import OUTPUT, kind_of
-from megavlm.config.model_schema import PREFERENCES
+from megavlm.config.model_schema import PAIRED
 from megavlm.config.registry import ObjectiveEntry, registered
 from megavlm.config.schema import ModelConfig
 
@@ -24,6 +24,7 @@ class Objective:
     learned: tuple[str, ...] = ()  # parameters of the loss that may be trained
     counted: str = "tokens"  # the loss is the mean over these
     compares: bool = False  # a sample is two answers to a prompt, of which the first is preferred
+    rates: bool = False  # one of the two may be missing
     refers: bool = False  # it compares with log-probabilities of the model that the run begins with
     measured: tuple[str, ...] = ()  # means over what is counted that a step reports beside the loss
 
@@ -32,9 +33,25 @@ class Objective:
         """Return how many forward passes a training step runs for a micro-batch, without recomputation."""
         return 2 if self.embeds else 1
 
+    def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Return what is `measured` from its sums over so many terms of the loss.
+
+        Where answers are rated one by one, the rewards are means over those of one kind, if there are any.
+        """
+        found = {name: value / max(count, 1.0) for name, value in zip(self.measured, sums, strict=True)}
+        if self.rates:
+            share = found[CHOSEN_SHARE]
+            for name, part in (("reward_chosen", share), ("reward_rejected", 1 - share)):
+                total = found.pop(name)
+                found |= {name: total / part} if part else {}
+            if 0 < share < 1:
+                found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
+        return found
+
 
 # Of pairs of answers: β · log-ratios, their difference, whether it is positive; answer tokens of both.
 ANSWER_MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
+CHOSEN_SHARE = "chosen_share"  # of rated answers, those that are good
 OBJECTIVES: Mapping[str, Objective] = {
     "next-token": Objective(embeds=False),
     "contrastive": Objective(embeds=True, learned=("log_scale",), counted="pairs"),
@@ -43,8 +60,16 @@ OBJECTIVES: Mapping[str, Objective] = {
         kind: Objective(
             embeds=False, counted="pairs", compares=True, refers=kind in ("dpo", "ipo"), measured=ANSWER_MEASURES
         )
-        for kind in PREFERENCES
+        for kind in PAIRED
     },
+    "kto": Objective(
+        embeds=False,
+        counted="answers",
+        compares=True,
+        rates=True,
+        refers=True,
+        measured=tuple(CHOSEN_SHARE if name == "reward_margin" else name for name in ANSWER_MEASURES),
+    ),
 }
 
 

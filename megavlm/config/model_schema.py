@@ -22,7 +22,8 @@ from megavlm.config.registry import ConnectorSections, ObjectiveSections
 from megavlm.config.transformer_schema import LanguageConfig, VisionConfig
 
 ADAPTERS = Needs(lambda config: config.lora.rank > 0, "without adapters", "add --lora-rank 16")
-PREFERENCES = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt
+PAIRED = ("dpo", "ipo", "orpo", "simpo")  # objectives that compare two answers to a prompt
+PREFERENCES = (*PAIRED, "kto")  # … or rate one
 EMBEDDINGS = Needs(
     lambda config: config.model.objective.kind not in ("next-token", *PREFERENCES),
     "without embeddings",
@@ -30,7 +31,6 @@ EMBEDDINGS = Needs(
 )
 of_embeddings = partial(option, needs=EMBEDDINGS)
 ANSWERS = Needs(lambda config: config.model.objective.kind in PREFERENCES, "without preferences", "add --objective dpo")
-of_preferences = partial(key_only, needs=ANSWERS)
 SMOOTHED = Needs(
     lambda config: config.model.objective.kind in ("dpo", "simpo"), "with another objective", "use --objective dpo"
 )
@@ -101,10 +101,10 @@ class ProjectorConfig:
 class ObjectiveConfig:
     """What the last layer computes from hidden states, and the loss that is formed of it."""
 
-    kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo"] = option(
+    kind: Literal["next-token", "contrastive", "sigmoid", "dpo", "ipo", "orpo", "simpo", "kto"] = option(
         "next-token",
-        "Loss: next-token, of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP), or of a chosen "
-        "and a rejected answer dpo, ipo, orpo or simpo.",
+        "Loss: next-token, of query and document embeddings contrastive (InfoNCE) or sigmoid (SigLIP), of a chosen "
+        "and a rejected answer dpo, ipo, orpo or simpo, or of answers labelled good or bad kto.",
         flag="--objective",
         point="objectives",
     )
@@ -157,10 +157,11 @@ class ObjectiveConfig:
         valid=POSITIVE,
         needs=PREDICTORS,
     )
-    beta: float = of_preferences(
+    beta: float = key_only(
         None,
-        "Preferences: weight of log-ratios of the two answers, with orpo of the odds ratio; default: 0.1, simpo: 2.",
+        "Preferences: weight of log-ratios of answers, with orpo of the odds ratio; default: 0.1, simpo: 2.",
         valid=POSITIVE,
+        needs=ANSWERS,
     )
     label_smoothing: float = key_only(
         0.0,
@@ -179,10 +180,23 @@ class ObjectiveConfig:
             ),
         ),
     )
-    rpo_alpha: float = of_preferences(
+    rpo_alpha: float = key_only(
         0.0,
-        "Preferences: add so often the mean cross entropy of a token of the chosen answer.",
+        "Preferences of pairs: add so often the mean cross entropy of a token of the chosen answer.",
         valid=AT_LEAST_0,
+        needs=(
+            ANSWERS,
+            Needs(lambda config: config.model.objective.kind in PAIRED, "with --objective kto", "use --objective dpo"),
+        ),
+    )
+    desirable_weight: float = key_only(
+        1.0,
+        "Objective kto: weight of the loss of good answers, where that of bad ones is 1.",
+        valid=POSITIVE,
+        needs=(
+            ANSWERS,
+            Needs(lambda config: config.model.objective.kind == "kto", "with another objective", "use --objective kto"),
+        ),
     )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
     document_prefix: str = of_embeddings("", "Embeddings: text before each document.")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megavlm.arch.image_tokens import Grid, tokens_per_image
 from megavlm.arch.objectives import objective_of
 from megavlm.config.schema import Config, ProjectorConfig
-from megavlm.data.types import POSITIVE, QUERY, Row, Sample
+from megavlm.data.types import NEGATIVE, POSITIVE, QUERY, Row, Sample
 from megavlm.errors import UserError
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
@@ -186,9 +186,9 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
 
 
 def _terms(row: Row, spec: CollateSpec) -> int:
-    """Return how many terms of a loss of embeddings begin in a row: its queries, or its positives, each a pair."""
-    role = QUERY if spec.counted == "queries" else POSITIVE
-    return sum(member.role == role for text in row for member in text.members)
+    """Return how many terms of the loss begin in a row: its queries, its answers, or its positives, each a pair."""
+    roles = {"queries": (QUERY,), "answers": (POSITIVE, NEGATIVE)}.get(spec.counted, (POSITIVE,))
+    return sum(member.role in roles for text in row for member in text.members)
 
 
 def _texts_of(rows: Sequence[Row]) -> list[Row]:

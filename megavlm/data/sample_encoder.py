@@ -47,7 +47,7 @@ class Encoder:
         self.processor: Processor = processor_for(config)
         self.tokenizer = tokenizer_for(config, image_text=self.processor.image_token)
         objective = objective_of(config.model)
-        self.embeds, self.compares = objective.embeds, objective.compares
+        self.embeds, self.compares, self.rates = objective.embeds, objective.compares, objective.rates
         self.config = config = resolve(config, vocab_size=self.tokenizer.vocab_size)
         self.chat = ChatFormat.of(
             self.tokenizer,
@@ -74,6 +74,8 @@ class Encoder:
 
         Raises BadSample for a record of which no part can be used.
         """
+        if 0 in record.answers and not self.rates:
+            raise BadSample(Reason.NOT_A_RECORD, "it has one rated answer, which --objective kto reads")
         layouts = self.visuals.layouts(record.images)
         if self.embeds:
             sample, dropped = self._encoded_pairs(record, layouts, source=source)
@@ -119,14 +121,15 @@ class Encoder:
         return self._of_members(piece, layouts, members, source=source), len(record.turns) - len(members)
 
     def _encoded_answers(self, record: Conversation, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
-        """Return the two conversations of a preference as one sample, of which the last answers are trained.
+        """Return the conversations of a preference as one sample, of which the last answers are trained.
 
         Raises BadSample if they do not fit a sequence together.
         """
         if not record.answers:
             raise BadSample(Reason.NOT_A_RECORD, "it has no chosen and rejected answer, which --objective compares")
+        roles = [role for role, turns in zip((POSITIVE, NEGATIVE), record.answers, strict=True) if turns]
         members, encoded, image = [], [], 0
-        for one, identity, role in zip(record.conversations(), record.identities, (POSITIVE, NEGATIVE), strict=True):
+        for one, identity, role in zip(record.conversations(), record.identities, roles, strict=True):
             own = layouts[image : image + len(one.images)]
             image += len(own)
             encoded.append(self.chat.encode(one, [layout.prompt for layout in own]))

@@ -71,7 +71,7 @@ class Conversation:
     """The turns of one record. The turns of a record of pairs are its texts, and `identities` tells equal texts.
 
     A preference has the turns of two conversations, that with the chosen answer first: `answers` says how many each
-    has, `identities` what each is.
+    has, `identities` what each is. Of a rated answer one of the two has no turns, and no identity.
     """
 
     turns: tuple[Turn, ...]
@@ -81,7 +81,7 @@ class Conversation:
     def conversations(self) -> Iterator[Conversation]:
         """Yield the conversations of a preference."""
         start = 0
-        for count in self.answers:
+        for count in filter(None, self.answers):
             yield Conversation(self.turns[start : start + count])
             start += count
 

@@ -48,7 +48,10 @@ class ProgressLine(Callback):
             _part("epoch {:.2f}", record.get("epoch")),
             _part("loss {:.4f}", record.get("loss")),
             _part("margin {:.3f}", record.get("reward_margin")),
-            _part("{:.0%} of pairs right", record.get("reward_accuracy")),
+            _part(
+                "{:.0%} of answers right" if "chosen_share" in record else "{:.0%} of pairs right",
+                record.get("reward_accuracy"),
+            ),
             _part("grad norm {:.3f}", record.get("grad_norm")),
             _part("lr {:.2e}", record.get("learning_rate")),
             _part("{:,.0f} tokens/s", record.get("tokens_per_second")),

@@ -1,4 +1,4 @@
-"""Losses of the next token, of pairs of answers, and of the embedded texts of a global batch (InfoNCE, sigmoid).
+"""Losses of the next token, of answers, and of the embedded texts of a global batch (InfoNCE, sigmoid).
 
 **InfoNCE** (van den Oord et al. 2018; CLIP, DPR), a share of the work on each rank. Of a query q and a positive p of
 it, with cosines s and temperature τ:
@@ -42,6 +42,15 @@ the model that the run begins with, ε `label_smoothing`, σ the sigmoid.
 
 `rpo_alpha` adds −log π(w) / |w| so many times (Pang et al. 2024). A pair is in one micro-batch, so that sums over
 micro-batches and ranks, divided by the number of pairs, are the same at any layout.
+
+**Rated answers** have a loss each, divided by their number. λ is `desirable_weight`.
+
+    KTO (Ethayarajh et al. 2024) with z₀ = 0
+        λ (1 − σ(β h)) of a good answer y, 1 − σ(−β h) of a bad one      h = log π(y)/π₀(y)
+
+This is `apo_zero_unpaired` of TRL's KTOTrainer. Its `kto` subtracts from h a z₀ ≥ 0 without gradient, which is the mean
+of h over a batch of prompts with the answers of other prompts: one more forward pass, and a loss that depends on which
+records share a batch.
 """
 
 from __future__ import annotations
@@ -291,28 +300,37 @@ def answer_log_probabilities(batch: MicroBatch, losses: Tensor, group: dist.Proc
 def preference_loss(
     batch: MicroBatch, num_sources: int, options: ObjectiveConfig, group: dist.ProcessGroup, losses: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss of the pairs of a micro-batch, their number, and the sums for `Schedule.train`.
+    """Return the summed loss of the pairs or rated answers of a micro-batch, their number, and the sums for
+    `Schedule.train`.
 
-    These are [2 + 2·num_sources + 5]: as of `next_token`, then `ANSWER_MEASURES`. Context-parallel ranks compute the
-    same, and the first one counts.
+    These are [2 + 2·num_sources + 5]: as of `next_token`, then what is `Objective.measured`. Context-parallel ranks
+    compute the same, and the first one counts.
     """
     logs, lengths = answer_log_probabilities(batch, losses, group)
-    reference = batch.text.reference
-    assert reference is not None or options.kind not in ("dpo", "ipo"), "the data loader has read the references"
-    terms, rewards = pair_losses(logs, lengths, torch.zeros_like(logs) if reference is None else reference, options)
-    total = terms.sum() + 0.0 * losses.sum()  # a micro-batch without pairs has gradients, too
-    margin = rewards[:, 0] - rewards[:, 1]
-    measured = [*rewards.sum(0), margin.sum(), (margin > 0).sum(), lengths.sum()]
+    reference, members = batch.text.reference, batch.text.members
+    assert members is not None
+    assert reference is not None or not OBJECTIVES[options.kind].refers, "the data loader has read the references"
+    if options.kind == "kto":
+        assert reference is not None
+        good = members[:, ROLE] == POSITIVE
+        terms, rewards = rated_losses(logs - reference, good, options)
+        signed = torch.where(good, rewards, -rewards)
+        measured = [rewards[good].sum(), rewards[~good].sum(), good.sum()]
+    else:
+        members = members[::2]
+        terms, rewards = pair_losses(logs, lengths, torch.zeros_like(logs) if reference is None else reference, options)
+        signed = rewards[:, 0] - rewards[:, 1]
+        measured = [*rewards.sum(0), signed.sum()]
+    measured += [(signed > 0).sum(), lengths.sum()]
+    total = terms.sum() + 0.0 * losses.sum()  # a micro-batch without answers has gradients, too
     parts = [torch.stack([terms.sum(), terms.new_tensor(len(terms))])]
     if num_sources:
-        assert batch.text.members is not None
-        sources = batch.text.members[::2, SOURCE]
         for values in (terms, torch.ones_like(terms)):
-            parts.append(values.new_zeros(num_sources).index_add(0, sources, values))
+            parts.append(values.new_zeros(num_sources).index_add(0, members[:, SOURCE], values))
     sums = torch.cat([*parts, torch.stack([each.double() for each in measured])]).detach()
     first = group.rank() == 0
-    pairs = torch.tensor(len(terms) if first else 0, dtype=torch.int, device=losses.device)
-    return total.to(losses.dtype), pairs, sums if first else torch.zeros_like(sums)
+    count = torch.tensor(len(terms) if first else 0, dtype=torch.int, device=losses.device)
+    return total.to(losses.dtype), count, sums if first else torch.zeros_like(sums)
 
 
 def pair_losses(logs: Tensor, lengths: Tensor, reference: Tensor, options: ObjectiveConfig) -> tuple[Tensor, Tensor]:
@@ -339,6 +357,13 @@ def pair_losses(logs: Tensor, lengths: Tensor, reference: Tensor, options: Objec
     if options.rpo_alpha:
         losses = losses - options.rpo_alpha * means[:, 0]
     return losses, (beta * (ratios if kind in ("dpo", "ipo") else means)).detach()
+
+
+def rated_losses(ratios: Tensor, good: Tensor, options: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+    """Return the loss and the reward of each answer, [R] each, from log π/π₀ [R] and which answers are good, [R]."""
+    rewards = options.beta * ratios
+    losses = torch.where(good, options.desirable_weight * torch.sigmoid(-rewards), torch.sigmoid(rewards))
+    return losses, rewards.detach()
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:

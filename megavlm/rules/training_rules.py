@@ -53,12 +53,13 @@ def embeddings(config: Config) -> Iterator[str]:
 
 
 def preferences(config: Config) -> Iterator[str]:
-    """Pairs of answers are read, and what belongs to the loss of each token has no meaning."""
+    """Answers are read, and what belongs to the loss of each token has no meaning."""
     kind = config.model.objective.kind
     if kind not in PREFERENCES:
         return
+    what = "rated answers" if kind == "kto" else "pairs of answers"
     if data_kind(config) != "files":
-        yield f"--objective {kind} reads pairs of answers: name data sets of them with --datasets"
+        yield f"--objective {kind} reads {what}: name data sets of them with --datasets"
     if config.model.language.mtp_layers:
         yield (
             f"model.language.mtp_layers {config.model.language.mtp_layers} are trained on tokens, and --objective "
@@ -67,7 +68,7 @@ def preferences(config: Config) -> Iterator[str]:
     if config.evaluation.sample_interval:
         yield (
             f"--sample-interval {config.evaluation.sample_interval} takes prompts of conversations, and --objective "
-            f"{kind} has pairs of answers: leave it out"
+            f"{kind} has {what}: leave it out"
         )
 
 

@@ -70,10 +70,10 @@ def sum_over_ranks(
     summed = len(everything)
     found = (everything if logits is None else torch.cat([everything, logits])).tolist()
     (squared, loss, tokens, *rest), beside = found[:summed], tuple(found[summed:])
-    measured = objective_of(model).measured
-    sources, predicts = divmod(len(totals) - len(measured) - 2, 2)
+    objective = objective_of(model)
+    sources, predicts = divmod(len(totals) - len(objective.measured) - 2, 2)
     further = [rest.pop(2 * sources) for _ in range(predicts)]
-    measures = {name: rest.pop(2 * sources) / max(tokens, 1.0) for name in measured}
+    measures = objective.means([rest.pop(2 * sources) for _ in objective.measured], tokens)
     first = 2 * sources + len(counters)  # of the tallies
     apart = zip(rest[:sources], rest[sources : 2 * sources], strict=True)
     norm, mean = None if squared_norm is None else squared**0.5, max(tokens, 1.0)

@@ -1,9 +1,10 @@
-"""Preferences: pairs of answers have the losses of the papers, and at any layout those of one process."""
+"""Preferences: pairs and rated answers have the losses of the papers, and at any layout those of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,34 +14,39 @@ from tests.support.covering import slow
 from tests.support.data_files import write_preferences, write_tokenizer
 from tests.support.training import LEAN, assert_resumed, assert_same_curve, metrics, started, train
 
-MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "answer_tokens")
+MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "chosen_share", "answer_tokens")
 LOSSES = {
     "dpo": "--objective dpo --set model.objective.label_smoothing=0.1",
     "rpo": "--objective dpo --set model.objective.rpo_alpha=0.5 model.objective.beta=0.4",
     "ipo": "--objective ipo",
     "orpo": "--objective orpo",
     "simpo": "--objective simpo --set model.objective.simpo_gamma=0.3",
+    "kto": "--objective kto --set model.objective.desirable_weight=1.3",
 }
 
 
 @pytest.fixture(scope="module")
-def argv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The command line of each loss; that of KTO has rated answers beside pairs."""
     folder = tmp_path_factory.mktemp("files")
     write_tokenizer(folder / "tokenizer")
     files = [f"{write_preferences(folder, records=30)},image_root={folder / 'images'}"]
     held = f"{write_preferences(folder, records=7, seed=4, name='held.jsonl')},image_root={folder / 'images'}"
-    return [
+    rated = write_preferences(folder, records=30, seed=5, name="rated.jsonl", rated=True)
+    argv = [
         *(*LEAN, "--datasets", *files, "--validation", held, "--tokenizer", str(folder / "tokenizer")),
         *"--images-per-sample 1 --image-sizes --seq-length 112 --num-workers 0 --train-iters 3 --lr 1e-2".split(),
         *"--lr-warmup-iters 0 --packing-window 16 --eval-interval 2".split(),
     ]
+    more = {"kto": ["--datasets", f"{rated},image_root={folder / 'images'}"]}
+    return {loss: [*argv, *options.split(), *more.get(loss, [])] for loss, options in LOSSES.items()}
 
 
 def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
     assert_same_curve(ours, theirs)
     for own, other in zip(ours, theirs, strict=True):
         names = [name for name in other if name.removeprefix("validation/") in (*MEASURES, "loss")]
-        assert len(names) in (6, 12)
+        assert len(names) in (6, 12, 7, 14)  # KTO has a share, too
         for name in names:
             assert own[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
 
@@ -51,27 +57,31 @@ def assert_same(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
         (2, "--cp 2", "dpo", ""),
         slow(2, "--pp 2 --vpp 2", "ipo", ""),
         slow(4, "--tp 2 --pp 2 --mbs 2", "orpo", ""),
+        (2, "--mbs 2", "kto", ""),
+        slow(4, "--tp 2 --cp 2 --mbs 4", "kto", ""),
+        slow(2, "--pp 2 --vpp 2", "kto", ""),
         slow(4, "--pp 2 --placement colocated", "simpo", ""),
         slow(4, "--tp 2 --cp 2", "rpo", "--lora-rank 4 --freeze vision"),
         slow(2, "--data-parallel-sharding full --num-workers 1", "dpo", ""),
         slow(2, "--ep 2 --mbs 2", "dpo", "--num-experts 4 --set model.experts.ffn_hidden_size=24"),
     ],
 )
-def test_any_layout_has_the_numbers_of_one_process(pools, alone, argv, tmp_path, world, layout, loss, model):
-    words = [*argv, *LOSSES[loss].split(), *model.split()]
+def test_any_layout_has_the_numbers_of_one_process(pools, alone, losses, tmp_path, world, layout, loss, model):
+    words = [*losses[loss], *model.split()]
     pools(world).run(train, [*words, "--no-save", *layout.split()], str(tmp_path))
     ours, theirs = metrics(tmp_path), alone(words)
     assert_same(ours, theirs)
     assert theirs[0]["trained_tokens"] > 4, "several pairs share a sequence"
-    if loss == "dpo":  # at first the model is the reference
+    if loss in ("dpo", "kto"):  # at first the model is the reference
         assert theirs[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
         assert abs(theirs[2]["reward_margin"]) > 1e-4
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_it_would_have(pools, argv, tmp_path):
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_run_goes_on_as_it_would_have(pools, losses, tmp_path, loss):
     """The reference stays that of the first start."""
-    words = [*argv, *LOSSES["dpo"].split(), "--lr-decay-iters", "20"]
+    words = [*losses[loss], "--lr-decay-iters", "20"]
     pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "whole"))
     pools(2).run(train, [*words, "--train-iters", "2"], str(tmp_path / "parts"))
     pools(2).run(train, [*words, "--train-iters", "4"], str(tmp_path / "parts"))
@@ -87,6 +97,7 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
     """
     import torch
 
+    from megavlm.data.types import POSITIVE, ROLE
     from megavlm.train.loop import close
 
     run = started([*argv, "--data-parallel-sharding", "none"], run_dir)
@@ -108,10 +119,13 @@ def gradients(argv: list[str], run_dir: str) -> tuple[float, float]:
             assert places
             found.append(torch.stack([logprobs[row, t, text.tokens[row, t + 1]] for t in places]))
         reference = [0.0] * len(found) if text.reference is None else text.reference.tolist()
-        losses = [
-            plain_loss(run.config.model.objective, found[n], found[n + 1], *reference[n : n + 2])
-            for n in range(0, len(found), 2)
-        ]
+        objective = run.config.model.objective
+        if objective.kind == "kto":
+            good = (text.members[:, ROLE] == POSITIVE).tolist()
+            losses = [plain_kto(objective, *answer) for answer in zip(found, reference, good, strict=True)]
+        else:
+            pairs = range(0, len(found), 2)
+            losses = [plain_loss(objective, *found[n : n + 2], *reference[n : n + 2]) for n in pairs]
         if losses:
             sum(losses).backward()
             expected += float(sum(losses))
@@ -144,9 +158,17 @@ def plain_loss(options: Any, chosen: Any, rejected: Any, of_chosen: float, of_re
     return loss - options.rpo_alpha * chosen.mean()
 
 
-@pytest.mark.parametrize("loss", ["dpo", *(slow(each) for each in LOSSES if each != "dpo")])
-def test_loss_and_gradients_are_the_papers(pools, argv, tmp_path, loss):
-    ((of_loss, of_gradients),) = pools(1).run(gradients, [*argv, *LOSSES[loss].split()], str(tmp_path))
+def plain_kto(options: Any, logprobs: Any, reference: float, good: bool) -> Any:
+    """Return λ − v of an answer, as the paper writes it, whose z₀ is 0."""
+    r, z0 = logprobs.double().sum() - reference, 0.0
+    if good:
+        return options.desirable_weight - options.desirable_weight * (options.beta * (r - z0)).sigmoid()
+    return 1 - (options.beta * (z0 - r)).sigmoid()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", *(slow(each) for each in LOSSES if each not in ("dpo", "kto"))])
+def test_loss_and_gradients_are_the_papers(pools, losses, tmp_path, loss):
+    ((of_loss, of_gradients),) = pools(1).run(gradients, losses[loss], str(tmp_path))
     assert of_loss < 1e-5
     assert of_gradients < 1e-5
 
@@ -176,3 +198,37 @@ def test_each_format_has_the_same_pairs(tmp_path: Path) -> None:
     assert said == [[[ask, ("assistant", "[1, 2]")], [ask, ("assistant", "three")]]] * len(records)
     assert len({each.identities for each in read[:-1]}) == 1
     assert np.unique(read[0].identities).size == 2
+
+
+def test_each_format_has_the_same_rated_answer() -> None:
+    """Pairs count as a good and a bad answer; a wrong record says in one line what is wrong."""
+    from megavlm.data.records.shapes import record_of
+    from megavlm.data.sample_encoder import Encoder
+    from megavlm.inputs.bad_sample import BadSample
+
+    user, answer = {"role": "user", "content": "how many ?"}, {"role": "assistant", "content": "[1, 2]"}
+    turns = [{"from": "human", "value": "how many ?"}, {"from": "gpt", "value": "[1, 2]"}]
+    records = [
+        {"prompt": "how many ?", "completion": "[1, 2]", "label": True},
+        {"prompt": [user], "completion": [answer], "label": 1},
+        {"messages": [user, answer], "label": "True"},
+        {"conversations": turns, "kto_tag": True},
+        {"query": "how many ?", "response": "[1, 2]", "label": False},
+        {"instruction": "many ?", "output": "[1, 2]", "history": [["how", "what ?"]], "kto_tag": "0"},
+    ]
+    read = [record_of(record, "preferences", lambda name: name) for record in records]
+    assert [each.answers for each in read] == [(2, 0)] * 4 + [(0, 2), (0, 4)]
+    assert {each.identities for each in read[:5]} == {read[0].identities}
+    assert [turn.parts for turn in read[5].turns] == [("how",), ("what ?",), ("many ?",), ("[1, 2]",)]
+    wrong = {
+        "its `label` is 'good', neither true nor false": {**records[0], "label": "good"},
+        "does not end with an answer": {"messages": [user], "label": True},
+        "it has no prompt": {"completion": "yes", "label": True},
+        "no field `chosen` or `completion`": {"prompt": "how many ?", "label": True},
+    }
+    for message, record in wrong.items():
+        with pytest.raises(BadSample, match=message) as told:
+            record_of(record, "preferences", lambda name: name)
+        assert "\n" not in str(told.value)
+    with pytest.raises(BadSample, match="one rated answer, which --objective kto reads"):
+        Encoder.encoded(SimpleNamespace(rates=False), read[0], source=0)

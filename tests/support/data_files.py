@@ -100,8 +100,10 @@ def write_pairs(folder: Path, *, records: int, seed: int = 2, name: str = "pairs
     return path
 
 
-def write_preferences(folder: Path, *, records: int, seed: int = 3, name: str = "preferences.jsonl") -> Path:
-    """Preferences as TRL, LLaMA-Factory, ms-swift and RLAIF-V write them, of none to two images."""
+def write_preferences(
+    folder: Path, *, records: int, seed: int = 3, name: str = "preferences.jsonl", rated: bool = False
+) -> Path:
+    """Preferences as TRL, LLaMA-Factory, ms-swift and RLAIF-V write them, of none to two images; or `rated` answers."""
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
 
@@ -127,7 +129,17 @@ def write_preferences(folder: Path, *, records: int, seed: int = 3, name: str = 
             {"messages": [user, known, {"role": "user", "content": text()}, *answers[0]], "rejected_response": bad},
             {"question": question, "chosen": good, "rejected": bad},
         ]
-        lines.append(json.dumps({**formats[number % 5], "images": names}))
+        said = [{"from": "human", "value": question}, {"from": "gpt", "value": good}]
+        rates = {("label", "kto_tag")[number % 2]: number % 3 > 0}
+        ratings: list[dict[str, Any]] = [
+            {"prompt": question, "completion": good},
+            {"prompt": [user], "completion": answers[0]},
+            {"messages": [user, known, {"role": "user", "content": text()}, *answers[0]]},
+            {"conversations": said},
+            {"instruction": question, "input": text(), "output": good},
+        ]
+        one = {**ratings[number % 5], **rates} if rated else formats[number % 5]
+        lines.append(json.dumps({**one, "images": names}))
     path = folder / name
     path.write_text("\n".join(lines) + "\n")
     return path

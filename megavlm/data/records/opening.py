@@ -13,7 +13,7 @@ from megavlm.config.messages import did_you_mean, plain, shown
 from megavlm.config.schema import DatasetConfig
 from megavlm.data.records.containers import Choose, Container, FileRecords, Joined, Records, Renamed, renamed
 from megavlm.data.records.media import FindFile, FindVideo, file_below, stored_below, stored_video, video_below
-from megavlm.data.records.shapes import SHAPES, columns_of, record_of, shape_of
+from megavlm.data.records.shapes import REJECTED, SHAPES, columns_of, record_of, shape_of
 from megavlm.data.records.tables import TableFile, is_saved, saved_files
 from megavlm.data.records.tars import open_tars
 from megavlm.data.records.text_files import BOM, DELIMITERS, CsvFile, NotAnArray, SpanFile, array_spans, line_spans
@@ -251,7 +251,7 @@ def _kind_of(source: DatasetConfig, container: Container) -> tuple[str, list[str
     pictures = [] if any(name in valued for name in VISUALS) else ["image"]
     mapping = "+".join(f"{name}:NAME" for name in [*lacks, *pictures])
     meant = f"say which they are, as {source.path},columns={mapping} (docs/data.md)"
-    if source.kind == "auto" and not SHAPES["preferences"].missing(valued):
+    if source.kind == "auto" and any(name in valued for name in REJECTED):
         meant = f"for pairs of answers use --objective dpo, else {meant}"
     raise _wrong(source, f"{what}, none of {needs}: {meant}")
 

@@ -90,15 +90,18 @@ def _text(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
 
 def _exchange(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
     """Return a question, which `input` completes, and its answer, after the system prompt and the history."""
+    question, answer = fields
+    return [*_asked(record, record[question], reader), ("assistant", parts_of(record[answer], reader))]
+
+
+def _asked(record: Record, question: Any, reader: Reader) -> Turns:
     turns = system_turn(record, reader)
     for pair in objects(record.get("history") or [], "history"):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadSample(Reason.NOT_A_RECORD, f"its history holds {shown(pair)}, not pairs of question and answer")
         turns += [("user", parts_of(pair[0], reader)), ("assistant", parts_of(pair[1], reader))]
-    question, answer = (parts_of(record[name], reader) for name in fields)
-    if more := record.get("input"):
-        question += ["\n", *parts_of(more, reader)]
-    return [*turns, ("user", question), ("assistant", answer)]
+    more = record.get("input")
+    return [*turns, ("user", [*parts_of(question, reader), *(["\n", *parts_of(more, reader)] if more else [])])]
 
 
 def _question(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
@@ -130,8 +133,10 @@ _DOCUMENTS: dict[str, Role] = {  # fields of a record of pairs beside the query
     "negatives": "negative",
 }
 _HISTORY = ("input", "system", "history")
-# Of a preference: the rejected answer, or conversation, and the turns before it, which may end with the chosen answer.
-_REJECTED = ("rejected", "rejected_response", "rejected_messages")
+# Of a preference: the rejected answer, or what rates the only one; where it is, or the chosen one; and turns before it.
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+_RATINGS, _RATED = ("label", "kto_tag"), ("completion", "response", "output")
+_GOOD = {"true": True, "1": True, "false": False, "0": False}
 _PROMPTS = ("messages", "conversations", "prompt", "question", "query", "instruction")
 # In the order in which they are tried: the more a kind needs, the earlier, and plain text, which others have beside
 # their fields, last.
@@ -146,7 +151,12 @@ SHAPES = {
         Shape("vqa", (("question",), ("answer", "answers")), ("system", "choices", "options"), _question),
         Shape("cauldron", (("texts", "conversation"),), ("system",), _turns),
         Shape("text", (("text", "caption"),), (), _text),
-        Shape("preferences", (_REJECTED,), ("chosen", *_PROMPTS, *_HISTORY), None),
+        Shape(
+            "preferences",
+            ((*REJECTED, *_RATINGS), ("chosen", *_RATED, "messages", "conversations")),
+            (*_PROMPTS, *_HISTORY),
+            None,
+        ),
     )
 }
 # Marks in texts for what other fields have (of ms-swift, LLaMA-Factory), which are not filled in.
@@ -191,7 +201,7 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
         raise BadSample(Reason.NOT_A_RECORD, f"a record is an object with fields, not {shown(record)}")
     fields = shape.found(record)
     if shape.kind == "preferences" and fields is not None:
-        return _preference_of(record, fields[0], find, find_video)
+        return _preference_of(record, fields, find, find_video)
     if shape.read is None and record.get("query") is not None:
         return _pairs_of(record, find, find_video)
     if fields is None or shape.read is None:
@@ -211,17 +221,30 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
     return found
 
 
-def _preference_of(record: Record, rejected: str, find: FindFile, find_video: FindVideo) -> Conversation:
-    """Return the conversations with the chosen and with the rejected answer. Raises BadSample."""
-    both = [conversation(record, partial(_answered, record, field), find, find_video) for field in ("chosen", rejected)]
-    for each in both:
+def _preference_of(record: Record, fields: tuple[str, ...], find: FindFile, find_video: FindVideo) -> Conversation:
+    """Return the conversations with the chosen and with the rejected answer, or with the one that is rated. Raises
+    BadSample.
+    """
+    rejected, answer = fields
+    chosen: tuple[str, ...] = ("chosen", rejected)
+    good = None
+    if rejected in _RATINGS:
+        good = _GOOD.get(str(record[rejected]).lower())
+        if good is None:
+            raise BadSample(
+                Reason.NOT_A_RECORD, f"its `{rejected}` is {shown(record[rejected])}, neither true nor false"
+            )
+        chosen = (answer if answer in _RATED else "chosen",)
+    found = [conversation(record, partial(_answered, record, field), find, find_video) for field in chosen]
+    for each in found:
         if each.turns[-1].role != "assistant" or not says_something(each.turns[-1]):
-            raise BadSample(Reason.EMPTY, "one of its two conversations does not end with an answer")
-    said = [[piece for turn in each.turns for piece in (turn.role, *map(_content, turn.parts))] for each in both]
+            raise BadSample(Reason.EMPTY, "a conversation of it does not end with an answer")
+    said = [[piece for turn in each.turns for piece in (turn.role, *map(_content, turn.parts))] for each in found]
+    counts = [len(each.turns) for each in found]
     return Conversation(
-        tuple(turn for each in both for turn in each.turns),
+        tuple(turn for each in found for turn in each.turns),
         identities=tuple(identity_of("answer", *pieces) for pieces in said),
-        answers=tuple(len(each.turns) for each in both),
+        answers=tuple(counts if good is None else [*counts, 0] if good else [0, *counts]),
     )
 
 
@@ -241,14 +264,10 @@ def _answered(record: Record, field: str, reader: Reader) -> Turns:
     if name is None:
         raise BadSample(Reason.NOT_A_RECORD, f"it has no prompt: {', '.join(_PROMPTS)}, or turns in its answers")
     prompt = _turns_in_cell(record[name])
-    before = system_turn(record, reader)
     if isinstance(prompt, list):
-        before += turns_in(prompt, reader)
+        before = [*system_turn(record, reader), *turns_in(prompt, reader)]
     else:
-        more = [part for part in (record.get("input"),) if part]
-        before.append(
-            ("user", [*parts_of(prompt, reader), *(p for part in more for p in ("\n", *parts_of(part, reader)))])
-        )
+        before = _asked(record, prompt, reader)
     if turns and record.get("chosen") is None and before[-1][0] == "assistant":
         before.pop()
     return [*before, *turns]

@@ -115,10 +115,9 @@ class ValidationHook(RankHook):
             objective, sums = objective_of(run.config.model), totals.tolist()
             measured = sums[len(sums) - len(objective.measured) :] if objective.measured else []
             sums = sums[: len(sums) - len(measured)]
-            found = fields(sums, run.source.validation_names, of_tokens=objective.counted == "tokens")
+            found = fields(sums, run.source.validation_names, counted=objective.counted)
             if sums[1]:
-                named = zip(objective.measured, measured, strict=True)
-                found |= {f"validation/{name}": value / sums[1] for name, value in named}
+                found |= {f"validation/{name}": mean for name, mean in objective.means(measured, sums[1]).items()}
             if held_out is not None:
                 found |= held_out.scores(run.source.validation_names, run.backend.device)
             found |= accuracies(run)
@@ -192,15 +191,16 @@ class ValidationHook(RankHook):
             self._run.say(f"validation takes {share:.1%} of the time: {cheaper(self._interval, share)}")
 
 
-def fields(sums: list[float], names: tuple[str, ...], *, of_tokens: bool = True) -> dict[str, Value]:
+def fields(sums: list[float], names: tuple[str, ...], *, counted: str = "tokens") -> dict[str, Value]:
     """Return loss and perplexity in all, and of each data set if there are several, from the sums over all samples.
 
     `sums` are those of losses and of trained tokens, in all, then the former of each data set, then the latter. A data
-    set without trained tokens has no loss. Losses that are not `of_tokens` have no perplexity.
+    set without trained tokens has no loss. Losses of what else is `counted` have no perplexity.
     """
     found = _loss("validation", *sums[:2]) | {"validation/trained_tokens": round(sums[1])}
+    of_tokens, terms = counted == "tokens", "answers" if counted == "answers" else "pairs"
     if not of_tokens:
-        found = {"validation/loss": found["validation/loss"], "validation/pairs": round(sums[1])} if sums[1] else {}
+        found = {"validation/loss": found["validation/loss"], f"validation/{terms}": round(sums[1])} if sums[1] else {}
     apart = zip(sums[2 : 2 + len(names)], sums[2 + len(names) :], strict=False)
     for name, (loss, tokens) in zip(names, apart, strict=False):
         found |= _loss(f"validation/{name}", loss, tokens)

@@ -32,6 +32,8 @@ def test_a_file_gets_a_plain_line_every_interval_and_at_the_end() -> None:
     assert lines[1].endswith("step 2.000 s | 2 skipped | ETA 0:00:02")
     progress.on_step_end(StepEnd(record(7) | {"reward_margin": 0.25, "reward_accuracy": 0.9}))
     assert " | loss 2.3457 | margin 0.250 | 90% of pairs right | grad norm" in stream.getvalue().splitlines()[-1]
+    progress.on_step_end(StepEnd(record(7) | {"reward_accuracy": 0.9, "chosen_share": 0.5}))
+    assert " | loss 2.3457 | 90% of answers right | grad norm" in stream.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megavlm.arch.objectives import OBJECTIVES
 from megavlm.config.schema import ObjectiveConfig
+from megavlm.data.types import NEGATIVE, POSITIVE
 from megavlm.objective import gather
 from megavlm.objective.gather import Representations, retrieval_sums
-from megavlm.objective.losses import info_nce, sigmoid_loss
+from megavlm.objective.losses import info_nce, preference_loss, sigmoid_loss
 from tests.support import plain_losses
 from tests.support.plain_losses import Text, answers
 
@@ -150,3 +153,29 @@ def test_equal_vectors_find_nothing() -> None:
     found = retrieval_sums(torch.ones(40, 3), members, torch.arange(20))
     assert found["recall_at_10"] == 0
     assert found["mrr"] == 20 / 20
+
+
+def test_rated_answers_have_the_mean_rewards_of_each_kind() -> None:
+    """Two good answers, of which one is no longer liked, and a bad one; then none that is bad."""
+    options = ObjectiveConfig(kind="kto", beta=0.5, desirable_weight=2.0)
+    roles, ratios = [POSITIVE, NEGATIVE, POSITIVE], torch.tensor([1.0, -2.0, -0.4], dtype=torch.float64)
+    text = SimpleNamespace(
+        pool=torch.tensor([[0, 1, 3, 5], [0, 0, 1, 2]]),
+        members=torch.tensor([[number, role, number, number % 2] for number, role in enumerate(roles)]),
+        reference=torch.tensor([-3.0, -3.0, -3.0], dtype=torch.float64) - ratios,
+    )
+    losses = torch.tensor([[1.0, 2.0, 9.0, 3.0, 9.0, 3.0]], dtype=torch.float64)
+    total, count, sums = preference_loss(SimpleNamespace(text=text), 2, options, ALONE, losses)
+    terms = [2 / (1 + math.exp(0.5)), 1 / (1 + math.exp(1.0)), 2 / (1 + math.exp(-0.2))]
+    assert float(total) == pytest.approx(sum(terms))
+    assert int(count) == 3
+    assert sums[:6].tolist() == pytest.approx([sum(terms), 3, terms[0] + terms[2], terms[1], 2, 1])
+    assert OBJECTIVES["kto"].means(sums[6:].tolist(), 3) == pytest.approx(
+        {
+            **{"reward_chosen": (0.5 - 0.2) / 2, "reward_rejected": -1.0, "reward_margin": 1.15},
+            **{"reward_accuracy": 2 / 3, "chosen_share": 2 / 3, "answer_tokens": 4 / 3},
+        }
+    )
+    assert OBJECTIVES["kto"].means([0.8, 0.0, 2.0, 1.0, 6.0], 2) == pytest.approx(
+        {"reward_chosen": 0.4, "chosen_share": 1.0, "reward_accuracy": 0.5, "answer_tokens": 3.0}
+    )
