@@ -1,31 +1,50 @@
-"""Towers by themselves, parts of larger models, and layers that predict further tokens: as in Transformers."""
+"""Towers, parts of models, adapters, further tokens, and cuts past DeepStack: as in Transformers and PEFT."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
+from peft.utils import transformers_weight_conversion
 from torch import Tensor
 from transformers.models.internvl import InternVLVisionConfig, InternVLVisionModel
 
 from megavlm.arch.image_tokens import grid_of
 from megavlm.arch.layers import PROJECTOR, layer_names, part_of
+from megavlm.arch.plan import Plan
+from megavlm.checkpoint.hf.adapters import (
+    PREFIX,
+    factors_of_experts,
+    grouped,
+    peft_adapters,
+    table_in_memory,
+    write_adapters,
+)
 from megavlm.checkpoint.hf.importing import load_weights
 from megavlm.checkpoint.hf.pretrained import ALL_PARTS, Pretrained, with_pretrained_model
 from megavlm.command_line.parsing import parse
-from megavlm.config.schema import CheckpointConfig, Config
+from megavlm.config.lora_config import all_names
+from megavlm.config.schema import CheckpointConfig, Config, LoraConfig
 from megavlm.inputs.batch import ImageBatch, ImageSizes, MicroBatch
 from megavlm.inputs.patches import patchify
+from megavlm.model.vlm import VLMChunk
+from megavlm.model.weights import initialize
+from megavlm.pipeline.schedule import pipeline_config
 from megavlm.rules.defaults import resolve
+from megavlm.train.engine import Engine
 from tests.support import hf
-from tests.support.covering import fast_and_slow
+from tests.support.covering import fast_and_slow, slow
+from tests.support.flags import resolved
 from tests.support.gates import hold
 from tests.support.harness import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Single, assert_same, difference, random_image
+from tests.support.peft_blocks import trained_entries
 from tests.support.predictors import losses_of, with_predictor
 from tests.support.tiny_models import FAMILIES, SINGLE, TEXT, TOWER, images_of, tiny
 
@@ -135,3 +154,187 @@ def test_loss_gradients_and_files(name: str, single: Single, tmp_path: Path) -> 
         ours = hf.gradients_of(chunk, tokens)
         hf.assert_same_gradients(ours, gradients, shapes, "further", "gradients", tolerance=1e-4)
     hf.assert_round_trip(folder, tmp_path, single, flags=PREDICTING)
+
+
+def lora_run(folder: Path, single: Single, dropout: float) -> tuple[Config, Engine]:
+    """An engine whose adapters are no longer at their start, where B is zero and A has no gradient."""
+    config = hf.config_for(folder)
+    targets = ("language", "vision", *(["experts"] if config.model.experts.num_experts else []))
+    lora = LoraConfig(rank=3, alpha=6.0, dropout=dropout, targets=targets)
+    config = replace(config, lora=lora, model=replace(config.model, freeze=("projector",)))
+    engine = hf.engine_for(config, folder, single)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in trained(engine).values():
+            param.copy_(0.2 * torch.randn(param.shape, generator=generator))
+    return config, engine
+
+
+def trained(engine: Engine) -> dict[str, Any]:
+    """Trained parameters by the names that checkpoints give them."""
+    return {
+        name.replace(".mlp.experts.", ".mlp.experts.experts."): param
+        for name, param in engine.chunks[0].module.named_parameters()
+        if param.requires_grad
+    }
+
+
+def every_other_channel(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout whose mask both sides know, whatever the order of their dimensions."""
+    if not training or not p:
+        return x
+    return x * (torch.arange(x.shape[-1]) % 2) / (1 - p)
+
+
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("llava", 0.0), ("llava", 0.5), *(slow(name, 0.0) for name in SINGLE if name != "llava")]
+)
+def test_gradients_are_pefts(family, dropout, single, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "dropout", every_other_channel)
+    # PEFT takes adapters of any MLP of GLM-4.5V for adapters of its experts, and export-lora refuses them.
+    monkeypatch.setattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {})
+    build, (images, *_) = FAMILIES[family]
+    base = build()
+    folder = hf.save(base, tmp_path / "hf")
+    config, engine = lora_run(folder, single, dropout)
+    pretrained = Pretrained.of(folder, *ALL_PARTS)
+    table = table_in_memory(pretrained.family, config.model)
+    held = grouped(trained(engine), config.model)
+    adapted = sum(len(adapters.pairs) for key, adapters in held.items() if key.startswith("language."))
+    assert adapted == sum(name.startswith("language.") for name in all_names(config))
+    write_adapters(*peft_adapters(held, table, config.lora), tmp_path / "adapters")
+    theirs: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
+
+    given = hf.batch_of(config, images)
+    loss, _ = hf.loss_of(theirs, pretrained, given, config)
+    loss.backward()
+    engine.optimizer.zero_grad()
+    loss_sum, tokens = engine.schedule.train([given]).tolist()
+    assert loss_sum / tokens == pytest.approx(loss.item(), rel=1e-5)
+
+    gradients = grouped({name: param.main_grad / tokens for name, param in trained(engine).items()}, config.model)
+    expected = {name: param.grad for name, param in theirs.named_parameters() if param.requires_grad}
+    of_experts = factors_of_experts(gradients, table).values()
+    for name, ours in (each for factors in of_experts for each in factors.items()):
+        wanted = expected.pop(name.replace(".weight", ".default.weight"))
+        assert wanted.abs().max() > 1e-7, f"{name} has no gradient to compare"
+        hold(pretrained.family.name, "lora_gradients", difference(ours, wanted, name), f"gradient of {name}")
+    for key, adapters in gradients.items():
+        if adapters.of_experts is not None:
+            continue
+        for weight, pair in adapters.by_hf_name(table[key]).items():
+            for letter, ours in zip("AB", pair, strict=True):
+                name = f"{PREFIX}{weight.removesuffix('.weight')}.lora_{letter}.default.weight"
+                wanted = expected.pop(name)
+                wanted = wanted * trained_entries(name, wanted, config) if letter == "B" else wanted
+                assert wanted.abs().max() > 1e-7, f"{name} has no gradient to compare"
+                hold(pretrained.family.name, "lora_gradients", difference(ours, wanted, name), f"gradient of {name}")
+    assert not expected, "adapters of PEFT's that ours lack"
+
+
+def test_dropout_acts_in_training_only(single: Single, tmp_path: Path) -> None:
+    folder = hf.save(tiny("llava"), tmp_path / "hf")
+    losses, evaluated = {}, {}
+    for dropout in (0.0, 0.3):
+        config, engine = lora_run(folder, single, dropout)
+        given = hf.batch_of(config)
+        losses[dropout] = [engine.schedule.train([given])[0].item() for _ in range(3)]
+        with engine.evaluation():
+            evaluated[dropout] = engine.schedule.logits([given])[0]
+    assert len(set(losses[0.0])) == 1
+    assert len({losses[0.0][0], *losses[0.3]}) == 4, "each step draws another mask"
+    assert evaluated[0.0].equal(evaluated[0.3])
+
+
+def test_dropout_keeps_the_mean(single: Single, tmp_path: Path) -> None:
+    _, engine = lora_run(hf.save(tiny("llava"), tmp_path / "hf"), single, 0.3)
+    layer = engine.chunks[0].module.get_submodule("language.layers.0.self_attention.linear_qkv.lora").train()
+    ones = torch.ones(1000, 100)
+    for differs in (False, True):
+        dropped: Any = layer.drop(ones, differs=differs)  # type: ignore[operator]
+        assert dropped.unique().tolist() == [0.0, pytest.approx(1 / 0.7)]
+        # The share of 100,000 that is dropped: its standard deviation is 0.0014.
+        assert (dropped == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
+
+
+VOCABULARY = 61
+FLAGS = (
+    "--set model.vision.num_layers=4 model.vision.hidden_size=24 model.vision.ffn_hidden_size=32 "
+    "model.vision.num_attention_heads=3 model.vision.patch_size=4 model.vision.temporal_patch_size=2 "
+    "model.vision.position_embedding=learned_rope2d model.vision.position_interpolation=bilinear "
+    "model.vision.deepstack_layers=[0,2] model.projector.hidden_size=96 model.projector.pixel_shuffle=2 "
+    "model.language.num_layers=3 model.language.hidden_size=32 model.language.ffn_hidden_size=48 "
+    f"model.language.num_attention_heads=4 model.language.vocab_size={VOCABULARY} model.language.mrope_section=[2,1,1] "
+    f"model.language.mrope_interleaved=true --image-token 60 --seq-length {hf.LENGTH} --freeze"
+).split()
+IMAGES = [[(8, 16), (24, 8)], []]
+
+
+def chunks_of(config: Config, single: Single, *cuts: int) -> list[VLMChunk]:
+    names = layer_names(config.model)
+    bounds = (0, *cuts, len(names))
+    parts = tuple(names[start:end] for start, end in pairwise(bounds))
+    plan = Plan(dims=single.groups.dims, chunks=parts)
+    pipeline = pipeline_config(config, plan.dims)
+    chunks = [
+        VLMChunk(config, plan, index, vocab_size=VOCABULARY, groups=single.groups, pipeline=pipeline)
+        for index in range(len(parts))
+    ]
+    for chunk in chunks:
+        initialize(chunk, config, vocab_size=VOCABULARY)
+    return chunks
+
+
+def run(chunks: list[VLMChunk], batch: MicroBatch) -> dict[str, Tensor]:
+    """The loss and every gradient, as the pipeline's schedule makes them."""
+    sent: list[tuple[Tensor, Tensor]] = []  # what each chunk put out, and the next one's copy of it
+    output: Any = None
+    for chunk in chunks:
+        if output is not None:
+            sent.append((output, output.detach().requires_grad_()))
+            chunk.set_input_tensor(sent[-1][1])
+        output = chunk(batch)
+    loss = (output * batch.text.loss_mask).sum()
+    loss.backward()
+    for output, received in reversed(sent):
+        if output.requires_grad:
+            output.backward(received.grad)
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    return {"loss": loss.detach(), **{name: param.grad for name, param in named if param.grad is not None}}
+
+
+@pytest.mark.parametrize("freeze", [(), ("vision",), ("vision", "projector")])
+def test_every_cut_gives_the_same_numbers(freeze: Any, single: Single) -> None:
+    config = resolved([*FLAGS, *(freeze or ["none"])])
+    for images in (IMAGES,) if freeze else (IMAGES, [[]]):
+        batch = hf.batch_of(config, images)
+        whole = run(chunks_of(config, single), batch)
+        trained = {part_of(name) for name in whole if name != "loss"}
+        assert trained == {"vision", "projector", "language"} - set(freeze)
+        for cut in range(1, len(layer_names(config.model))):
+            parts = run(chunks_of(config, single, cut), batch)
+            assert parts.keys() == whole.keys()
+            for name, value in parts.items():
+                if whole[name].abs().max() > 1e-9:
+                    assert_same(value, whole[name], tolerance=1e-5, what=f"cut {cut}: {name}")
+                else:
+                    assert value.abs().max() < 1e-8, f"cut {cut}: {name}"
+
+
+def test_no_backward_runs_through_a_frozen_tower(single: Single) -> None:
+    """The mergers in it are trained all the same, on either side of a cut."""
+    config = resolved([*FLAGS, "vision"])
+    chunks = chunks_of(config, single, layer_names(config.model).index("vision.layers.1"))
+    needed: dict[str, bool] = {}
+    for chunk in chunks:
+        for name, part in chunk.parts.items():
+            part.register_forward_hook(
+                lambda _module, _inputs, output, name=name: needed.update(
+                    {name: (output[0] if isinstance(output, tuple) else output).requires_grad}
+                )
+            )
+    gradients = run(chunks, hf.batch_of(config, IMAGES))
+    assert {name for name, flows in needed.items() if not flows} == {
+        name for name in layer_names(config.model) if part_of(name) == "vision"
+    }
+    assert gradients["deepstack.0.linear_fc1.weight"].abs().max() > 0

@@ -146,6 +146,18 @@ def minicpm(kind: Any) -> Whole:
     )
 
 
+PIXELS = {"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}
+
+
+def native(
+    kind: Any, image_processor: Any, *, template: str = "qwen2_5_vl", tokenizer: str = "qwen", merge: int = 2
+) -> Whole:
+    """Pictures in their own resolution, as Qwen-VL takes them."""
+    marks = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    model = model_of(image_processor.patch_size, merge=merge)
+    return Whole(kind, image_processor, TEMPLATES[template], tokenizer, marks, model)
+
+
 CASES = {
     "llava": Whole(
         transformers.LlavaProcessor,
@@ -223,37 +235,21 @@ CASES = {
         {"patch_size": 7, "spatial_merge_size": 2, "effective_patch_size": 14, "image_token": "<|image_pad|>"},
         model_of(7, merge=2, convolution=True),
     ),
-    "qwen2-vl": Whole(
+    "qwen2-vl": native(
         transformers.Qwen2VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=60 * 28**2),
-        TEMPLATES["qwen2_5_vl"],
-        "qwen",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        model_of(14, merge=2),
     ),
-    "qwen2.5-vl": Whole(
-        transformers.Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
-        TEMPLATES["qwen2_5_vl"],
-        "qwen",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        model_of(14, merge=2),
-    ),
-    "qwen3-vl": Whole(
+    "qwen2.5-vl": native(transformers.Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS)),
+    "qwen3-vl": native(
         transformers.Qwen3VLProcessor,
         Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 4096, "longest_edge": 65536}),
-        TEMPLATES["qwen3_vl"],
-        "qwen",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        model_of(16, merge=2),
+        template="qwen3_vl",
     ),
-    "exaone4.5": Whole(
+    "exaone4.5": native(
         transformers.Exaone4_5_Processor,
-        Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
-        TEMPLATES["exaone4_5"],
-        "exaone",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        model_of(14, merge=2),
+        Qwen2VLImageProcessorPil(patch_size=14, size=PIXELS),
+        template="exaone4_5",
+        tokenizer="exaone",
     ),
     "gemma3": Whole(
         transformers.Gemma3Processor,
@@ -278,20 +274,18 @@ CASES = {
     ),
     "paddleocr-vl": Whole(
         transformers.PaddleOCRVLProcessor,
-        PaddleOCRVLImageProcessorPil(size={"shortest_edge": 4 * 28**2, "longest_edge": 60 * 28**2}),
+        PaddleOCRVLImageProcessorPil(size=PIXELS),
         TEMPLATES["paddleocr_vl"],
         "ernie",
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
         model_of(14, merge=2),
         marks={"image_token": "<|IMAGE_PLACEHOLDER|>"},
     ),
-    "video-llama-3": Whole(
+    "video-llama-3": native(
         transformers.VideoLlama3Processor,
         VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * 14**2, "longest_edge": 12 * 14**2}),
-        TEMPLATES["video_llama_3"],
-        "qwen",
-        {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-        model_of(14),
+        template="video_llama_3",
+        merge=1,
     ),
     "mistral3": Whole(
         pixtral_processor(),

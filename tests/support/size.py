@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 306,
     "options": 320,
     "flags": 146,  # 150
-    "code lines of tests": 33_346,  # 33,000
+    "code lines of tests": 33_192,  # 33,000
     "words of documentation": 44_836,  # 45,000
 }
 _NO_CODE = {

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from megavlm.config.schema import (
-    Config,
-    DataConfig,
-    LanguageConfig,
-    ModelConfig,
-    PrecisionConfig,
-    TrainConfig,
-    VisionConfig,
-)
+from dataclasses import replace
+
+from megavlm.command_line.parsing import parse
 from megavlm.rules.defaults import resolve_model
 
-SMALL = Config(
-    model=resolve_model(
-        ModelConfig(
-            vision=VisionConfig(
-                num_layers=6, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, image_size=64
-            ),
-            language=LanguageConfig(
-                num_layers=6, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, vocab_size=4096
-            ),
-        )
-    ),
-    precision=PrecisionConfig("bf16"),
-    train=TrainConfig(seq_length=256, global_batch_size=16),
-    data=DataConfig(kind="synthetic"),
+_GIVEN = parse(
+    "--set model.vision.num_layers=6 model.vision.hidden_size=256 model.vision.ffn_hidden_size=1024 "
+    "model.vision.num_attention_heads=4 model.vision.image_size=64 model.language.num_layers=6 "
+    "model.language.hidden_size=512 model.language.ffn_hidden_size=1536 model.language.num_attention_heads=8 "
+    "model.language.vocab_size=4096 --precision bf16 --seq-length 256 --global-batch-size 16 --data synthetic".split()
 )
+SMALL = replace(_GIVEN, model=resolve_model(_GIVEN.model))

@@ -228,29 +228,22 @@ class GroupedLinear(torch.nn.Module):
         return _GroupedProducts.apply(inp.contiguous(), m_splits, rounded, *weights)
 
 
-def _module(name: str, **contents: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(contents)
+def _module(name: str, *offered: Any) -> ModuleType:
+    module = ModuleType(f"transformer_engine{name}")
+    vars(module).update({each.__name__: each for each in offered})
     return module
 
 
 _MODULES = {
-    "transformer_engine_torch": _module(
-        "transformer_engine_torch",
-        swiglu=swiglu,
-        dswiglu=dswiglu,
-        geglu=geglu,
-        dgeglu=dgeglu,
-        qgelu=qgelu,
-        dqgelu=dqgelu,
-    ),
-    "transformer_engine": _module("transformer_engine"),
-    "transformer_engine.pytorch": _module("transformer_engine.pytorch", GroupedLinear=GroupedLinear),
-    "transformer_engine.pytorch.attention": _module("transformer_engine.pytorch.attention"),
-    "transformer_engine.pytorch.attention.rope": _module(
-        "transformer_engine.pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb=apply_fused_qkv_rotary_pos_emb
-    ),
-    "transformer_engine.pytorch.utils": _module("transformer_engine.pytorch.utils", SplitAlongDim=SplitAlongDim),
+    module.__name__: module
+    for module in (
+        _module("_torch", swiglu, dswiglu, geglu, dgeglu, qgelu, dqgelu),
+        _module(""),
+        _module(".pytorch", GroupedLinear),
+        _module(".pytorch.attention"),
+        _module(".pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb),
+        _module(".pytorch.utils", SplitAlongDim),
+    )
 }
 
 

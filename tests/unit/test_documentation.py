@@ -31,15 +31,9 @@ DOCUMENTS = [
 ]
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
-    **{
-        name: name
-        for name in ("calibrate", "chat", "checkpoint", "convert", "doctor", "embed", "evaluate", "goodput", "plan")
-    },
-    **{name: name for name in ("report", "sweep", "why")},
-    "channels": "channels",
-    "compare": "compare",
-    "prepare": "prepare_data",
-    "preview": "preview_data",
+    name: {"prepare": "prepare_data", "preview": "preview_data"}.get(name, name)
+    for name in "calibrate channels chat checkpoint compare convert doctor embed evaluate goodput plan prepare preview "
+    "report sweep why".split()
 }
 TAKES_RUN_FLAGS = ("convert", "plan", "preview")
 # Flags of other programs: torchrun, tensorboard, mlflow, pip, docker, SLURM.

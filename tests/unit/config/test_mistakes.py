@@ -29,7 +29,6 @@ from megavlm.rules.defaults import with_start_defaults
 from megavlm.rules.fields import Option, options, value_at, with_values
 from megavlm.rules.layout_rules import WORLD_RULES
 from megavlm.rules.precision_rules import fp8_fits_the_widths
-from tests.support.mistakes import rows_by_section
 
 pytestmark = pytest.mark.usefixtures("one_parser")
 
@@ -43,6 +42,18 @@ class Mistake(NamedTuple):
     remedy: str  # a piece of the message
     fix: str | None = None  # flags that follow the advice; appended, so that they override
     world: int = 1
+
+
+def rows_by_section() -> dict[str, list[list[str]]]:
+    """Return the rows of the table, mistakes.txt, by section."""
+    path = Path(__file__).with_name("mistakes.txt")
+    found: dict[str, list[list[str]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            rows = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            rows.append(line.replace("{file}", __file__).split(" | "))
+    return found
 
 
 ROWS = rows_by_section()

@@ -29,14 +29,13 @@ from megavlm.data.sampler import (
 )
 from megavlm.data.survey import validation_line
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState, Sample
+from megavlm.data.types import EncodedRecord, EncodedSample, GlobalBatch, HeldOut, LoaderState, Sample, SampleCost
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.batch import MicroBatch
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.held_out import ValidationHook, fields
 from megavlm.train.hooks.stops import Stops
-from tests.support.encoded import LENGTH, encoded
 
 GLOBAL_BATCH = 24
 CONFIG = Config(
@@ -176,17 +175,23 @@ def test_a_loaded_place_forgets_what_was_seen():
 
 
 WINDOW = 20
+LENGTH = 100  # tokens of the longest sample, and of a sequence
+
+
+def encoded(item: Any, number: int, length: int) -> EncodedRecord:
+    """A record whose tokens are the numbers of its pieces; every fifth is bad, every seventh in two pieces."""
+    skipped = (Skipped(f"t:{number}", "t", Reason.EMPTY, "nothing"),) if number % 5 == 0 else ()
+    pieces = 0 if skipped else 2 if number % 7 == 0 else 1
+    trained = np.ones(length, dtype=np.bool_)
+    cost = SampleCost(length=length, patches=0, images=0, vision=0.0, language=float(length))
+    samples = [EncodedSample(np.full(length, piece), trained, (), (), 0, cost) for piece in range(pieces)]
+    return EncodedRecord(tuple(samples), skipped, item)
 
 
 def records_of(number: int) -> Sequence[EncodedRecord]:
-    """Samples of random lengths; every fifth is bad, every seventh in two pieces."""
-    samples = []
-    for item in range(number * WINDOW, (number + 1) * WINDOW):
-        length = int(np.random.default_rng(item).integers(1, LENGTH + 1))
-        skipped = (Skipped(f"t:{item}", "t", Reason.EMPTY, "nothing"),) if item % 5 == 0 else ()
-        pieces = 0 if skipped else 2 if item % 7 == 0 else 1
-        samples.append(EncodedRecord(tuple(encoded(length, piece=piece) for piece in range(pieces)), skipped, item))
-    return samples
+    """Samples of random lengths."""
+    items = range(number * WINDOW, (number + 1) * WINDOW)
+    return [encoded(item, item, int(np.random.default_rng(item).integers(1, LENGTH + 1))) for item in items]
 
 
 def sampler(*, count: int = 4, packing: bool = True, window: int = WINDOW) -> PackedBatchSampler:
@@ -337,15 +342,8 @@ def test_every_beginning_is_a_fair_sample_of_the_data_sets(sizes: list[int]) -> 
 
 
 def encode(samples: Sequence[HeldOut]) -> list[EncodedRecord]:
-    """Samples of many lengths; every fifth is bad, every seventh in two pieces."""
-    found = []
-    for sample in samples:
-        number = sample.record
-        skipped = (Skipped(f"t:{number}", "t", Reason.EMPTY, "nothing"),) if number % 5 == 0 else ()
-        pieces = 0 if skipped else 2 if number % 7 == 0 else 1
-        length = number * 37 % LENGTH + 1
-        found.append(EncodedRecord(tuple(encoded(length, piece=piece) for piece in range(pieces)), skipped, sample))
-    return found
+    """Samples of many lengths."""
+    return [encoded(sample, sample.record, sample.record * 37 % LENGTH + 1) for sample in samples]
 
 
 def batches(samples: int, *, multiple: int = 1, most: int | None = None) -> list[GlobalBatch]:
