@@ -39,10 +39,12 @@ SINGLE = (Side("transformers", "fp32"), Side("megavlm", "fp32"))
 # What `--ablate` measures, beside a run without flags: one line for each set of flags.
 ABLATION = (
     "--transformer-impl torch",
+    "--transformer-impl torch --compile-small-ops",
     "--no-gradient-accumulation-fusion",
     "--fp8 hybrid",
     "--fp8 hybrid --fp8-recipe delayed",
     "--fp8 hybrid --fp8-recipe blockwise",
+    "--fp8 hybrid --fp8-param-gather",
     "--recompute-granularity selective",
     "--recompute-granularity full",
     "--offload activations",

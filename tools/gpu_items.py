@@ -129,13 +129,15 @@ ITEMS = (
     _model(
         "options",
         5,
-        "recipes of FP8, and torch's layers: none was ever timed",
+        "recipes of FP8, torch's layers with and without compiled small operations: none was ever timed",
         "--ablate --sides '"
         + ",".join(
             f"megavlm bf16{flags}"
             for flags in (
                 "",
+                " --transformer-impl torch --compile-small-ops",
                 " --fp8 hybrid --fp8-recipe delayed",
+                " --fp8 hybrid --fp8-param-gather",
                 " --fp8 hybrid --fp8-recipe blockwise",
                 " --transformer-impl torch",
                 " --fp8 hybrid",

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+from megavlm.config.derived import layer_precision
 from megavlm.config.lora_config import adapted_parts, frozen_parts, is_target, linears_of, trains_router
 from megavlm.config.schema import Config, ModelConfig, VisionConfig
 
@@ -137,6 +138,12 @@ def trains_weights(name: str, config: Config) -> bool:
 def is_trained(key: str, config: Config) -> bool:
     """Return whether a run trains the model's weight of this global name; with adapters, only routers are trained."""
     return trains_weights(key, config) or (".mlp.router." in key and trains_router(config, number_of(key)))
+
+
+def keeps_fp8(name: str, config: Config) -> bool:
+    """Return whether the linear layers of a layer hold their weights in FP8 alone (`--fp8-param-gather`)."""
+    in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"
+    return in_fp8 and trains_weights(name, config)
 
 
 def trained_layers(config: Config) -> frozenset[str]:

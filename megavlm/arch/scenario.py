@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.layers import (
+    keeps_fp8,
     layer_names,
     trained_below,
     trained_layers,
@@ -58,9 +59,11 @@ class Scenario:
     fp8_recipe: str = "tensorwise"  # how their operands are scaled
     offload: tuple[Offloaded, ...] = ()  # kinds of state in host memory
     moments_on_disk: bool = False  # where the optimizer is offloaded
+    kept_in_fp8: frozenset[str] = frozenset()  # layers that have their weights in FP8 alone
     on_gpu: bool = False  # a CPU saves intermediate results of RMS norms
     te: bool = False  # layers are Transformer Engine's: assumed on a GPU unless --transformer-impl is torch
     fused_gradients: bool = True  # Transformer Engine may add weight gradients to `main_grad` within the product
+    compiled_small_ops: bool = False  # torch's layers compile activation and rotation
     loss_chunk: int = 2048  # positions whose logits are in memory at a time
     gathers_tokens: bool = False  # expert-parallel ranks all-gather all tokens; else each token is sent (all-to-all)
     imbalance: float = 1.0  # rows of the busiest expert-parallel rank, relative to the mean
@@ -193,6 +196,7 @@ def scenario_of(
         on_gpu=on_gpu,
         te=on_gpu and config.execution.transformer_impl != "torch",
         fused_gradients=config.execution.gradient_accumulation_fusion,
+        compiled_small_ops=config.execution.compile_small_ops,
         loss_chunk=config.execution.loss_chunk_tokens,
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         imbalance=expert_imbalance(config) if imbalance is None else imbalance,
@@ -202,10 +206,11 @@ def scenario_of(
 def _layer_sets(config: Config, like: Scenario | None) -> dict[str, Any]:
     """Return the fields of a scenario that are sets of layers: no layout changes them."""
     if like is not None:
-        return {"own": like.own, "trained": like.trained, "fp8": like.fp8}
+        return {"own": like.own, "trained": like.trained, "fp8": like.fp8, "kept_in_fp8": like.kept_in_fp8}
     names = layer_names(config.model)
     return {
         "own": frozenset(name for name in names if trains_weights(name, config)),
         "trained": trained_layers(config),
         "fp8": frozenset(name for name in names if layer_precision(name, config) == "fp8"),
+        "kept_in_fp8": frozenset(name for name in names if keeps_fp8(name, config)),
     }

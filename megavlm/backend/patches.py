@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,34 @@ def install() -> None:
     _patch_clipping()
     _patch_router()
     _patch_optimizers()
+    _patch_casts()
+
+
+def _patch_casts() -> None:
+    # With weights in FP8 and current scales, an update casts this rank's flat part of each weight. Transformer Engine
+    # also writes that part transposed, as a column that nothing reads: 3.6 ms for each weight of LLaVA-7B on an H200.
+    try:
+        casts: Any = importlib.import_module("transformer_engine.pytorch.tensor.utils")
+    except ImportError:
+        return
+    name = "_cast_master_weights_to_fp8_current_scaling"
+    if hasattr(casts, name) and hasattr(casts, "Float8Quantizer"):
+        setattr(casts, name, without_transposes(casts, getattr(casts, name)))
+
+
+def without_transposes(casts: Any, cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `cast`, a function of the module `casts`, as one whose quantizers write no transposed copy. Idempotent."""
+
+    @wraps(cast)
+    def flat(*args: Any, **kwargs: Any) -> Any:
+        quantizer = casts.Float8Quantizer
+        casts.Float8Quantizer = partial(quantizer, columnwise=False)
+        try:
+            return cast(*args, **kwargs)
+        finally:  # others ask whether a quantizer is one of this class
+            casts.Float8Quantizer = quantizer
+
+    return cast if hasattr(cast, "__wrapped__") else flat
 
 
 def _patch_optimizers() -> None:

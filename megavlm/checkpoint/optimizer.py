@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megavlm.config.schema import Config
 from megavlm.optim.master_weights import held_layouts
 from megavlm.parallel.shards import ParamShard, local_part
 
@@ -51,6 +52,11 @@ def without(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
     prefix = f"optimizer.state.{kind}."
     kept = {number: held for number, held in state["param_state"].items() if not held.key.startswith(prefix)}
     return {**state, "param_state": kept}
+
+
+def weights_follow(config: Config) -> bool:
+    """Return whether trained weights are their master weights, rounded, which ranks that share them may gather."""
+    return config.parallel.compress_weights == "none" and not config.precision.fp8_param_gather
 
 
 def load_optimizer_state(optimizer: Any, loaded: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -114,6 +114,7 @@ def load(state: dict[str, Any], folder: Path, groups: Sequence[dist.ProcessGroup
     common, described = found
     patches.read_checkpoints_with(lambda path: VerifyingReader(path, described, groups))
     try:
+        force_all_tensors_to_non_fp8(state)
         sharded, _, factories = load_preprocess(state)
         merge(common, TorchDistLoadShardedStrategy().load(extract_sharded_base(sharded)[0], folder))
         return cast(dict[str, Any], apply_factory_merges(common, factories))

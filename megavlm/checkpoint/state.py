@@ -27,6 +27,7 @@ from megavlm.checkpoint.optimizer import (
     loss_scale_state,
     param_shards,
     sharded_optimizer_state,
+    weights_follow,
     without,
 )
 from megavlm.checkpoint.saving import Saver
@@ -42,6 +43,8 @@ from megavlm.optim.master_weights import average, give_model
 from megavlm.parallel.groups import Groups, random_states, set_random_states
 from megavlm.parallel.rendezvous import from_rank_0
 from megavlm.precision.fp8_state import (
+    entries_to_load,
+    entries_to_save,
     history_of,
     prepare,
     restore,
@@ -109,8 +112,7 @@ def save(
 def load(trained: Trained, folder: Path, *, config: Config, plan: Plan) -> Position:
     """Load a checkpoint of any layout that passes `check_fits`; return its position. Raises UserError if it fails."""
     summary = from_rank_0(partial(read_summary, folder), dict[str, Any]())
-    # Then weights are their master weights, rounded, which ranks that share them may gather.
-    follow = summary.get("rounded") is True and config.parallel.compress_weights == "none"
+    follow = summary.get("rounded") is True and weights_follow(config)
     state = _sharded_state(trained, loading=True, follow=follow)
     resumes_random = summary["plan"] == plan.to_json() and summary.get("random") == _sizes(state["random"])
     if not resumes_random:
@@ -157,11 +159,14 @@ def _sharded_state(trained: Trained, *, loading: bool, follow: bool = False) -> 
     parameters = {key: entry for chunk in chunks.values() for key, entry in chunk.items()}
     shards = param_shards(trained.optimizer, parameters)
     optimizer = sharded_optimizer_state(trained.optimizer, shards)
-    for chunk, (name, entries) in zip(trained.chunks, chunks.items(), strict=True) if loading else ():
+    for chunk, (name, entries) in zip(trained.chunks, chunks.items(), strict=True):
+        if not loading:
+            chunks[name] = entries_to_save(entries, shards)
+            continue
         skipped = chunk.trained if isinstance(chunk, FullyShardedChunk) else {}
         chunks[name] = {
             key: entry
-            for key, entry in _filled_in_place(entries).items()
+            for key, entry in _filled_in_place(entries_to_load(entries)).items()
             if key.partition("/")[0] not in skipped and not (follow and entry.data.requires_grad)
         }
     return {

@@ -249,6 +249,11 @@ class ExecutionConfig:
         "a micro-batch with more tokens again in the backward pass; a larger number takes more memory and saves that.",
         valid=AT_LEAST_1,
     )
+    compile_small_ops: bool = option(
+        False,
+        "PyTorch layers: compile the activation function and the rotary embedding to one kernel each; needs a "
+        "compiler (GPU: Triton).",
+    )
 
 
 @dataclass(frozen=True)
@@ -289,4 +294,7 @@ class PrecisionConfig:
     )
     fp8_amax_history_len: int = key_only(
         1024, "FP8 delayed scaling: length of the amax history in passes.", valid=AT_LEAST_1, needs=DELAYED_SCALING
+    )
+    fp8_param_gather: bool = of_fp8(
+        False, "FP8: store trained weights in FP8 only and all-gather them in FP8; needs Transformer Engine."
     )

@@ -8,19 +8,21 @@ unpickled, and nothing larger than `max_pixels` pixels of the expected channels 
 from __future__ import annotations
 
 import logging
+import lzma
 import math
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader, BytesIO
+from io import SEEK_END, BufferedReader, BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megavlm.data.decode import Source, as_bad_sample, content_of, open_image
+from megavlm.data.decode import TIFF, Source, as_bad_sample, content_of, open_image, open_pixels
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import open_regular
@@ -28,7 +30,6 @@ from megavlm.paths import open_regular
 Array = NDArray[np.float32]  # [height, width, channels]
 
 _NPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two are BigTIFF
 _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -37,7 +38,15 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
 _ONE_HEADER = threading.Lock()
 _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
 _MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
+_MOST_PIECES = 2**16  # strips or tiles of a TIFF
 _ITEM = 8  # bytes of the largest number
+# Compressions of TIFF that tifffile undoes without a bound, and how many times as long they make a piece at most.
+_EXPANDING: dict[int, tuple[Callable[[], Any], int]] = {
+    8: (zlib.decompressobj, 2**11),
+    32946: (zlib.decompressobj, 2**11),
+    34925: (lzma.LZMADecompressor, 2**14),
+}
+_LEAST = 2**26  # bytes that any piece may have
 
 
 def array_size(source: Source, *, channels: int | None, max_pixels: int) -> tuple[int, int]:
@@ -103,7 +112,7 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
                 found = _npy(file, fitting, pixels)
             elif head.startswith(_ZIP):
                 found = _npz(file, fitting, pixels)
-            elif head.startswith(_TIFF):
+            elif head.startswith(TIFF):
                 found = _tiff(file, fitting, pixels)
             else:
                 found = _photo(content, fitting, max_pixels, pixels)
@@ -174,11 +183,30 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
     with tifffile.TiffFile(file, _multifile=False) as tiff:  # or it has zeros for the files that it does not open
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))
+        pieces = series.keyframe.databytecounts  # each is unpacked, also where many are the same bytes
+        if len(pieces) > _MOST_PIECES or sum(pieces) > 2 * file.seek(0, SEEK_END):
+            raise BadSample(Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again")
+        if pixels:
+            _check_expansion(file, series)
         return np.asarray(series.asarray(maxworkers=1)) if pixels else _empty(series.shape, np.dtype(series.dtype))
 
 
+def _check_expansion(file: IO[bytes], series: Any) -> None:
+    """Raise BadSample for a strip or tile of a TIFF that becomes far larger than the whole image."""
+    if (expanding := _EXPANDING.get(series.keyframe.compression)) is None:
+        return
+    make, factor = expanding
+    most = max(_LEAST, 2 * math.prod(series.shape) * series.dtype.itemsize)
+    for page in filter(None, series.pages):
+        for place, count in zip(page.dataoffsets, page.databytecounts, strict=True):
+            if count * factor > most:
+                file.seek(place)
+                if len(make().decompress(file.read(count), most + 1)) > most:
+                    raise BadSample(Reason.CORRUPT, "a strip or tile becomes larger than the image: save it again")
+
+
 def _photo(content: bytes | Path, fitting: Fitting, max_pixels: int, pixels: bool) -> NDArray[Any]:
-    with as_bad_sample(), open_image(content, max_pixels) as image:
+    with as_bad_sample(), (open_pixels if pixels else open_image)(content, max_pixels) as image:
         if image.mode == "P":
             raise BadSample(Reason.UNSUPPORTED, "it has a palette, so its values are no intensities: save it without")
         bands = len(image.getbands())

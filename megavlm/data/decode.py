@@ -1,4 +1,4 @@
-"""Decode image files to RGB pixels, or say why they cannot be decoded.
+"""Decode untrusted image files to RGB pixels, or say why they cannot be decoded.
 
 Images are treated as by Hugging Face's loaders: the EXIF orientation is applied, transparent pixels are blended with
 white, and all other modes are converted to RGB by Pillow. One difference is deliberate: 16-bit greyscale keeps its high
@@ -7,7 +7,6 @@ byte, where Pillow's conversion would turn every value above 255 white.
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import zlib
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,18 @@ _WANTED = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"
 Image.init()  # loads Pillow's plugins; some are built without AVIF or JPEG 2000
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 
+# A JPEG has at least one bit for each block of 8×8 pixels. Where the data end early, its decoder paints the rest grey.
+_PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
-_JPEG = b"\xff\xd8"
+TIFF, _OFFSETS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), (273, 324)  # the last two are BigTIFF; tags of offsets
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
+_PIECES, _PIECE = 2**16, 64  # reads of an image file, and one more for so many bytes: PNGs have some for each 8 KiB
+_SLOW_VALUES = 2**23  # of formats that Pillow decodes in Python: run-length BMPs, some PPMs
+_HEADER = 4096  # bytes in which the header of a PPM ends
+_PLAIN = (b"P1", b"P2", b"P3")  # PPMs of text: for each comment, Pillow copies up to a megabyte
+_TEXT, _MOST_COMMENTS = 2**26, 1000  # bytes and comments of these
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -112,7 +121,7 @@ def _stored_size(source: StoredFile, max_pixels: int) -> tuple[int, int]:
         head, length = source.head(at_most=_HEAD)
     if length == len(head):
         return _size(head, max_pixels)
-    return _size_in(head, max_pixels) or _size(content_of(source), max_pixels)
+    return _size_in(head, length, max_pixels) or _size(content_of(source), max_pixels)
 
 
 def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
@@ -120,15 +129,15 @@ def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
         return _upright_size(image)
 
 
-def _size_in(head: bytes, max_pixels: int) -> tuple[int, int] | None:
-    """Return the (height, width) of an image that begins like this; None if the rest is needed.
+def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | None:
+    """Return the (height, width) of an image of `length` bytes that begins like this; None if the rest is needed.
 
     A JPEG has its size and orientation before its pixels. Other formats need not.
     """
     if not head.startswith(_JPEG):
         return None
     try:
-        with open_image(head, max_pixels) as image:
+        with open_image(head, max_pixels, length=length) as image:
             return _upright_size(image)
     except _DAMAGED:
         return None
@@ -161,7 +170,7 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
     Raises BadSample for any file that cannot be decoded.
     """
     content = content_of(source)
-    with as_bad_sample(), open_image(content, max_pixels) as image:
+    with as_bad_sample(), open_pixels(content, max_pixels) as image:
         orientation = _orientation(image)
         image.load()
         upright = image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
@@ -178,28 +187,97 @@ def as_bad_sample() -> Iterator[None]:
 
 
 @contextmanager
-def open_image(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
-    """Open an image file within this context. Raises BadSample for one of more pixels than are allowed."""
-    with (
-        BytesIO(source) if isinstance(source, bytes) else _File(FileIO(source)) as file,
-        Image.open(file, formats=FORMATS) as image,
-    ):
+def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
+    """Open an image file, of `length` bytes if `source` is only its beginning, within this context."""
+    _check_header(source)
+    content = _Clipped(BytesIO(source) if isinstance(source, bytes) else FileIO(source), _length(source))
+    with content, Image.open(content, formats=FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
             raise BadSample(
                 Reason.TOO_LARGE, f"the image has {height}×{width} pixels, more than --max-image-pixels {max_pixels}"
+            )
+        if image.format in ("JPEG", "MPO") and (length or _length(source)) < width * height // _PIXELS_PER_BYTE:
+            raise BadSample(
+                Reason.TRUNCATED, f"the image says that it has {height}×{width} pixels, and has data for fewer"
+            )
+        if width * height * len(image.getbands()) > _SLOW_VALUES and any(
+            tile[0] in Image.DECODERS for tile in image.tile[:1]
+        ):
+            raise BadSample(
+                Reason.TOO_LARGE, f"the image has {height}×{width} pixels that are slow to read: save a PNG"
             )
         if width < 1 or height < 1:
             raise BadSample(Reason.CORRUPT, f"the image has a size of {height}×{width} pixels")
         yield image
 
 
-class _File(BufferedReader):
-    """A file of which no more is asked than it has: Pillow passes on what damaged headers claim, up to 4 GiB."""
+@contextmanager
+def open_pixels(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
+    """Open an image file whose pixels will be read within this context. Raises BadSample also for a JPEG of very many
+    scans: each is a pass over all pixels, and may take a few bytes.
+    """
+    with open_image(source, max_pixels) as image:
+        if image.format in ("JPEG", "MPO"):
+            scans = (source if isinstance(source, bytes) else source.read_bytes()).count(_SCAN)
+            if scans > _MOST_SCANS:
+                raise BadSample(Reason.CORRUPT, f"the image has {scans} scans, more than {_MOST_SCANS}")
+        yield image
+
+
+class _Clipped(BufferedReader):
+    """Reads a file of `size` bytes, and asks for no more than it has: Pillow passes on what headers claim, up to 4 GiB
+    at once. It also reads chunks, comments, strips and segments one by one, of which a file may have millions.
+    """
+
+    def __init__(self, raw: Any, size: int) -> None:
+        super().__init__(raw)
+        self._size = size
+        self._left = _PIECES + size // _PIECE
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
+        """Return up to `size` bytes, or all that are left. Raises BadSample after very many reads."""
+        self._left -= 1
+        if self._left < 0:
+            raise BadSample(Reason.CORRUPT, "the image is in too many pieces: save it again")
+        if size is None or size < 0:
+            return super().read()
+        return super().read(min(size, max(0, self._size - self.tell())))
+
+
+def _length(source: bytes | Path) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
+
+
+def _check_header(source: bytes | Path) -> None:
+    """Raise BadSample for a PPM whose header is no short text, which Pillow reads byte by byte, comments as well, for a
+    plain PPM of very many comments, and for a TIFF of very many strips or tiles, of which it makes a list.
+    """
+    with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        head = file.read(_HEADER)
+        if head.startswith(TIFF) and (count := _most_values(file, head)) > _PIECES:
+            raise BadSample(Reason.CORRUPT, f"the image is in {count} pieces: save it again")
+        if head.startswith(_PLAIN) and (file.read(_TEXT).count(b"#") > _MOST_COMMENTS or file.read(1)):
+            raise BadSample(Reason.TOO_LARGE, "the image is a long text, or has many comments: save a PNG")
+    if head[:1] == b"P" and head[1:2].isdigit():
+        words = [word for line in head.split(b"\n") for word in line.partition(b"#")[0].split()]
+        if len(head) == _HEADER and len(words) < 4:
+            raise BadSample(Reason.CORRUPT, f"its header has more than {_HEADER} bytes")
+
+
+def _most_values(file: IO[bytes], head: bytes) -> int:
+    """Return how many offsets of strips or tiles the first directory of a TIFF or BigTIFF has."""
+    order, large = "<" if head[:1] == b"I" else ">", 43 in head[2:4]
+    place, number, entry = ("8xQ", "Q", "HHQ8x") if large else ("4xI", "H", "HHI4x")
+    try:
+        file.seek(struct.unpack_from(order + place, head)[0])
+        (count,) = struct.unpack(order + number, file.read(struct.calcsize(order + number)))
+        listed = file.read(struct.calcsize(order + entry) * min(count, _PIECES))
+        return max(
+            (values for tag, _, values in struct.iter_unpack(order + entry, listed) if tag in _OFFSETS), default=0
+        )
+    except (struct.error, ValueError, OverflowError):
+        return 0  # Pillow says what is wrong with it
 
 
 def _orientation(image: Image.Image) -> int:

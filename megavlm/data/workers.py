@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -44,6 +45,8 @@ _START = 300.0  # seconds that a worker may take for its imports, at least
 _CPU = torch.device("cpu")
 _SPARE = 8  # memory that has to grow gets this fraction more, so that it seldom does
 _LOOK = 1.0  # seconds between checks for workers that hang
+_STARTING = threading.Lock()
+_SCRIPT = {"__file__", "__spec__"}  # by these, a process that Python starts finds the script of its parent
 
 
 class WorkerPool:
@@ -171,7 +174,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(self._source, theirs), daemon=True)
-        process.start()
+        with _alone():
+            process.start()
         self._process = process
         self._note.write("", at=0.0)
         self._known: set[int] = set()  # the memories that it has mapped
@@ -232,6 +236,28 @@ class _Worker:
         self._pipe.close()
         self.lost = True
         return "hung (--data-worker-timeout)" if self.hangs else ended
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let processes that Python starts meanwhile look for modules where this one does, and never in the working
+    directory, which may have a `pickle.py` beside the data; and not run the script that was started once more, as they
+    otherwise do: one without `if __name__ == "__main__"` would start a run in each.
+    """
+    main = sys.modules["__main__"]
+    with _STARTING:
+        before = os.environ.get("PYTHONSAFEPATH")
+        named = {name: vars(main)[name] for name in _SCRIPT & vars(main).keys()}
+        os.environ["PYTHONSAFEPATH"] = "1"
+        vars(main).update(dict.fromkeys(named))
+        try:
+            yield
+        finally:
+            vars(main).update(named)
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 class Note:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from datetime import timedelta
 from typing import TextIO
 
 from megavlm.metrics.callback import Callback, Record, StepEnd, Value
@@ -62,9 +61,21 @@ class ProgressLine(Callback):
             parts.append(slow)
         if self._step_times:
             remaining = max(0, self._total - iteration)
-            parts.append(f"ETA {timedelta(seconds=round(statistics.median(self._step_times) * remaining))}")
+            parts.append(f"ETA {duration(statistics.median(self._step_times) * remaining)}")
         return " | ".join(part for part in parts if part)
 
 
 def _part(template: str, value: Value) -> str:
     return template.format(value) if isinstance(value, float | int) else ""
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as "0:42", "12:05", "3:07:00" or "2 d 4:00:00"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour}:{minute:02}:{second:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"

@@ -40,6 +40,7 @@ from megavlm.model.norm import Norm
 from megavlm.model.rotary import Rotation
 from megavlm.model.specs import LayerBuilder
 from megavlm.model.vision import PatchEmbed, WindowMerger
+from megavlm.precision.fp8_state import building
 
 if TYPE_CHECKING:
     from megavlm.model.vlm import VLMChunk
@@ -58,11 +59,13 @@ class LayerImpl:
 
 
 def _build_vision_layer(builder: LayerBuilder, name: str) -> nn.Module:
-    return specs.vision_layer(builder.config, builder.vision_layers, builder.groups, number_of(name))
+    with building(name, builder.vision, builder.config):
+        return specs.vision_layer(builder.config, builder.vision_layers, builder.groups, number_of(name))
 
 
 def _build_language_layer(builder: LayerBuilder, name: str) -> nn.Module:
-    return specs.language_layer(builder.config, builder.language_layers, builder.groups, number_of(name))
+    with building(name, builder.language, builder.config):
+        return specs.language_layer(builder.config, builder.language_layers, builder.groups, number_of(name))
 
 
 def _build_vision_merger(builder: LayerBuilder, name: str) -> nn.Module:

@@ -96,6 +96,8 @@ def swiglu(x: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """Return [grad·up·silu′(gate), grad·silu(gate)], written into one tensor."""
     gate, up = x.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():  # inductor joins without a copy, and fails at writing to parts of other lengths
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
     out = torch.empty_like(x)
     of_gate, of_up = out.chunk(2, dim=-1)
     torch.mul(grad, F.silu(gate), out=of_up)
@@ -126,13 +128,19 @@ def quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad, 1.702 * x)
 
 
-ACTIVATIONS: dict[str, Activation] = {  # by their names in the configuration
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "geglu": keeping_input(geglu, geglu_backward),
-    "quick_gelu": keeping_input(quick_gelu, quick_gelu_backward),
-    "swiglu": keeping_input(swiglu, swiglu_backward),
-}
+@cache
+def activations(compiled: Callable[[Any], Any] = lambda function: function) -> dict[str, Activation]:
+    """Return the activations by their names in the configuration; `compiled` fuses each into one kernel."""
+    return {
+        "gelu": F.gelu,
+        "gelu_tanh": gelu_tanh,
+        "geglu": keeping_input(compiled(geglu), compiled(geglu_backward)),
+        "quick_gelu": keeping_input(compiled(quick_gelu), compiled(quick_gelu_backward)),
+        "swiglu": keeping_input(compiled(swiglu), compiled(swiglu_backward)),
+    }
+
+
+ACTIVATIONS = activations()
 
 
 @dataclass(frozen=True)
@@ -216,14 +224,17 @@ def _implemented(name: str, config: Config, groups: Groups) -> LayerModules:
         products = Products(te_product, fp8_multiple(config.precision.fp8_recipe)) if in_fp8 else Products()
         return replace(modules, products=products)
     fp8 = _operands(config, groups) if in_fp8 else None
-    modules = torch_modules(fp8, interleaved=interleaved)
+    modules = torch_modules(fp8, compiled=config.execution.compile_small_ops, interleaved=interleaved)
     return replace(modules, products=_emulated_products(config)) if in_fp8 else modules
 
 
-def torch_modules(fp8: Callable[[], Operands] | None = None, *, interleaved: bool = False) -> LayerModules:
+def torch_modules(
+    fp8: Callable[[], Operands] | None = None, *, compiled: bool = False, interleaved: bool = False
+) -> LayerModules:
     """Return modules of megatron-core and of this package, which run anywhere.
 
-    Linear layers emulate FP8 with the operands that `fp8` makes. `interleaved` rotates neighbouring channels as pairs.
+    Linear layers emulate FP8 with the operands that `fp8` makes. `compiled` fuses activation and rotation into one
+    kernel each. `interleaved` rotates neighbouring channels as pairs.
     """
     column: Any = with_bias_inside(ColumnParallelLinear)
     row: Any = with_bias_inside(RowParallelLinear)
@@ -238,9 +249,14 @@ def torch_modules(fp8: Callable[[], Operands] | None = None, *, interleaved: boo
         column_linear_alone=column,
         row_linear=row,
         core_attention=CoreAttention,
-        activations=ACTIVATIONS,
-        rotary=Rotary(interleaved=interleaved),
+        activations=activations(torch.compile) if compiled else ACTIVATIONS,
+        rotary=_compiled_rotary(interleaved) if compiled else Rotary(interleaved=interleaved),
     )
+
+
+@cache
+def _compiled_rotary(interleaved: bool) -> Rotary:
+    return Rotary(torch.compile, interleaved=interleaved)
 
 
 def cross_entropy_of(config: Config) -> CrossEntropy:
@@ -298,6 +314,7 @@ def fp8_fields(config: Config, *parts: str) -> dict[str, Any]:
         "fp8_recipe": config.precision.fp8_recipe,
         "fp8_amax_history_len": config.precision.fp8_amax_history_len,
         "fp8_amax_compute_algo": "max",
+        "fp8_param": config.precision.fp8_param_gather,
     }
 
 

@@ -7,7 +7,7 @@ Legend: S positions, B rows, G local key/value heads with R query heads each, N 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +38,15 @@ def rotation(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotatio
 
 
 class Rotary:
-    """Rotation with torch: three kernels for queries, three for keys, one that copies values.
+    """Rotation with torch: three kernels for queries, three for keys, one that copies values, unless they are compiled.
 
     Pairs of channels are those of the two halves of a head, or `interleaved`: neighbours.
     """
 
-    def __init__(self, *, interleaved: bool = False) -> None:
+    def __init__(
+        self, compiled: Callable[[Any], Any] = lambda function: function, *, interleaved: bool = False
+    ) -> None:
+        self._turned, self._split, self._joined = compiled(turned), compiled(split_and_turned), compiled(joined)
         self._interleaved = interleaved
 
     def split(self, mixed: Tensor, sizes: Sequence[int]) -> Heads:
@@ -53,12 +56,14 @@ class Rotary:
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Return heads [S, B, heads, D], rotated by the angles."""
-        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._interleaved)
+        out: Tensor = _Rotate.apply(x, rotation.cos, rotation.sin, self._turned, self._interleaved)
         return out
 
     def split_and_rotate(self, mixed: Tensor, sizes: Sequence[int], rotation: Rotation) -> Heads:
         """Return the tensors of `split` with queries and keys rotated. Values are copied, to free `mixed`."""
-        heads: Heads = _SplitAndRotate.apply(mixed, sizes[1], rotation.cos, rotation.sin, self._interleaved)
+        heads: Heads = _SplitAndRotate.apply(
+            *(mixed, sizes[1], rotation.cos, rotation.sin), *(self._split, self._joined, self._interleaved)
+        )
         return heads
 
 
@@ -66,30 +71,32 @@ class _Rotate(torch.autograd.Function):
     """Rotation by θ, whose backward pass rotates by −θ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, turn: Any, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turned(x, cos, sin, 1, interleaved)
+        ctx.turn, ctx.interleaved = turn, interleaved
+        out: Tensor = turn(x, cos, sin, 1, interleaved)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, -1, ctx.interleaved), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.turn(grad, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
     """Split and rotation. The backward pass writes into one gradient of `mixed`; autograd would join three tensors."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
+    def forward(
+        ctx: Any, mixed: Tensor, width: int, cos: Tensor, sin: Tensor, split: Any, join: Any, interleaved: bool
+    ) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return split_and_turned(mixed, width, cos, sin, interleaved)
+        ctx.join, ctx.interleaved = join, interleaved
+        heads: Heads = split(mixed, width, cos, sin, interleaved)
+        return heads
 
     @staticmethod
-    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return joined(query, key, value, cos, sin, ctx.interleaved), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        return ctx.join(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None, None, None
 
 
 def split_and_turned(mixed: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Heads:
@@ -113,7 +120,7 @@ def joined(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, 
     return mixed.flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sense: int, interleaved: bool) -> Tensor:
     """Return `x` rotated by θ, or by −θ if `sense` is −1."""
     return rotate(x, cos, sin, out=x.new_empty(x.shape), sense=sense, interleaved=interleaved)
 

@@ -55,10 +55,11 @@ def common_config(config: Config, *, tp: int, padded: bool = False, **overrides:
     """Return the configuration that vision layers, language layers and the pipeline share.
 
     `weights.py` draws the weights, but the initialisers here must run: they mark tensor-parallel weights, which the
-    gradient norm relies on. `padded` weights begin as zeros, so that their padding is zero.
+    gradient norm relies on. `padded` weights begin as zeros, so that their padding is zero. So do weights that are kept
+    in FP8: Transformer Engine rounds them at once, and uninitialised memory would enter the histories of scales.
     """
     dtype = DTYPES[config.precision.dtype]
-    begin = nn.init.zeros_ if padded else _leave_as_is
+    begin = nn.init.zeros_ if padded or overrides.get("fp8_param") else _leave_as_is
     recompute = config.execution.recompute_granularity
     return TransformerConfig(
         tensor_model_parallel_size=tp,

@@ -48,6 +48,7 @@ def build_optimizer(config: Config, chunks: Sequence[Any], groups: Groups) -> Me
         params_dtype=dtype,
         use_distributed_optimizer=config.parallel.data_parallel_sharding != "none",
         overlap_param_gather=bool(config.parallel.overlap_param_gather),
+        fp8_recipe=config.precision.fp8_recipe if config.precision.fp8_param_gather else None,
     )
     if shards_gradients(config):
         parts = [ShardedOptimizer(chunks, megatron_config, _overrides(config), groups)]

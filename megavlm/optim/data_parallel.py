@@ -125,6 +125,7 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
         num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
         average_in_collective=False,
+        fp8_param_gather=config.precision.fp8_param_gather,
         pad_buckets_for_high_nccl_busbw=groups.shard.size() >= PADDED_FROM,
     )
     # Only the first chunk's gradients end on the critical path; bucketing the others buys no overlap.

@@ -71,7 +71,7 @@ def round_in_one_launch(part: Any) -> None:
 
     Weights that are kept in FP8 stay its own affair, as do optimizers that shard nothing, which copy so already.
     """
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(part, DistributedOptimizer) and part.config.fp8_recipe is None:
         part._copy_main_params_to_model_params = partial(_round, cache(partial(_places, part)))
 
 

@@ -81,8 +81,12 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
 
 
 def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
-    """Transformer Engine keeps an FP8 layer's weights in FP8 and transposed, a byte each, however ranks share them."""
-    return 2 * count * (scenario.on_gpu and name in scenario.fp8)
+    """Transformer Engine keeps an FP8 layer's weights in FP8 and transposed, a byte each, whatever ranks share of them.
+
+    Weights that are in FP8 alone are these two, and take no more than in bf16.
+    """
+    copied = scenario.on_gpu and name in scenario.fp8 and name not in scenario.kept_in_fp8
+    return 2 * count * copied
 
 
 def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) -> Memory:

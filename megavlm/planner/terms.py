@@ -88,7 +88,9 @@ class MemoryPasses:
     qkv_bias_inside: bool = False  # the bias of queries, keys and values is added by their product
     weight_gradient: float = 10  # bytes a trained number: fp32 sum read and written, bf16 gradient read. Fused: 0
     output_weight_gradient: float = 10  # the same of all but transformer layers, whose products are megatron-core's
-    expert_weight_gradient: float = 10  # the same of routed experts: grouped products write gradients of their own
+    expert_weight_gradient: float = (
+        10  # the same of routed experts, whose grouped products write gradients of their own
+    )
     cross_entropy: Pair = (42, 26)  # bytes a logit, forward and backward
     cross_entropy_again: float = 32  # the same backward, where logits are computed again
     update: Update = Update()
@@ -111,6 +113,10 @@ TORCH = MemoryPasses(
     launches_vision=(16, 32),
     launches_output=(30, 5),
     launches_loss_piece=(15, 0),
+)
+# The same with `--compile-small-ops`: one kernel for each way of an activation, and of rotation with its split.
+_TORCH_COMPILED = replace(
+    TORCH, swiglu=(3, 5), quick_gelu=(2, 3), rotation=(2, 2), launches_language=(11, 21), launches_vision=(14, 31)
 )
 # Transformer Engine's layers: norms inside linear layers. The loss is its kernel: logits read twice, their gradient
 # written once and multiplied by what comes from above. So are activations, and the rotation with its split, one kernel
@@ -139,7 +145,7 @@ _NOW_ADDING = replace(NOW, weight_gradient=10)
 def program_of(scenario: Scenario) -> MemoryPasses:
     """Return the passes of the layers that a scenario runs on a GPU: Transformer Engine's, or torch's."""
     if not scenario.te:
-        return TORCH
+        return _TORCH_COMPILED if scenario.compiled_small_ops else TORCH
     fused = scenario.fused_gradients and not scenario.shards_gradients and "activations" not in scenario.offload
     return NOW if fused and scenario.dims.order != "zb-h1" else _NOW_ADDING
 

@@ -50,10 +50,20 @@ def check_device(config: Config) -> None:
                 f"--fp8-recipe {config.precision.fp8_recipe} needs Transformer Engine: torch's layers emulate "
                 f"{' and '.join(EMULATED)} alone, so use --fp8-recipe {EMULATED[0]}"
             )
+        elif config.precision.fp8_param_gather:
+            raise UserError(
+                "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
+                "pretend, so leave it out"
+            )
     on_gpu = device_at_hand().capability is not None
     missing = [library for library in KERNELS if find_spec(library) is None]
     if config.model.language.linear_attention_layers and on_gpu and missing:
         raise UserError(f"linear attention on a GPU needs {' and '.join(missing)}: pip install 'megavlm[linear]'")
+    if config.execution.compile_small_ops and chosen == "te":
+        raise UserError(
+            "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
+            "--transformer-impl torch"
+        )
 
 
 def check_te_fp8(config: Config) -> None:

@@ -99,7 +99,7 @@ def experts_over_ranks(config: Config) -> Iterator[str]:
 
 def experts_support(config: Config) -> Iterator[str]:
     """Refuse what does not know that experts have data-parallel groups of their own, or needs equal shapes."""
-    parallel, recipe = config.parallel, config.precision.fp8_recipe
+    parallel, precision, in_fp8 = config.parallel, config.precision, fp8_in("language", config)
     if not config.model.experts.num_experts:
         return
     option = "--num-experts does not support"
@@ -108,8 +108,11 @@ def experts_support(config: Config) -> Iterator[str]:
         yield f"{option} --data-parallel-sharding {sharding}: use --data-parallel-sharding optimizer"
     if parallel.hybrid_shard_size is not None:
         yield f"{option} --hybrid-shard-size: leave it out"
-    if fp8_in("language", config) and recipe != "tensorwise":
+    if in_fp8 and precision.fp8_recipe != "tensorwise":
+        recipe = precision.fp8_recipe
         yield f"{option} --fp8-recipe {recipe}: use --fp8-recipe tensorwise, or --fp8-parts vision"
+    if in_fp8 and precision.fp8_param_gather:
+        yield f"{option} --fp8-param-gather: leave it out"
 
 
 def expert_ranks_divide(config: Config, world: int) -> Iterator[str]:

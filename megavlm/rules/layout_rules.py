@@ -224,6 +224,8 @@ def codes_on_links(config: Config) -> Iterator[str]:
         yield f"--grad-reduce-in-bf16 and {option} both say how gradients are reduced: leave one out"
     if weights and precision.dtype == "fp32":
         yield f"{of_weights} needs exact master weights beside the gathered ones: use --precision bf16"
+    if weights and precision.fp8_param_gather:
+        yield f"{of_weights} and --fp8-param-gather both say how weights are gathered: leave one out"
 
 
 def world_divides(config: Config, world: int) -> Iterator[str]:

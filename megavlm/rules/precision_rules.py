@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megavlm.arch.tensor_split import language_split, mlp_share, vision_split
 from megavlm.config.derived import fp8_in, fp8_multiple, layers_that_run, sequence_multiple
+from megavlm.config.lora_config import trained_whole
 from megavlm.config.messages import nearest
 from megavlm.config.schema import Config
 from megavlm.rules import Rule
@@ -38,6 +39,26 @@ def fp8(config: Config) -> Iterator[str]:
             )
     if "vision" in precision.fp8_parts and config.placement.encoder == "colocated":
         yield "--fp8-parts vision cannot be combined with --placement colocated: use --fp8-parts language"
+
+
+def fp8_weights_are_gathered(config: Config) -> Iterator[str]:
+    """FP8 weights need the distributed optimizer, which keeps their fp32 main weights."""
+    precision, sharding = config.precision, config.parallel.data_parallel_sharding
+    if not precision.fp8_param_gather:
+        return
+    if sharding != "optimizer":
+        yield (
+            f"--fp8-param-gather needs --data-parallel-sharding optimizer, but that is {sharding}: change it, or leave "
+            "--fp8-param-gather out"
+        )
+    if precision.fp8_recipe == "mxfp8":
+        yield "--fp8-param-gather does not support --fp8-recipe mxfp8: use --fp8-recipe tensorwise, or leave it out"
+    trained = [part for part in precision.fp8_parts if part in trained_whole(config)]
+    if not trained:
+        yield (
+            "--fp8-param-gather finds no weights that are trained in FP8 (frozen and adapted ones are not gathered): "
+            "leave it out"
+        )
 
 
 def fp8_fits_the_tokens(config: Config) -> Iterator[str]:
@@ -96,6 +117,7 @@ def fp8_fits_the_heads(config: Config) -> Iterator[str]:
 
 PRECISION_RULES: tuple[Rule, ...] = (
     fp8,
+    fp8_weights_are_gathered,
     fp8_fits_the_tokens,
     fp8_fits_the_widths,
     fp8_fits_the_heads,

@@ -22,12 +22,31 @@ Moved = Callable[[int], None]  # is called with the number of bytes that went th
 
 _PIECE = 2**22  # bytes that are copied at once where fsspec does not do it
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # protocol → what reads it
-_PLAIN = {"headers": {"Accept-Encoding": "identity"}}  # bytes by http, as they are counted
+_HTTP_LIMITS = {"total": 300, "sock_connect": 20, "sock_read": 60}  # seconds; `total` is of an answer
+
+
+async def _http_client(**options: Any) -> Any:
+    """Return the session of a store by http(s), whose answers are bounded in time and come from its own host."""
+    import aiohttp
+    import yarl
+
+    async def refuse_others(session: Any, context: Any, request: Any) -> None:
+        target = request.url.join(yarl.URL(request.response.headers.get("Location", "")))
+        if target.host != request.url.host or (request.url.scheme, target.scheme) == ("https", "http"):
+            raise PermissionError(f"it sends to {target.scheme}://{target.host}: name that host's own URL")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse_others)
+    plain: dict[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "auto_decompress": False}  # bytes as counted
+    limits = aiohttp.ClientTimeout(**_HTTP_LIMITS)
+    return aiohttp.ClientSession(timeout=limits, trace_configs=[trace], **{**plain, **options})
+
+
 # One answer may be late, but a connection that is silent for longer is dead. A file goes in several parts at once.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "s3": {"max_concurrency": 4, "config_kwargs": {"connect_timeout": 20, "read_timeout": 60}},
-    "http": {"client_kwargs": _PLAIN},
-    "https": {"client_kwargs": _PLAIN},
+    "http": {"get_client": _http_client},
+    "https": {"get_client": _http_client},
     "file": {"auto_mkdir": True},
 }
 

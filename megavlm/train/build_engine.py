@@ -32,6 +32,7 @@ from megavlm.pipeline.encoder import EncoderRunner, encoder_config
 from megavlm.pipeline.feature_cache import FeatureCache, encoder_hash
 from megavlm.pipeline.gradient_cache import GradientCache
 from megavlm.pipeline.schedule import Schedule, finalize_gradients, pipeline_config
+from megavlm.precision.fp8_state import plain_weights
 from megavlm.resilience.phases import Phases
 from megavlm.train.engine import Engine
 
@@ -67,12 +68,13 @@ def build_engine(
         for chunk in every:
             chunk.offload = offload
     sharded = shard_chunks(bare, config, groups, backend.device) if shards else []
-    begin = [*(sharded or bare), *([encoder.chunk] if encoder else [])]
-    if weights is not None:
-        weights(begin)
-    else:
-        for each in begin:
-            initialize(each, config, vocab_size=vocab_size)
+    with plain_weights(every):
+        begin = [*(sharded or bare), *([encoder.chunk] if encoder else [])]
+        if weights is not None:
+            weights(begin)
+        else:
+            for each in begin:
+                initialize(each, config, vocab_size=vocab_size)
     for each in sharded:
         each.round_weights()
     chunks = sharded or wrap_chunks(bare, config, groups)

@@ -40,7 +40,7 @@ def test_any_layout_trains_and_answers_alike(pools: Pools, one: Path, tmp_path: 
     said = [(run_dir / "samples" / "answers.jsonl").read_text() for run_dir in (tmp_path, one)]
     assert said[0] == said[1]
     assert said[0].count('"label": "largest ') == 4, "two of eight, before the first step and at the end"
-    for name in ("tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
+    for name in ("examples.png", "tokenizer.model", "config.yaml", "plan.json", "environment.json", "tensorboard"):
         assert (tmp_path / name).exists(), name
 
 

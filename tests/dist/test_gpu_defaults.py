@@ -172,7 +172,7 @@ def test_evaluation_sees_the_weights_of_the_last_step(pools: Pools, tmp_path: Pa
     for name in ("loss", "which_digits/accuracy", "how_many/accuracy", "largest/accuracy"):
         found, expected = ([record[f"validation/{name}"] for record in run] for run in (late, at_once))
         assert found == pytest.approx(expected, rel=1e-5)
-    assert (tmp_path / "late/evaluation.txt").read_text() == (tmp_path / "at-once/evaluation.txt").read_text()
+    assert (tmp_path / "late/examples.png").read_bytes() == (tmp_path / "at-once/examples.png").read_bytes()
 
 
 def read_without_waiting(argv: list[str], run_dir: str) -> None:

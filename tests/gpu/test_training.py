@@ -51,6 +51,23 @@ def test_a_run_ends_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         assert again["tokens"] == before["tokens"]
 
 
+def test_weights_kept_in_fp8_train_alike_and_a_run_without_them_goes_on(
+    world: Any, transformer_engine: Any, tmp_path: Path
+) -> None:
+    """The same numbers are multiplied; what master weights are rounded to may differ by where that happens."""
+    require_fp8(world)
+    wide, kept, resumed = tmp_path / "wide", tmp_path / "kept", tmp_path / "resumed"
+    flags = f"--train-iters {STEPS} --global-batch-size 4 --save-interval 3 --keep-checkpoints 0 --fp8 hybrid".split()
+    run_program(wide, *flags)
+    run_program(kept, *flags, "--fp8-param-gather")
+    shutil.copytree(kept / "checkpoints" / "iter_0000003", resumed / "checkpoints" / "iter_0000003")
+    run_program(resumed, *flags)
+    for ours, theirs in ((metrics(kept), metrics(wide)), (metrics(resumed), metrics(kept)[3:])):
+        assert [record["iteration"] for record in ours] == [record["iteration"] for record in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
+
+
 def test_batches_without_images_pass(tmp_path: Path) -> None:
     run_program(tmp_path, "--train-iters", "3", "--set", "data.imageless_share=1.0", "--no-save")
     assert [record["images"] for record in metrics(tmp_path)] == [0, 0, 0]

@@ -192,6 +192,28 @@ def test_a_pattern_that_goes_back_and_forth_is_one_line_or_one_sample(folder: Pa
     assert_answered(lambda: HuggingFaceTokenizer.of(folder).encode(text))
 
 
+def replaced(times: int) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * times}
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("normalizer", [replaced(3)] * 3),
+        ("normalizer", [{"type": "Prepend", "prepend": "a" * 17}]),
+        ("normalizer", [{"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 17}]),
+        ("decoder", [replaced(17)]),
+    ],
+)
+def test_a_tokenizer_that_multiplies_texts_is_refused(folder: Path, part: str, steps: list[dict[str, Any]]) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    listed = {"normalizer": "normalizers", "decoder": "decoders"}[part]
+    nested = {"type": "Sequence", listed: [{"type": "Sequence", listed: steps}]}
+    (folder / "tokenizer.json").write_text(json.dumps({**described, part: nested}))
+    with pytest.raises(UserError, match=rf"cannot be read \(its {part} makes texts \d+ times as long\)"):
+        HuggingFaceTokenizer.of(folder)
+
+
 @pytest.mark.parametrize("name", ["eos_token_id", "top_k", "top_p"])
 @pytest.mark.parametrize("value", ["x", -1, 10**30, [-1, "x"], float("nan")])
 def test_what_answers_are_generated_with_is_checked(tmp_path: Path, name: str, value: Any) -> None:
@@ -202,6 +224,18 @@ def test_what_answers_are_generated_with_is_checked(tmp_path: Path, name: str, v
     file.write_text(json.dumps({name: value}))
     with pytest.raises(UserError, match=rf"generation_config.json: {name} .* must be"):
         check_generation(tmp_path)
+
+
+def test_a_tokenizer_that_adds_very_many_tokens_is_refused(folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())
+    mark, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    template = {
+        **{"type": "TemplateProcessing", "single": [mark] * 50 + [text], "pair": [text, text]},
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 50, "tokens": ["<s>"] * 50}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": template}))
+    with pytest.raises(UserError, match=r"cannot be read \(its post_processor adds 2500 tokens to each text\)"):
+        HuggingFaceTokenizer.of(folder)
 
 
 @pytest.mark.parametrize(

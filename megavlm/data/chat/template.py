@@ -1,27 +1,21 @@
-"""Render chat templates: Jinja's sandbox, with what Transformers gives it."""
+"""Render chat templates: Jinja with what Transformers gives it, in a process with bounds of time and memory."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from functools import lru_cache
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from megavlm.errors import one_line
+from megavlm.data.chat import template_process
 
 Message = Mapping[str, Any]
-
-# A template that writes today's date would give different tokens tomorrow. This is the date that Llama's templates use
-# if there is no clock.
-_TODAY = date(2024, 7, 26)
 
 
 class TemplateError(ValueError):
@@ -40,40 +34,64 @@ class ChatTemplate:
 
         Raises TemplateError.
         """
-        given = {"messages": messages, "add_generation_prompt": generate, "tools": None, "documents": None}
+        text, error = _RENDERER.ask([self.source, dict(self.specials), list(messages), generate])
+        if text is None:
+            raise TemplateError(error if error.isprintable() else ascii(error))  # a template may say anything
+        return text
+
+
+class _Renderer:
+    """The process that renders for this one, started when first asked. Threads take turns, forks have their own."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def ask(self, request: list[Any]) -> tuple[str | None, str]:
+        """Return (text, ""), or (None, why there is none)."""
+        line = json.dumps(request).encode() + b"\n"
+        with self._lock:
+            for _ in range(2):  # the second time for a process that someone else has ended
+                reply, status = self._exchange(line)
+                if reply:
+                    text, error = json.loads(reply)
+                    return text, error or ""
+                if status == -signal.SIGPROF:
+                    return None, f"it takes more than {template_process.SECONDS:g} s of processor time"
+        return None, f"it ends the process that renders it (status {status})"
+
+    def _exchange(self, line: bytes) -> tuple[bytes, int]:
+        """Return (reply, 0), or (b"", exit status) where the process has ended."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            return _compiled(self.source).render(given, **dict(self.specials))
-        except Exception as error:  # whatever a template does
-            reason = one_line(str(error).strip().partition("\n")[0][:500])
-            raise TemplateError(f"{reason} ({type(error).__name__})") from error
+            process.stdin.write(line)
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        if reply.endswith(b"\n"):
+            return reply, 0
+        self._process = None
+        process.stdout.close()
+        return b"", process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(template_process.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._process = process
+        return process
+
+    def _forget(self) -> None:
+        self._lock = Lock()
+        self._process = None
 
 
-class _Generation(Extension):
-    """Renders what is between `{% generation %}` and `{% endgeneration %}`, which Transformers uses to mark answers."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment.from_string(source)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+_RENDERER = _Renderer()

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_GROWTH = 16  # texts may be so many times as long before they are split; "▁" for a space leaves them as long
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
@@ -46,3 +48,11 @@ class TextTokenizer(Protocol):
 def tokens_of(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tokens:
     bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
     return Tokens(np.array(ids, dtype=np.int64), bounds[:, 0], bounds[:, 1])
+
+
+def growth_of_charsmap(charsmap: bytes) -> float:
+    """Return about how many times as long a text becomes by SentencePiece's table of characters: a trie after its size,
+    then the texts that it points to, each ended by a zero. A character has four bytes at most.
+    """
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    return max(map(len, texts.split(b"\0"))) / 4

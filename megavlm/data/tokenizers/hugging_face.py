@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.tokenizers import Tokens, tokens_of
+from megavlm.data.tokenizers import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
 from megavlm.errors import UserError
 from megavlm.families import IMAGE_TEXTS
 from megavlm.inputs.bad_sample import BadSample, Reason
@@ -17,6 +20,8 @@ from megavlm.paths import inside
 
 _READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
 _TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_MOST_MARKS = 1000  # special tokens before and after a text
+_MOST_TOKENS = 2**24  # as config.json may say
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
@@ -58,9 +63,15 @@ class HuggingFaceTokenizer:
         if getattr(loaded, "backend_tokenizer", None) is None:
             raise UserError(f"the tokenizer in {folder} has no tokenizer.json: save it with Transformers first")
         with _refusing(folder):
-            backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())  # a copy: it is changed here
+            described = loaded.backend_tokenizer.to_str()
+            for part in ("normalizer", "pre_tokenizer", "decoder"):
+                if (times := _growth(json.loads(described)[part])) > MOST_GROWTH:
+                    raise ValueError(f"its {part} makes texts {times:.0f} times as long")
+            backend = Tokenizer.from_str(described)  # a copy: it is changed here
             backend.no_padding()
             backend.no_truncation()
+            if (marks := backend.num_special_tokens_to_add(False)) > _MOST_MARKS:
+                raise ValueError(f"its post_processor adds {marks} tokens to each text")
             plain, added = (backend.encode(_TRIAL, add_special_tokens=each).ids for each in (False, True))
         begin = loaded.bos_token_id if added[0] == loaded.bos_token_id != plain[0] else None
         backend.post_processor = None  # it adds special tokens, and trims spaces off the places of tokens
@@ -72,9 +83,13 @@ class HuggingFaceTokenizer:
         place = int(backend.token_to_id(text) or 0)
         target = place if image is None else image
         known = [number for number in backend.get_vocab(with_added_tokens=True).values() if number != place]
+        if (vocab_size := max(*known, target) + 1) > _MOST_TOKENS:
+            raise UserError(
+                f"the tokenizer in {folder} has a token {vocab_size - 1:,}, beyond {_MOST_TOKENS:,}: correct it"
+            )
         return cls(
             backend=backend,
-            vocab_size=max(*known, target) + 1,
+            vocab_size=vocab_size,
             pad=loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id,
             eos=loaded.eos_token_id,
             begin=begin,
@@ -114,6 +129,20 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise UserError(
             f"the tokenizer in {folder} cannot be read ({_first_line(error)}): check --tokenizer"
         ) from error
+
+
+def _growth(step: Any) -> float:
+    """Return how many times as long the steps of a part of tokenizer.json, one after another, may make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    if charsmap := step.get("precompiled_charsmap"):
+        return max(1, growth_of_charsmap(base64.b64decode(charsmap)))
+    pattern, inner = step.get("pattern"), [value for value in step.values() if isinstance(value, list)]
+    old = pattern.get("String", "") if isinstance(pattern, dict) else ""  # a pattern may match nothing at all
+    new = (step.get("content", ""), step.get("prepend", ""))  # of Replace and Prepend
+    return max(1, *(len(str(text)) / max(1, len(old)) for text in new)) * math.prod(map(_growth, inner))
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from megavlm.data.tokenizers import Tokens, tokens_of
+from megavlm.data.tokenizers import MOST_GROWTH, Tokens, growth_of_charsmap, tokens_of
 from megavlm.errors import UserError
 from megavlm.files import replace_file
 from megavlm.json_files import LARGEST
@@ -46,6 +46,10 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
     replace_file(path, model.getvalue())
 
 
+# Not by sentencepiece's own module of messages: Transformers has one of the same name, and a process takes one alone.
+_NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of sentencepiece's ModelProto (before, and after decoding), NormalizerSpec
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model. The model itself reads control pieces (`</s>`) as text: here they are tokens.
 
@@ -59,11 +63,14 @@ class SentencePieceTokenizer:
         try:
             proto = read_bytes(path, at_most=LARGEST)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            times = max(map(_growth, (b"".join(_fields(proto, number)) for number in _NORMALIZERS)))
+        except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
             raise UserError(
                 f"--tokenizer {path} is not a readable SentencePiece model: give a .model file, or the folder of "
                 "a Hugging Face tokenizer"
             ) from error
+        if times > MOST_GROWTH:
+            raise UserError(f"--tokenizer {path}: its normalizer makes texts {times:.0f} times as long: name another")
         model = self._model
         self.vocab_size: int = model.get_piece_size()
         self.eos: int = model.eos_id()
@@ -125,6 +132,35 @@ class SentencePieceTokenizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._model = sentencepiece.SentencePieceProcessor(model_proto=state["_model"])
+
+
+def _growth(normalizer: bytes) -> float:
+    return max([0.0, *map(growth_of_charsmap, _fields(normalizer, _CHARSMAP))])
+
+
+def _fields(proto: bytes, wanted: int) -> list[bytes]:
+    """Return the values of a field of bytes in a message of Protocol Buffers, which has been read without an error."""
+    found, at = [], 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            value |= (proto[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if proto[at - 1] < 128:
+                return value
+
+    while at < len(proto):
+        key = number()
+        if key & 7 == 0:
+            number()
+            continue
+        size = {1: 8, 2: 0, 5: 4}[key & 7] or number()
+        if key == wanted << 3 | 2:
+            found.append(proto[at : at + size])
+        at += size
+    return found
 
 
 def _any_of(words: Mapping[str, int]) -> re.Pattern[str]:

@@ -17,7 +17,7 @@ from megavlm.data.source import HeldOutPrompt
 from megavlm.data.survey import DEAR, cheaper
 from megavlm.data.types import PADDING, RECORD, SOURCE, StepData
 from megavlm.errors import UserError
-from megavlm.files import replace_file
+from megavlm.files import open_new, replace_file
 from megavlm.metrics import callback
 from megavlm.metrics.callback import Value
 from megavlm.objective.gather import SCORES, Representations, Texts, gathered, gathered_members, longest, retrieval_sums
@@ -323,7 +323,7 @@ def accuracies(run: Run) -> dict[str, Value]:
 
 
 def final_evaluation(run: Run) -> None:
-    """Answer all held-out questions, if the data have any; rank 0 writes the scores to RUN_DIR."""
+    """Answer all held-out questions, if the data have any; rank 0 writes the scores and some examples to RUN_DIR."""
     questions = run.source.questions(run.config.evaluation.eval_samples)
     if not questions:
         return
@@ -334,8 +334,11 @@ def final_evaluation(run: Run) -> None:
         shuffled = _answers_of(run, run.source.with_shuffled_images(questions))
     if run.progress is None:
         return
-    from megavlm.demo.results import exact_match_table
+    from megavlm.demo.results import draw_examples, exact_match_table
 
-    table = exact_match_table(questions, answers, shuffled)
+    table, examples = exact_match_table(questions, answers, shuffled), run.run_dir / "examples.png"
     replace_file(run.run_dir / "evaluation.txt", table + "\n")
+    open_new(examples).close()  # the library would follow a link
+    draw_examples(questions, answers, examples)
     run.say(table)
+    run.say(f"examples: {examples}")

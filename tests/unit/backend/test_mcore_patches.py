@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +32,23 @@ def test_the_norm_is_megatron_cores() -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert clip_grads.l2_norm_impl is patches.norm
     assert clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm
+
+
+def test_casts_of_flat_parts_write_no_transposed_copy() -> None:
+    """The module as Transformer Engine has it: names are looked up at each call, and the class is asked for, too."""
+
+    class Quantizer:
+        def __init__(self, scale: float, *, rowwise: bool = True, columnwise: bool = True) -> None:
+            self.usage = (rowwise, columnwise)
+
+    casts = ModuleType("utils")
+    vars(casts).update(Float8Quantizer=Quantizer)
+    exec("def cast(scale):\n    return Float8Quantizer(scale=scale).usage", vars(casts))
+    assert casts.cast(1.0) == (True, True)
+    for _ in range(2):
+        casts.cast = patches.without_transposes(casts, casts.cast)
+        assert casts.cast(1.0) == (True, False)
+    assert casts.Float8Quantizer is Quantizer, "which `cast_master_weights_to_fp8` compares with"
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

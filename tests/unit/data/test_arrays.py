@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import lzma
 import os
 import pickle
 import threading
 import time
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,35 @@ def bomb() -> bytes:
     return out.getvalue()
 
 
+def overlapping() -> bytes:
+    """A TIFF whose strips are said to reach over all of it, so that it is unpacked again and again."""
+    out = io.BytesIO()
+    tifffile.imwrite(out, np.zeros((300, 9, 5), "uint8"), planarconfig="contig", compression="zlib", rowsperstrip=1)
+    out.seek(0)
+    with tifffile.TiffFile(out) as file:
+        sizes = file.pages[0].tags["StripByteCounts"]
+    whole = out.getvalue()
+    width = 2 * sizes.count if sizes.dtype == 3 else 4 * sizes.count
+    lying = len(whole).to_bytes(width // sizes.count, "little") * sizes.count
+    return whole[: sizes.valueoffset] + lying + whole[sizes.valueoffset + width :]
+
+
+def expanding(compression: str) -> bytes:
+    """A TIFF of which one strip becomes 64 MB, where its image has 32 kB."""
+    out = io.BytesIO()
+    tifffile.imwrite(out, image(5, "uint8", height=64, width=100), planarconfig="contig", compression=compression)
+    out.seek(0)
+    with tifffile.TiffFile(out) as file:
+        places, sizes = file.pages[0].tags["StripOffsets"], file.pages[0].tags["StripByteCounts"]
+    zeros = bytes(2**26 + 1)
+    strip = zlib.compress(zeros, 1) if compression == "zlib" else lzma.compress(zeros, preset=0)
+    content = bytearray(out.getvalue())
+    for tag, value in ((places, len(content)), (sizes, len(strip))):
+        content[tag.valueoffset : tag.valueoffset + 4] = value.to_bytes(4, "little")
+        content[tag.offset + 2 : tag.offset + 4] = (4).to_bytes(2, "little")  # a number of four bytes
+    return bytes(content) + strip
+
+
 def palette() -> bytes:
     out = io.BytesIO()
     Image.fromarray(image(1, "uint8")[..., 0]).convert("P").save(out, "PNG")
@@ -129,6 +160,9 @@ def palette() -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason", "words"),
     [
+        (overlapping(), Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again"),
+        (expanding("zlib"), Reason.CORRUPT, "a strip or tile becomes larger than the image: save it again"),
+        (expanding("lzma"), Reason.CORRUPT, "a strip or tile becomes larger than the image: save it again"),
         (npy(image(4, "uint8")), Reason.NOT_AN_IMAGE, "shape 6×9×4, not height × width × 5 channels"),
         (npy(np.zeros((2, 6, 9, 5))), Reason.NOT_AN_IMAGE, "shape 2×6×9×5"),
         (npy(np.zeros((0, 9, 5))), Reason.NOT_AN_IMAGE, "shape 0×9×5"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import zlib
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, TiffImagePlugin
 
+from megavlm.data.arrays import array_size, read_array
 from megavlm.data.decode import MAX_PIXELS, decode, resolve_inside, size_of
 from megavlm.inputs.bad_sample import BadSample, Reason
 from tests.support.hostile import reason_of
@@ -152,3 +154,77 @@ class TestPaths:
 
     def test_a_file_that_went_away(self, tmp_path: Path) -> None:
         assert reason_of(decode, tmp_path / "gone.png") is Reason.MISSING
+
+
+def test_a_jpeg_with_too_little_data_for_its_size_is_truncated() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64), "red").save(buffer, "JPEG")
+    data = bytearray(buffer.getvalue())
+    at = data.index(b"\xff\xc0") + 5  # height and width in the frame header
+    data[at : at + 4] = (4000).to_bytes(2, "big") * 2
+    for read in (size_of, decode):
+        assert reason_of(read, bytes(data)) is Reason.TRUNCATED
+
+
+@pytest.mark.parametrize("comment", [b"#" + b"x" * 2**22, b"#\n" * 2**20])
+def test_a_ppm_with_a_long_comment_is_refused_at_once(comment: bytes) -> None:
+    with pytest.raises(BadSample, match="header"):
+        decode(b"P6\n" + comment + b"\n1 1 255\nabc")
+    assert decode(b"P6\n# made by hand\n1 1\n255\nabc").shape == (1, 1, 3)
+
+
+def test_a_jpeg_of_very_many_scans_is_a_bad_sample():
+    """A scan of some bytes is a pass over all pixels."""
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    whole = buffer.getvalue()
+    assert decode(whole).shape == (64, 64, 3)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    many = whole[:-2] + last * (111 - whole.count(b"\xff\xda")) + whole[-2:]
+    assert array_size(many, channels=3, max_pixels=MAX_PIXELS) == size_of(many) == (64, 64)
+    for read in (decode, partial(read_array, channels=3, max_pixels=MAX_PIXELS)):
+        with pytest.raises(BadSample, match="111 scans"):
+            read(many)
+
+
+def in_pieces(count: int) -> dict[str, bytes]:
+    """Pictures whose parts Pillow reads one by one."""
+    png, gif = encoded(noise()), encoded(noise("P"), "GIF")
+    start, frame = gif.index(b","), png.index(b"IDAT") - 4
+    return {
+        "chunks": png[:frame] + chunk(b"teXt", b"") * count + png[frame:],
+        "comments": gif[:start] + b"!\xfe\x01a\0" * count + gif[start:],
+        "strips": encoded(noise(size=(1, count)), "TIFF", tiffinfo={TiffImagePlugin.ROWSPERSTRIP: 1}),
+        "strips of BigTIFF": encoded(
+            noise(size=(1, count)), "TIFF", big_tiff=True, tiffinfo={TiffImagePlugin.ROWSPERSTRIP: 1}
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", in_pieces(1))
+def test_a_picture_in_very_many_pieces_is_a_bad_sample(name: str, tmp_path: Path) -> None:
+    """A chunk of 12 bytes costs 12 µs: 50 MB of them are ten minutes."""
+    assert decode(in_pieces(1_000)[name]).shape in ((30, 40, 3), (1_000, 1, 3))
+    file = tmp_path / name
+    file.write_bytes(in_pieces(100_000)[name])
+    for source in (file, file.read_bytes()):
+        with pytest.raises(BadSample, match=r"in (too many|100000) pieces: save it again"):
+            size_of(source)
+
+
+def test_a_picture_that_is_a_text_with_very_many_comments_is_a_bad_sample() -> None:
+    head, rest = b"P3 64 64 255\n" + b"#\n" * 2048, b"1 " * 64 * 64 * 3
+    assert decode(head + b"1 #x\n" * 900 + rest).shape == (64, 64, 3)
+    for text in (head + b"1 #x\n" * 2000 + rest, head + rest + b" " * 2**26):
+        with pytest.raises(BadSample, match="a long text, or has many comments"):
+            size_of(text)
+
+
+@pytest.mark.parametrize(("width", "slow"), [(4096, False), (4097, True)])
+def test_a_large_picture_that_is_decoded_in_python_is_a_bad_sample(width: int, slow: bool) -> None:
+    pixels = b"P5 %d 2048 3 " % width
+    with pytest.raises(BadSample, match="slow to read: save a PNG" if slow else "truncated|not enough|bytes"):
+        decode(pixels)
+    with pytest.raises(BadSample, match="slow to read"):
+        decode(b"P3 4096 683 255 ")  # of three values for each pixel
+    assert not slow or size_of(b"P5 %d 2048 255 " % width) == (2048, width), "PPMs of 255 are read by C"

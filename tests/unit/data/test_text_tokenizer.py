@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from megavlm.config.schema import CheckpointConfig, Config, DataConfig, LanguageConfig, ModelConfig
 from megavlm.data.chat import ChatFormat
 from megavlm.data.preprocessors import tokenizer_for
+from megavlm.data.tokenizers import MOST_GROWTH
+from megavlm.data.tokenizers.hugging_face import _growth
 from megavlm.data.tokenizers.sentence_piece import (
     IMAGE,
     SentencePieceTokenizer,
+    _fields,
     ensure_tokenizer,
     train_tokenizer,
 )
@@ -49,6 +54,35 @@ def test_it_travels_to_other_processes(model: Path) -> None:
     tokenizer = SentencePieceTokenizer(model)
     moved = pickle.loads(pickle.dumps(tokenizer))
     assert moved.encode("the cat</s>").ids.tolist() == tokenizer.encode("the cat</s>").ids.tolist()
+
+
+@pytest.mark.parametrize(("letters", "refused"), [(60, False), (70, True)])
+def test_a_normalizer_that_multiplies_texts_is_refused(tmp_path: Path, letters: int, refused: bool) -> None:
+    """Of a model, and of a tokenizer.json that has its table."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers (the extra `hf`)")
+    (tmp_path / "rules.tsv").write_text(f"61\t{' '.join(['62'] * letters)}\n")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["b c d e f", "b d c"] * 50),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=20,
+        user_defined_symbols=["<image>"],
+        normalization_rule_tsv=str(tmp_path / "rules.tsv"),
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (normalizer,) = _fields((tmp_path / "m.model").read_bytes(), 3)
+    (table,) = _fields(normalizer, 2)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"b": 0}, merges=[]))
+    tokenizer.normalizer = tokenizers.normalizers.Precompiled(table)
+    assert tokenizer.normalizer.normalize_str("a") == "b" * letters
+    growth = _growth(json.loads(tokenizer.to_str())["normalizer"])
+    if not refused:
+        assert growth == letters / 4
+        assert len(SentencePieceTokenizer(tmp_path / "m.model").encode("a")) > letters / 2
+        return
+    assert growth > MOST_GROWTH
+    with pytest.raises(UserError, match="its normalizer makes texts 18 times as long"):
+        SentencePieceTokenizer(tmp_path / "m.model")
 
 
 def test_a_chat_with_it(model: Path) -> None:

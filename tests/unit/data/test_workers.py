@@ -93,11 +93,20 @@ def test_workers_that_hang_in_tasks_are_replaced(source: FilesSource, pool_of: A
 
 
 def test_whatever_happens_to_a_worker_no_work_is_lost(source, pool_of, tmp_path, monkeypatch):
-    """In one pool, because each worker imports for seconds."""
-    lines = list[str]()
-    pool = pool_of(1, timeout=300, report=lines.append)
-    with pytest.raises(TypeError):
-        pool.map(encode, [3])
+    """In one pool, because each worker imports for seconds. The first one starts where data have modules of Python
+    beside them, which it would import before it has a path, and where the script that was started trains when it is
+    imported.
+    """
+    (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
+    script, lines = sys.modules["__main__"], list[str]()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(script, "__spec__", None)
+        patch.setattr(script, "__file__", str(tmp_path / "pickle.py"), raising=False)
+        pool = pool_of(1, timeout=300, report=lines.append)
+        with pytest.raises(TypeError):
+            pool.map(encode, [3])
+        assert script.__file__ == str(tmp_path / "pickle.py")
     expected = [encode(source, task) for task in TASKS]
     assert pool.map(encode, TASKS) == expected
     assert lines == []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -156,3 +159,36 @@ def test_zeros_give_zeros_and_so_do_their_gradients_in_a_product(name: str) -> N
     output = ACTIVATIONS[name](x)
     (gradient,) = torch.autograd.grad(output, x, torch.zeros_like(output))
     assert output.count_nonzero() == gradient.count_nonzero() == 0
+
+
+COMPILED = """
+import torch
+from megavlm.model.layer_modules import ACTIVATIONS, activations
+from megavlm.model.rotary import Rotary, rotation
+
+def numbers(function, x, *rest):
+    x = x.clone().requires_grad_()
+    found = function(x, *rest)
+    found = found if isinstance(found, tuple) else (found,)
+    return *found, *torch.autograd.grad(found, x, [y.cos() for y in found])
+
+compiled = activations(torch.compile)
+for length in (5, 6, 9):  # a run compiles once for one length, and once for all others
+    x, mixed, half = torch.randn(length, 2, 48), torch.randn(length, 2, 3, 48), torch.rand(length, 1, 1, 4)
+    turns = rotation(torch.cat([half, half], -1), torch.float32)
+    pairs = [(compiled[name], ACTIVATIONS[name], x) for name in ("swiglu", "quick_gelu")]
+    pairs.append((Rotary(torch.compile).split_and_rotate, Rotary().split_and_rotate, mixed, [32, 8, 8], turns))
+    for ours, theirs, *given in pairs:
+        for one, other in zip(numbers(ours, *given), numbers(theirs, *given), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+print(len(torch._dynamo.utils.compile_times(repr="csv")[0]))
+"""
+
+
+@pytest.mark.slow  # inductor starts a compiler
+def test_compiled_numbers_are_the_same() -> None:
+    """In a process of its own: tests disable compilation."""
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": "0"}
+    ran = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert int(ran.stdout) > 0, "nothing was compiled"

@@ -412,10 +412,15 @@ def test_devices_without_fp8_units_gain_nothing() -> None:
     assert fp8_speed(PROFILES["h200"]) == pytest.approx(2, rel=1e-3)
 
 
-def test_weights_are_held_again_in_fp8() -> None:
+def test_weights_are_held_again_in_fp8_unless_they_are_in_fp8_alone() -> None:
     for sharding in ("optimizer", "full"):
         argv = [*FIRST_LAST.split(), "--data-parallel-sharding", sharding]
         on_cpu, on_gpu = (scenario_of(resolved([*argv]), ONE, on_gpu=gpu) for gpu in (False, True))
         for name in on_gpu.names:
             more = 2 * local_parameters(name, on_gpu.model, 1) if name in on_gpu.fp8 else 0
             assert model_state_bytes(name, on_gpu).weights - model_state_bytes(name, on_cpu).weights == more, name
+    alone = scenario_of(resolved([*FIRST_LAST.split(), "--fp8-param-gather"]), ONE, on_gpu=True)
+    assert alone.kept_in_fp8 == alone.fp8
+    assert all(
+        model_state_bytes(name, alone) == model_state_bytes(name, replace(alone, on_gpu=False)) for name in alone.names
+    )

@@ -100,6 +100,12 @@ def test_torch_layers_emulate_scales_of_whole_tensors() -> None:
             check_device(parse(f"{FP8} --fp8-recipe {recipe}".split()))
 
 
+def test_torch_layers_keep_no_weights_in_fp8() -> None:
+    check_device(parse(FP8.split()))
+    with pytest.raises(UserError, match=r"^--fp8-param-gather needs Transformer Engine: .* leave it out$"):
+        check_device(parse([*FP8.split(), "--fp8-param-gather"]))
+
+
 def test_linear_attention_on_a_gpu_is_refused_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = parse("--transformer-impl torch --set model.language.linear_attention_layers=[0]".split())
     check_device(hybrid)  # on a CPU

@@ -114,6 +114,38 @@ def test_every_script_of_a_command_calls_it() -> None:
     assert all(text.count("\n") < 15 for text in called.values()), "programs are in the package"
 
 
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    """`python -m` has it first on sys.path."""
+    for name in ("torch", "numpy", "yaml", "pickle", "sitecustomize", "megavlm_extension"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    for words in (
+        ("megavlm", "channels", "none"),
+        ("megavlm.programs.launch.node", "--help"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode in (0, 2), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+def test_a_program_that_uses_the_package_keeps_its_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import megavlm, beside; print(beside.HERE)")
+    (tmp_path / "beside.py").write_text("HERE = 'found'")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mine"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "found\n", done.stderr
+
+
 @pytest.mark.parametrize("most", [24, 900])
 def test_few_open_files_are_raised_or_one_line(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import importlib
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from megavlm.errors import UserError
 from megavlm.storage import complaint, is_url, transfer, without_secrets
+from megavlm.storage import store as store_module
 from megavlm.storage.store import Moved, Store, StoreError
 from megavlm.storage.transfer import move, with_retries
 
@@ -146,16 +149,35 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Has folders in folders without end, and refuses who asks for a compressed answer."""
+    """Sends to another name of this host, drips one tag after another, has folders in folders without end, or says
+    that its answer is compressed.
+    """
 
     def do_GET(self) -> None:
-        answer = b'<a href="deeper/">x</a><a href="a.json">x</a>' if self.path.endswith("folder") else b"{}"
-        self.send_response(200 if self.headers["Accept-Encoding"] == "identity" else 406)
+        if "folders" in self.path or "packed" in self.path:
+            packed = "packed" in self.path
+            answer = gzip.compress(bytes(2**20)) if packed else b'<a href="deeper/">x</a><a href="a.json">x</a>'
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(answer)))
+            if packed:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(answer)
+            return
+        if "elsewhere" in self.path:
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/stolen")
+            self.end_headers()
+            return
+        self.send_response(200)
         self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(answer)
+        with contextlib.suppress(OSError):
+            for _ in range(40 if "drips" in self.path else 1):
+                self.wfile.write(b'<a href="x">')
+                time.sleep(0.1)
 
     do_HEAD = do_GET
 
@@ -163,12 +185,19 @@ class _Answers(BaseHTTPRequestHandler):
         return
 
 
-def test_a_folder_by_http_is_a_page_and_its_files_come_as_they_are(tmp_path: Path) -> None:
+def test_answers_by_http_are_bounded_and_come_from_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp")
+    monkeypatch.setitem(store_module._HTTP_LIMITS, "total", 1)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    store = Store.at(f"http://127.0.0.1:{server.server_address[1]}/folder")
-    assert [*store.versions()] == ["a.json"], "other folders are not looked at"
-    store.download("a.json", tmp_path / "a.json")
-    assert (tmp_path / "a.json").read_bytes() == b"{}"
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    with pytest.raises(StoreError, match="PermissionError: it sends to http://localhost: name") as refused:
+        Store.at(f"{address}/elsewhere").files()
+    assert refused.value.final
+    with pytest.raises(StoreError, match="cannot be listed"):
+        Store.at(f"{address}/drips").files()
+    assert list(Store.at(f"{address}/folder")._entries()) == ["x"]
+    assert [*Store.at(f"{address}/folders").versions()] == ["a.json"], "other folders are not looked at"
+    Store.at(address).download("packed.json", tmp_path / "packed")
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == bytes(2**20), "it comes as it is, however large"
     server.shutdown()
