@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("megavlm.programs.plan", "Find the fastest layout of a model on a number of GPUs."),
     "convert": ("megavlm.programs.convert", "Export to Hugging Face, import, merge adapters, compare logits."),
+    "migrate": ("megavlm.programs.migrate", "Convert the configuration of another trainer, and say what differs."),
     "compare": ("megavlm.programs.compare", "Say at which layer two models part."),
     "chat": ("megavlm.programs.inference.chat", "Talk to a trained model in the terminal."),
     "evaluate": ("megavlm.programs.evaluation.evaluate", "Score a trained model on questions about images."),

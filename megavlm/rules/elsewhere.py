@@ -51,12 +51,17 @@ def exact_hint(word: str, *, written: Callable[[str], str]) -> str:
 
 def value_hint(word: str, choices: Collection[str]) -> str:
     """Return `": did you mean X?"` for a value that another trainer has for one of the choices; "" for other words."""
-    bare = _bare(word).removeprefix("torch.")
-    if bare == "fp8" and "fp16" in choices:
+    if _bare(word) == "fp8" and "fp16" in choices:
         return ": FP8 is an option of its own, --fp8 hybrid, beside bf16"
+    return f": did you mean {found}?" if (found := choice_of(word, choices)) else ""
+
+
+def choice_of(word: str, choices: Collection[str]) -> str | None:
+    """Return the choice for which another trainer has a word; None for other words."""
+    bare = _bare(word).removeprefix("torch.")
     words = {**_table()["values"], **{rule.name: rule.elsewhere for rule in RULES.values()}}
     same = (choice for choice in choices if bare == choice.lower() or bare in words.get(choice, "").split())
-    return f": did you mean {found}?" if (found := next(same, None)) else ""
+    return next(same, None)
 
 
 def _bare(word: str) -> str:

@@ -32,8 +32,8 @@ DOCUMENTS = [
 # Scripts in tools/ that are a command of `megavlm`, by its name.
 TOOLS = {
     name: {"prepare": "prepare_data", "preview": "preview_data"}.get(name, name)
-    for name in "calibrate channels chat checkpoint compare convert doctor embed evaluate goodput plan prepare preview "
-    "report sweep why".split()
+    for name in "calibrate channels chat checkpoint compare convert doctor embed evaluate goodput migrate plan prepare "
+    "preview report sweep why".split()
 }
 TAKES_RUN_FLAGS = ("convert", "plan", "preview")
 # Flags of other programs: torchrun, tensorboard, mlflow, pip, docker, SLURM.

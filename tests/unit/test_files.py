@@ -89,6 +89,7 @@ _SMALL = ("--model", "qwen2_5_vl_3b", "--gpus", "1", "--gpu", "h100", "--images"
 _WORDS: dict[tuple[str, str], tuple[str, ...] | None] = {
     ("plan", "--out"): _SMALL,
     ("report", "--out"): ("RUN",),
+    ("migrate", "--out"): ("RUN/ds.json",),
     ("preview", "--out"): None,
     ("channels", "--out"): None,
     ("doctor", "--json"): None,
@@ -125,6 +126,7 @@ def test_no_command_replaces_a_device(command, option, tmp_path, monkeypatch, ca
     run.mkdir()
     event = {"time": "2026-01-01T00:00:00+00:00", "kind": "start", "iteration": 0, "world": 1, "attempt": 0, "rank": 0}
     (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    (run / "ds.json").write_text('{"train_batch_size": 8}')
     (run / "metrics.jsonl").write_text(
         "".join(
             json.dumps({"iteration": n, "loss": 1.0, "time": f"2026-01-01T00:00:0{n}+00:00"}) + "\n" for n in (1, 2)

@@ -1,0 +1,363 @@
+"""Convert the configuration of another trainer to ours, by the tables of `migration_tables.py`, and back.
+
+JSON, YAML and the options of a command in a shell script are read. Nothing is executed: a variable of a script that is
+assigned once is replaced by its text, and what else a shell would have to say stays as it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from megavlm.command_line import migration_tables as tables
+from megavlm.command_line.migration_tables import Given, Kind, NoCounterpart, Row, Values, kinds, normalised
+from megavlm.command_line.parsing import parse
+from megavlm.config.derived import replica_size
+from megavlm.config.messages import plain, shown
+from megavlm.config.option import Needs
+from megavlm.config.schema import Config, DatasetConfig
+from megavlm.errors import UserError
+from megavlm.paths import read_bytes
+from megavlm.rules import elsewhere
+from megavlm.rules.check import check, idle
+from megavlm.rules.fields import Option, options, value_at, with_values
+from megavlm.rules.load import as_data, data_of, values_in
+
+STATUSES = TAKEN, CHANGED, UNKNOWN = "taken", "changed", "unknown"
+KINDS = tuple(kind for kind, each in kinds().items() if not each.otherwise)  # of files that are converted
+_LARGEST, _LARGEST_SCRIPT = 2**19, 2**16  # bytes of a file; of a script, as it is and with its variables replaced
+_DEEPEST = 4  # variables within variables
+_ENVIRONMENT = ("MAX_PIXELS", "MIN_PIXELS", "NPROC_PER_NODE", "NNODES")  # what ms-swift reads of it
+_COMMENT, _QUOTED_LIST = re.compile(r"(?m)(^|\s)#.*$"), re.compile(r'"(\$\{\w+\[@\]\})"')
+_COMPUTED = re.compile(r"\$\(+[^()]*\)+|`[^`]*`")
+_VALUE = r"""\([^()"']*(?:(?:"[^"]*"|'[^']*')[^()"']*)*\)|"[^"]*"|'[^']*'|[^\s;|&()]*"""
+_BEGIN, _END = r"(?:^|[;&]|\b(?:then|else|do)\b)[ \t]*(?:export[ \t]+)?", r"(?=[ \t]*(?:$|[;&]))"
+_ASSIGNED = re.compile(rf"(?m){_BEGIN}([A-Za-z_]\w*)=({_VALUE}){_END}")
+_VARIABLE = re.compile(r"(?<!--)\$(?:(\w+)|\{(\w+)(?:\[@\])?\})")
+_FLAG = re.compile(r"(?s)--?([A-Za-z][\w-]*|\$\w+)(?:=(.*))?")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of a key: it sets `ours`, and `note` says what differs, or why there is no counterpart."""
+
+    key: str
+    value: Any
+    status: str = TAKEN
+    ours: Values = field(default_factory=dict)
+    note: str = ""
+    default: bool = False  # the file leaves the key out
+
+    def __str__(self) -> str:
+        ours = ", ".join(f"{key}: {_shown(value)}" for key, value in self.ours.items())
+        said = f"  {plain(self.key)}: {_shown(self.value)}" + (f" → {ours}" if ours else "")
+        return said + (f"\n      {self.note}" if self.note else "")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value.isprintable() and 0 < len(value) < 80 else shown(value)
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What files become here.
+
+    Args:
+        kinds: what each file is called.
+        lines: what became of each key.
+        remarks: what differs, whatever the files say.
+        values: the configuration, by key.
+        waiting: values by key that need data sets, which only the user can name.
+    """
+
+    kinds: list[str]
+    lines: list[Line]
+    remarks: list[str]
+    values: Values
+    waiting: Values
+
+    def check(self) -> None:
+        """Raise UserError for what a run would refuse, in a layout only where files have the model's shape."""
+        config, known = _config(self.values), any(key.startswith("model.language.") for key in self.values)
+        ranks = replica_size(config)
+        world = max(1, (config.run.world_size or 1) // ranks)
+        if not known:
+            split = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+            config = with_values(config, {("parallel", f"{each}_parallel_size"): 1 for each in split})
+        try:
+            check(config, world=world * ranks if known else world)
+        except UserError as error:
+            raise UserError(f"nothing is written, as what follows from the file is refused: {error}") from None
+
+
+def migrated(files: Sequence[Path], *, kind: str | None = None, world: int | None = None) -> Migration:
+    """Return what files that belong together become on so many processes; by default, those that the files say.
+
+    Raises UserError for a file that cannot be read, or is of no known kind and `kind` does not say which.
+    """
+    found = [(data, kinds()[kind or _told(data, file)]) for file in files for data in (_read(file),)]
+    lines, values, waiting = _settled(list(_translated(found, world)))
+    remarks = list(dict.fromkeys(each for _, one in found for each in one.remarks))
+    return Migration([one.name for _, one in found], lines, remarks, values, waiting)
+
+
+def sent_back(file: Path, to: str) -> tuple[list[Line], dict[str, Any], str]:
+    """Return what a file of ours says in the words of another trainer: what became of each key, the content of its
+    file, and the name of that.
+    """
+    said, kind = parse(["--config", str(file)]), kinds()[f"to-{to}"]
+    values = {option.key: as_data(value_at(said, option.path)) for option in options()}
+    rows = [(option, kind.rows.get(normalised(option.key))) for option in options()]
+    here = [each for each, row in rows if value_at(said, each.path) != each.default or (row and not row.refuse)]
+    lines = [line_of(kind, option.key, values[option.key], values) for option in here]
+    return [line for line in lines if line.ours or line.note], nested(_values(lines)), kind.marks[0]
+
+
+def _told(data: Mapping[str, Any], file: Path) -> str:
+    """Return the kind of a file, told by the names in it. Raises UserError if it has none."""
+    names = {normalised(name) for name in data}
+    hits = {kind: len(names.intersection(each.marks)) for kind, each in kinds().items()}
+    best = max(hits, key=lambda kind: hits[kind])
+    if not hits[best]:
+        known = ", ".join(dict.fromkeys(each.name for each in kinds().values()))
+        raise UserError(f"{plain(str(file))} has no option that tells whose it is ({known}): say it with --from")
+    return best
+
+
+def _translated(found: Sequence[tuple[Mapping[str, Any], Kind]], world: int | None) -> Iterator[Line]:
+    """Yield what each key of the files is here, each file's after the defaults there that differ."""
+    given = {normalised(name): value for data, _ in found for name, value in data.items() if value is not None}
+    given["processes"] = world or tables.processes(given) or tables.fewest_processes(given)
+    found_keys: set[str] = set()
+    for data, kind in found:
+        whole = kind.with_defaults(given)
+        lines = [line_of(kind, name, value, whole, default=True) for name, value in whole.items() if name not in given]
+        lines += [line_of(kind, name, value, whole) for name, value in data.items()]
+        found_keys |= _values(lines).keys()
+        yield from lines
+    batch, ranks = tables.samples_at_a_time(given), given["processes"]
+    if "train.global_batch_size" not in found_keys:
+        note = "no file says it: a micro-batch for each process with other samples"
+        yield Line("(global batch)", batch, CHANGED, {"train.global_batch_size": batch}, note)
+    note = "torchrun starts them; this number is for --dry-run, and the global batch is of so many: --world-size"
+    yield Line("(processes)", ranks, CHANGED, {"run.world_size": ranks}, note)
+
+
+def line_of(kind: Kind, key: str, value: Any, given: Given, *, default: bool = False) -> Line:
+    """Return what a key of a file is here, or for a kind with `otherwise`, what one of our keys is there."""
+    line = Line(key, value, default=default)
+    if value is None:
+        return line
+    try:
+        if _asks_shell(value) or _asks_shell(key):
+            raise NoCounterpart("only a shell knows it: write the value into the file")
+        row = kind.rows.get(normalised(key))
+        if value == "auto" and row is not None:
+            raise NoCounterpart("arguments of the training script fill it in: give their file to this command as well")
+        row = row or _general(kind, normalised(key))
+        ours = row.values(value, given)
+        ours = ours if kind.otherwise else {name: _converted(name, each) for name, each in ours.items()}
+    except (NoCounterpart, UserError) as error:
+        return replace(line, status=UNKNOWN, note=str(error))
+    except (ValueError, TypeError, LookupError, ArithmeticError):
+        return replace(line, status=UNKNOWN, note="this value is not understood")
+    changed = bool(row.differs and (ours or not row.to))
+    return replace(line, ours=ours, status=CHANGED if changed else TAKEN, note=row.differs if changed else "")
+
+
+def _general(kind: Kind, name: str) -> Row:
+    """Return the row of a name that no table has: an option that we call so, or what `rules/elsewhere.toml` says."""
+    by_flag = {flag: option.key for option in options() for flag in (*option.flags, option.spelled)}
+    if f"--{name}" in by_flag:
+        return Row(by_flag[f"--{name}"])
+    meaning = kind.otherwise or elsewhere.meanings().get(name.rpartition(".")[2])
+    if meaning is None:
+        raise NoCounterpart("nothing here is called so, and no table has it: see --help-all of megavlm train")
+    head, comma, _ = meaning.partition(",")
+    if not head.startswith("--"):
+        raise NoCounterpart(meaning)
+    flag, *words = head.removeprefix("--set ").replace("=", " ").split()
+    if comma or len(words) > 1:
+        raise NoCounterpart(f"here it is {meaning}")
+    key = by_flag.get(flag, flag)
+    switch = {"true": yaml.safe_load(words[0]), "false": {}} if words else None
+    return Row(key, words=switch, otherwise=f"here it is {meaning}" if words else "")
+
+
+def _converted(key: str, value: Any) -> Any:
+    """Return a value as a file of ours has it. Raises UserError for one that the option does not take."""
+    option = next(option for option in options() if option.key == key)
+    kind = option.kind
+    value = [value] if kind.many and not isinstance(value, list) else value
+    if kind.scalar is int and isinstance(value, float | str) and float(value).is_integer():
+        value = int(float(value))  # DeepSpeed's 5e8, and variables of the environment
+    if kind.choices and isinstance(value, str):
+        value = elsewhere.choice_of(value, kind.choices) or value
+    found = kind.from_yaml(value, name=key)
+    if option.valid is not None and not kind.many and not option.valid.holds(found):
+        raise UserError(f"{key} {found} must be {option.valid.words}")
+    return value if kind.is_record else as_data(found)
+
+
+def _settled(lines: Sequence[Line]) -> tuple[list[Line], dict[str, Any], dict[str, Any]]:
+    """Return the lines and the values once those that do not go together, or have no effect, are changed or left out,
+    and options that have an effect only beside data sets, which only the user can name.
+    """
+    values, waiting, notes = _values(lines), dict[str, Any](), dict[str, str]()
+    for conflict in tables.conflicts():
+        if conflict.holds(values):
+            notes[conflict.key] = conflict.why
+            values |= {conflict.key: conflict.becomes}
+            values = {key: value for key, value in values.items() if value is not None}
+    while found := _idle(values, beside_data=True):
+        option, needs = found
+        notes[option.key] = f"no effect {needs.lacking}: {needs.remedy}"
+        del values[option.key]
+    while found := _idle(values, beside_data=False):
+        waiting[found[0].key] = values.pop(found[0].key)
+    return [_final(line, values | waiting, waiting, notes) for line in lines], values, waiting
+
+
+def _final(line: Line, values: Values, waiting: Values, notes: Mapping[str, str]) -> Line:
+    """Return a line with the values that hold in the end, and why they are others."""
+    if all(key in values and values[key] == value for key, value in line.ours.items()):
+        late = "it needs --datasets: it is in the command below" * bool(waiting.keys() & line.ours.keys())
+        return replace(line, note=line.note or late)
+    why = next((notes[key] for key in line.ours if key in notes), "" if line.default else "another key says otherwise")
+    ours = {key: values[key] for key in line.ours if key in values and why}
+    return replace(line, ours=ours, status=CHANGED if ours else UNKNOWN, note=why)
+
+
+def _values(lines: Iterable[Line]) -> dict[str, Any]:
+    return {key: value for line in lines for key, value in line.ours.items()}
+
+
+def _idle(values: Values, *, beside_data: bool) -> tuple[Option, Needs] | None:
+    """Return an option without an effect, and what it needs, with data sets or as files say; None if all have one."""
+    config = _config(values)
+    if beside_data and not config.data.datasets:
+        config = replace(config, data=replace(config.data, datasets=(DatasetConfig(path="data.json"),)))
+    typed = [option.path for option in options() if option.key in values]
+    return next((found for found in idle(config, typed=typed) if found[0].key in values), None)
+
+
+def _config(values: Values) -> Config:
+    """Return the configuration; whether given weights have experts is not known here, so that some stand in."""
+    given = "checkpoint.init_from" in values and any("expert" in key or "moe" in key for key in values)
+    return with_values(Config(), values_in(nested({"model.experts.num_experts": 64, **values} if given else values)))
+
+
+def nested(values: Values) -> dict[str, Any]:
+    """Return values by key as nested mappings, in the order of our options."""
+    order = [option.key for option in options()]
+    found: dict[str, Any] = {}
+    for key in sorted(values, key=lambda key: order.index(key) if key in order else len(order)):
+        *sections, name = key.split(".")
+        into = found
+        for section in sections:
+            into = into.setdefault(section, {})
+        into[name] = values[key]
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the values of a file by their names there: of nested ones with dots, of a script without dashes before.
+
+    Raises UserError in one line.
+    """
+    what = plain(str(path))
+    try:
+        text = read_bytes(path, at_most=_LARGEST).decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} cannot be read: {getattr(error, 'strerror', None) or plain(str(error))}") from None
+    if path.suffix in (".yaml", ".yml"):
+        data = data_of(text, what=what)
+    elif path.suffix == ".json" or text.lstrip()[:1] == "{":
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{what} is not valid JSON: {plain(str(error))}") from None
+    else:
+        data = dict(_of_command(_words(text, what=what)))
+    if not isinstance(data, Mapping) or not data:
+        raise UserError(f"{what} has no options: name a file of `key: value` lines, or a script with a command")
+    return dict(_flat(data))
+
+
+def _asks_shell(value: Any) -> bool:
+    """Return whether a value of a script has something that only a shell knows."""
+    words = value if isinstance(value, list) else [value]
+    return any(isinstance(word, str) and re.search(r"\$[\w({@*#]|`", word) for word in words)
+
+
+def _flat(data: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _words(text: str, *, what: str) -> list[str]:
+    """Return the words of the command of a script that has the most options."""
+    text = _QUOTED_LIST.sub(r"\1", _COMMENT.sub(r"\1", text[: _LARGEST_SCRIPT + 1]).replace("\\\n", " "))
+    text = _COMPUTED.sub(lambda found: "`" + re.sub(r"[\s()|;&`]", "", found[0]) + "`", text)
+    assigned: dict[str, set[str]] = {}
+    for name, value in _ASSIGNED.findall(text):
+        bare = value[1:-1] if value[:1] in ("(", '"', "'") else value
+        assigned.setdefault(name, set()).add(" ".join(bare.split()))
+    size = len(text)
+
+    def replaced(found: re.Match[str]) -> str:
+        nonlocal size
+        name = found[1] or found[2]
+        values = assigned.get(name, set())
+        several = f"--${name}" if any("--" in value for value in values) else found[0]  # of branches, one has options
+        value = next(iter(values)) if len(values) == 1 else several
+        size += len(value)
+        return value if size <= _LARGEST_SCRIPT else ""
+
+    once = [f"{name}={value}" for name in _ENVIRONMENT if len(assigned.get(name, ())) == 1 for value in assigned[name]]
+    text = _ASSIGNED.sub("", text)
+    for _ in range(_DEEPEST):
+        text = _VARIABLE.sub(replaced, text)
+    if size > _LARGEST_SCRIPT:
+        raise UserError(f"{what} is too large for a script: give the command alone")
+    commands = [_split(line) for line in re.split(r"[\n;|&]+", text)]
+    most = max(commands, key=lambda words: sum(bool(_FLAG.fullmatch(word)) for word in words))
+    return once + [word for word in most if not word.endswith(".py")]
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # quotes over several lines
+        return line.split()
+
+
+def _of_command(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a command, and variables before it."""
+    flags = [(place, found) for place, word in enumerate(words) if (found := _FLAG.fullmatch(word))]
+    pairs = (word.partition("=") for word in words)
+    yield from ((name, _value([value])) for name, _, value in pairs if name in _ENVIRONMENT)
+    ends = [*(place for place, _ in flags), len(words)][1:]
+    for (place, flag), end in zip(flags, ends, strict=True):
+        yield flag[1], _value([flag[2]] * (flag[2] is not None) + words[place + 1 : end])
+
+
+def _value(words: list[str]) -> Any:
+    """Return the value of the words after a flag: true, a number, a text, what JSON says, or a list."""
+    values = []
+    for word in words:
+        try:
+            values.append(json.loads(word.lower() if word.lower() in ("true", "false") else word))
+        except (ValueError, RecursionError):
+            values.append(word)
+    return values if len(values) > 1 else values[0] if values else True

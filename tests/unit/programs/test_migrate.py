@@ -1,0 +1,198 @@
+"""Configurations of other trainers become ours, with a list of what differs, and go back as far as they can."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megavlm.command_line.migration import _converted, line_of
+from megavlm.command_line.migration_tables import CONVERSIONS, _data, conflicts, kinds, normalised
+from megavlm.command_line.parsing import parse
+from megavlm.programs.migrate import main
+from megavlm.rules.check import check
+from megavlm.rules.fields import options, value_at
+from megavlm.rules.load import as_data
+
+EXAMPLES = Path(__file__).parent / "migrate"
+FILES = sorted(path.name for path in EXAMPLES.iterdir() if not path.name.endswith((".list", ".config.yaml")))
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+# Flags in the notes that are no options of a run: of this command, of torchrun and of Megatron-LM.
+OTHERS = {
+    "--from",
+    "--world-size",
+    "--nproc-per-node",
+    "--nnodes",
+    "--help-all",
+    "--dry-run",
+    "--calculate-per-token-loss",
+}
+KEYS = {option.key: option for option in options()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_becomes_exactly_this(name: str, tmp_path, monkeypatch, capsys):
+    """NAME.list is what is printed, NAME.config.yaml what is written; to renew them, read what changed."""
+    monkeypatch.chdir(EXAMPLES)
+    out = tmp_path / f"{name}.config.yaml"
+    assert main([name, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.replace(f"{tmp_path}/", "") == (EXAMPLES / f"{name}.list").read_text()
+    assert out.read_text() == (EXAMPLES / out.name).read_text()
+    config = parse(["--config", str(out)])
+    if not config.checkpoint.init_from and not name.startswith("accelerate-2"):  # the others' layout is of a model
+        check(config, world=config.run.world_size or 1)
+
+
+def converted(folder: Path, text: str, *more: str, name: str = "file.json") -> Any:
+    """Return the configuration that a file becomes."""
+    (folder / name).write_text(text)
+    assert main([str(folder / name), *more, "--out", str(folder / "out.yaml")]) == 0
+    return parse(["--config", str(folder / "out.yaml")])
+
+
+def test_processes_and_files_that_belong_together_make_the_batch(tmp_path):
+    other = tmp_path / "train.yaml"
+    other.write_text(
+        "model_name_or_path: m\nstage: sft\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "max_grad_norm: 0.3\nnum_train_epochs: 1\nmax_steps: 50\n"
+    )
+    auto = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+    config = converted(tmp_path, json.dumps(auto), str(other), "--world-size", "8")
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (2, 64)
+    assert (config.optimizer.clip_grad, config.run.world_size) == (0.3, 8)
+    assert config.parallel.data_parallel_sharding == "optimizer_gradients"
+    assert (config.train.train_iters, config.train.epochs) == (50, None)
+
+
+def test_a_value_that_comes_later_counts(tmp_path, capsys):
+    (tmp_path / "b.json").write_text('{"train_batch_size": 16}')
+    config = converted(tmp_path, '{"train_batch_size": 8, "gradient_clipping": 1.0}', str(tmp_path / "b.json"))
+    assert config.train.global_batch_size == 16
+    assert "another key says otherwise" in capsys.readouterr().out
+
+
+def test_a_script_is_not_executed(tmp_path, capsys):
+    touch = f"touch {tmp_path}/ran"
+    script = f"A=$({touch})\nB=`{touch}`\nX=--lr\nswift sft --lr $A --seed $B --train_type full --model m $X 2\n"
+    assert converted(tmp_path, script, name="run.sh").checkpoint.init_from == "m"
+    assert not (tmp_path / "ran").exists()
+    assert capsys.readouterr().out.count("only a shell knows it") == 1  # of the seed; the last --lr counts
+
+
+def test_words_of_a_script(tmp_path):
+    script = """
+N=4  # machines
+ARGS=(--micro-batch-size 2 '--lr' "1e-3" )  # (a list)
+if true; then M=1; else M=2; fi
+MORE="--seed 7 --num-layers $N"
+torchrun --nnodes=$N train.py ${ARGS[@]} --hidden-size 64 --train-iters $M $MORE --adam-beta1=.5 && echo --a --b --c
+"""
+    config = converted(tmp_path, script, name="run.sh")
+    assert (config.train.micro_batch_size, config.optimizer.lr, config.train.seed) == (2, 1e-3, 7)
+    assert (config.model.language.num_layers, config.optimizer.adam_beta1, config.train.train_iters) == (4, 0.5, None)
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "JSON": ("a.json", b'{"train_batch_size": 8', "is not valid JSON"),
+    "deep JSON": ("a.json", b"[" * 10**5, "is not valid JSON"),
+    "a list": ("a.json", b"[1, 2]", "has no options"),
+    "YAML": ("a.yaml", b"a: [1", "is not valid YAML"),
+    "a key twice": ("a.yaml", b"stage: sft\nstage: pt", "twice"),
+    "a tag that runs code": ("a.yaml", b"stage: !!python/object/apply:os.system [id]", "is not valid YAML"),
+    "empty": ("a.yaml", b"", "has no options"),
+    "binary": ("a.sh", b"\xff\xfe\x00", "cannot be read"),
+    "large": ("a.json", b" " * 2**20, "cannot be read"),
+    "no option": ("a.sh", b"echo 'hello", "has no options"),
+    "nobody's": ("a.yaml", b"colour: blue", "say it with --from"),
+    "grows": ("a.sh", b"A=%b\nB='%b'\nrun --x $B" % (b"a" * 5000, b"$A " * 5000), "is too large for a script"),
+    "refused": ("a.json", b'{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}', "nothing is written"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_one_line(case: str, tmp_path, capsys):
+    name, content, says = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    assert main([str(tmp_path / name), "--out", str(tmp_path / "out.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megavlm migrate: ")
+    assert says in line
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_a_folder_and_a_missing_file_are_one_line(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "none.yaml"):
+        assert main([str(path)]) == 2
+        assert "cannot be read" in capsys.readouterr().err
+    assert main(["a", "b", "--to", "fsdp"]) == 2
+
+
+THERE_AND_BACK = {
+    "deepspeed": (
+        "ds_config.json",
+        "parallel: {data_parallel_sharding: full, secondary_shard_size: 4}\nprecision: {dtype: bf16}\n"
+        "execution: {offload: [optimizer=nvme:/local, parameters]}\nrun: {world_size: 8}\n"
+        "train: {micro_batch_size: 2, global_batch_size: 64}\n"
+        "optimizer: {lr: 1.0e-5, weight_decay: 0.1, clip_grad: 0.5, adam_beta1: 0.8}\n",
+    ),
+    "deepspeed, fp16": (
+        "ds_config.json",
+        "parallel: {data_parallel_sharding: optimizer, overlap_grad_reduce: false}\nprecision: {dtype: fp16}\n"
+        "optimizer: {kind: lion, lion_beta2: 0.9, initial_loss_scale: 1024, loss_scale_window: 50, clip_grad: 0.0}\n"
+        "run: {world_size: 1}\n",
+    ),
+    "fsdp": (
+        "fsdp.yaml",
+        "parallel: {data_parallel_sharding: optimizer_gradients, tensor_model_parallel_size: 2}\n"
+        "precision: {dtype: bf16}\nexecution: {recompute_granularity: full}\n"
+        "train: {global_batch_size: 4}\nrun: {world_size: 8}\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", THERE_AND_BACK)
+def test_there_and_back(case: str, tmp_path, monkeypatch, capsys):
+    name, text = THERE_AND_BACK[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    before = parse(["--config", "run.yaml"])
+    assert main(["run.yaml", "--to", case.partition(",")[0]]) == 0
+    capsys.readouterr()
+    assert main([name, "--world-size", str(before.run.world_size), "--out", "back.yaml"]) == 0
+    after = parse(["--config", "back.yaml"])
+    assert {o.key for o in options() if value_at(before, o.path) != value_at(after, o.path)} == set()
+
+
+def test_the_rows_name_what_exists():
+    for kind in kinds().values():
+        for name, row in kind.rows.items():
+            assert not row.by or row.by in CONVERSIONS, name
+            assert row.to or row.by or row.words is not None or row.refuse, name
+            if not kind.otherwise:
+                assert not row.to or row.to in KEYS, name
+                for value in (row.words or {}).values():
+                    found = value if isinstance(value, dict) else {row.to: value}
+                    assert all(_converted(key, each) == each for key, each in found.items()), (name, value)
+        names = [name for group in kind.defaults for name in group["values"]]
+        lines = [line_of(kind, name, True, {**dict.fromkeys(names, 1), "processes": 1}) for name in names]
+        assert not [line.key for line in lines if "no table has it" in line.note]
+    assert {conflict.key for conflict in conflicts()} <= KEYS.keys()
+    used = {row.by for kind in kinds().values() for row in kind.rows.values()}
+    used |= {
+        value["by"]
+        for kind in kinds().values()
+        for group in kind.defaults
+        for value in group["values"].values()
+        if isinstance(value, dict)
+    }
+    assert used - {""} == CONVERSIONS.keys()
+
+
+def test_notes_name_flags_that_exist():
+    known = OTHERS | {flag for option in options() for flag in (*option.flags, *option.negations)}
+    assert set(FLAG.findall(json.dumps(_data()))) - known == set()
+    assert normalised("Zero_Stage") == "zero-optimization.stage"
+    assert as_data(KEYS["lora.targets"].default) == ["language"]

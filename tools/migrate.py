@@ -1,0 +1,12 @@
+"""Convert the configuration of another trainer: `megavlm migrate`, out of a clone that need not be installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megavlm.programs.main import run
+from megavlm.programs.migrate import main
+
+if __name__ == "__main__":
+    run(main, teardown=True)
