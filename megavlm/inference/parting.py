@@ -4,7 +4,7 @@ Values are compared by their norms: d = |a − b| / |b|. Each operation rounds w
 unit roundoff of the coarser type that either model computes in, or keeps its weights in where they differ in that. Sums
 are in fp32, in whatever order. Errors of n layers are independent and add as squares, so that rounding explains
 d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and the length of sums, and were measured on all
-families (`tests/parity/test_parting.py` holds them). A layer that parts is looked at again, module by module.
+families (`tests/parity/test_hf_parts.py` holds them). A layer that parts is looked at again, module by module.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.gpu import model
 from tests.gpu.model import BF16, require_fp8
@@ -66,3 +68,30 @@ def test_fp8_is_near_bf16_in_one_step(world: Any, transformer_engine: Any, expec
     found = model.results(["--transformer-impl", "te", "--precision", "bf16", "--fp8", "hybrid"], world)
     assert abs(found["loss"] / expected["loss"] - 1) < 0.01
     assert BF16 / 10 < model.distance(found, expected, "logits") < 0.2
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_transformer_engine_leaves_the_gradients_of_its_weights(transformer_engine: Any, kind: str) -> None:
+    from megavlm.model.weight_gradients import WeightGradients, leave_weight_gradients
+
+    options = {"bias": True, "params_dtype": torch.bfloat16, "device": "cuda"}
+    plain: Any = getattr(transformer_engine, kind)(64, 96, **options)
+    split: Any = deepcopy(plain)
+    split.config = SimpleNamespace(fp8=None)
+    gradients = WeightGradients()
+    leave_weight_gradients(nn.ModuleList([split]), gradients)
+    for micro_batch in range(2):  # weight passes lag behind
+        x = torch.randn(32, 2, 64, device="cuda", dtype=torch.bfloat16)
+        output = []
+        for layer in (plain, split):
+            given = x.clone().requires_grad_()
+            with gradients.left_by(1, micro_batch):
+                layer(given).square().sum().backward()
+            output.append(given.grad)
+        assert torch.equal(*output)
+    assert split.weight.grad is None
+    assert split.bias.grad is None
+    for micro_batch in range(2):
+        gradients.compute(1, micro_batch)
+    for (name, ours), theirs in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "python -m pytest ": "the suite has them",
     "python benchmarks/": "hours",
     "torchrun --nproc-per-node 8 pretrain_vlm.py --init-from MODEL --objective ": "tests/dist/test_embed.py has pairs",
-    "megavlm compare ": "tests/parity/test_parting.py compares a run and its export",
+    "megavlm compare ": "tests/parity/test_hf_parts.py compares a run and its export",
     "megavlm embed ": "tests/dist/test_embed.py embeds records",
     "megavlm logprobs ": "tests/dist/test_logprobs.py scores records",
     "torchrun --nproc-per-node 4 pretrain_vlm.py --extension ": "tests/dist/test_extensions.py trains with extensions",

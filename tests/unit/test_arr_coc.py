@@ -8,10 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megavlm.backend import activate
 from tests.support import extensions
 
-activate()  # before the example's module imports megatron-core
 extensions.install()
 
 from arr_coc.allocation import allocate  # noqa: E402

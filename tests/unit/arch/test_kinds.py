@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megavlm.arch.image_tokens import TileGroup, feature_map, grid_of, smallest_grid, tokens_per_grid, tokens_per_image
-from megavlm.arch.kind import LayerKind
-from megavlm.arch.kinds import KINDS
+from megavlm.arch.kind import Band, LayerKind, hidden_weight
+from megavlm.arch.kinds import KINDS, hidden_weight_of
 from megavlm.arch.layers import (
     DEEPSTACK,
     MTP_INPUT,
@@ -29,6 +29,11 @@ from megavlm.arch.packing import assign, imbalance, pack
 from megavlm.backend import activate
 from megavlm.config.schema import Config, ProjectorConfig
 from megavlm.errors import UserError
+from megavlm.inference.single_process import full_model, single_process_groups
+from megavlm.parallel.groups import Groups
+from tests.support.flags import MODELS, resolved
+from tests.support.hf import unpadded_shapes
+from tests.support.training import SMALL
 
 
 @pytest.mark.parametrize("half", ["megavlm.arch.kinds", "megavlm.model.layer_kinds"])
@@ -107,16 +112,7 @@ def test_grids_that_do_not_merge_name_the_option() -> None:
         tokens_per_grid((3, 4), ProjectorConfig(pixel_shuffle=2))
 
 
-BACKEND = activate()  # before the modules below import megatron-core
-
-from megavlm.arch.kind import Band, hidden_weight  # noqa: E402
-from megavlm.arch.kinds import hidden_weight_of  # noqa: E402
-from megavlm.inference.single_process import full_model, single_process_groups  # noqa: E402
-from megavlm.parallel.groups import Groups  # noqa: E402
-from tests.support.flags import MODELS, resolved  # noqa: E402
-from tests.support.hf import unpadded_shapes  # noqa: E402
-from tests.support.training import SMALL  # noqa: E402
-
+BACKEND = activate()
 EXPERTS = (
     "--num-experts 4 --set model.experts.ffn_hidden_size=24 model.experts.dense_layers=[0] "
     "model.experts.shared_ffn_hidden_size=32"

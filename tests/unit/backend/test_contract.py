@@ -18,10 +18,6 @@ from typing import Any
 
 import pytest
 
-from megavlm.backend import activate
-
-activate()
-
 NEED_TRANSFORMER_ENGINE = {("megatron.core.fp8_utils", "get_fp8_recipe")}  # defined only where it is installed
 
 

@@ -1,4 +1,4 @@
-"""What is replaced in megatron-core on every device, against what it replaces."""
+"""What is replaced in megatron-core on every device, against what it replaces, and what it sees of a CPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import random as mcore_random
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megavlm import backend
+from megavlm.backend import installed, patches
 from megavlm.errors import UserError
-
-backend.activate()
-
-from megatron.core.optimizer import clip_grads  # noqa: E402
-from megatron.core.utils import local_multi_tensor_l2_norm  # noqa: E402
-
-from megavlm.backend import installed, patches  # noqa: E402
 
 
 def test_the_norm_is_megatron_cores() -> None:
@@ -147,3 +145,32 @@ def test_a_gpu_records_collectives_and_refuses_one_queue_for_side_streams(monkey
         backend.activate(queues=32)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "9"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_recomputation_draws_the_same_dropout():
+    """megatron-core restores "CUDA" generator states around recomputation: on CPU that is the default generator."""
+    mcore_random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    x = torch.ones(1000, requires_grad=True)
+
+    def noisy(value):
+        with mcore_random.get_cuda_rng_tracker().fork():
+            value = F.dropout(value, 0.5)
+        return F.dropout(value, 0.5)
+
+    out = mcore_random.checkpoint(noisy, False, x)
+    torch.randn(3)  # other numbers drawn between forward and backward
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, out.detach())  # the gradient of dropout is its own mask times its scale
+
+
+def test_megatron_sees_a_cpu_and_we_see_torch_as_it_is():
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
+    assert schedules.torch.cuda.current_device() == "cpu"
+    assert schedules.torch.Tensor is torch.Tensor
+    assert not torch.cuda.is_available()
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"  # the one lie that reaches everybody: optimizers ask
+    assert torch.ones(1).type(torch.int32).dtype is torch.int32
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")

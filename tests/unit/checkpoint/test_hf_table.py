@@ -222,14 +222,6 @@ def test_settings_of_glm(given: dict[str, Any], expected: dict[str, Any]) -> Non
     assert (experts.router_score_function, experts.router_enable_expert_bias) == ("sigmoid", True)
 
 
-@pytest.mark.parametrize(
-    "given", [{"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"n_group": 8, "topk_group": 2}]
-)
-def test_what_glms_router_would_compute_differently_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="is not supported"):
-        experts_of(GLM | given, "glm4v_moe")
-
-
 def test_weights_that_are_integers_or_no_numbers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pretrained, "provides", lambda self, key: True)
     pretrained = opened("apart", tmp_path)

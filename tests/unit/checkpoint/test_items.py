@@ -16,21 +16,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megavlm.backend import activate
-
-activate()
-
-from megavlm.checkpoint import folders, writer  # noqa: E402
-from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader  # noqa: E402
-from megavlm.checkpoint.items import ITEMS, STATE, OpenFiles, Record, read_items, read_state, state_as_json  # noqa: E402
-from megavlm.checkpoint.manifest import BLOCK, Damaged, FileSum  # noqa: E402
-from megavlm.checkpoint.reading import VerifyingReader  # noqa: E402
-from megavlm.checkpoint.staging import SaveError, Written, without_record_sums  # noqa: E402
-from megavlm.checkpoint.summary import check_model  # noqa: E402
-from megavlm.command_line.parsing import parse  # noqa: E402
-from megavlm.errors import UserError  # noqa: E402
-from megavlm.rules.defaults import resolve  # noqa: E402
-from tests.support.manifests import folded, save_tensors  # noqa: E402
+from megavlm.checkpoint import folders, writer
+from megavlm.checkpoint.hf.checkpoint_reader import CheckpointReader
+from megavlm.checkpoint.items import ITEMS, STATE, OpenFiles, Record, read_items, read_state, state_as_json
+from megavlm.checkpoint.manifest import BLOCK, Damaged, FileSum
+from megavlm.checkpoint.reading import VerifyingReader
+from megavlm.checkpoint.staging import SaveError, Written, without_record_sums
+from megavlm.checkpoint.summary import check_model
+from megavlm.command_line.parsing import parse
+from megavlm.errors import UserError
+from megavlm.rules.defaults import resolve
+from tests.support.manifests import folded, save_tensors
 
 VALUES = {
     "weight": torch.arange(6.0).reshape(2, 3),

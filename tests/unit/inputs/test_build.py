@@ -115,24 +115,6 @@ def test_what_is_not_supported_is_told_in_one_line(given: dict[str, Any], model:
     assert re.search(says, str(told.value))
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"model_type": "clip_vision_model", "patch_size": [14, 16]}, "config.json: patch_size = .*square"),
-        (
-            {"model_type": "llava_onevision", "vision_config": {"model_type": "siglip_vision_model"}}
-            | {"vision_aspect_ratio": "pad"},
-            "vision_aspect_ratio = 'pad'",
-        ),
-    ],
-)
-def test_what_no_processor_can_make_of_a_model_is_told_in_one_line(config: dict[str, Any], says: str) -> None:
-    settings = Settings(config, "config.json")
-    with pytest.raises(UserError, match=says) as told:
-        family_of(settings).config(settings)
-    assert "\n" not in str(told.value)
-
-
 SEEN_MODEL = ModelConfig(
     vision=VisionConfig(patch_size=14, temporal_patch_size=2), projector=ProjectorConfig(pixel_shuffle=2), video_token=9
 )

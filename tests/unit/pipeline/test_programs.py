@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megavlm.arch.dims import RowSplit
 from megavlm.arch.schedules import Pass, PipelineShape, rank_schedules
@@ -27,20 +26,9 @@ from megavlm.pipeline.walker import Receive, maker, rank_program, receiver
 from tests.support.flags import resolved
 from tests.support.host_copies import LateCopies
 from tests.support.micro_batch import TOKENS, micro_batch
+from tests.support.pipelines import SHAPES
 from tests.support.training import SMALL
 
-SHAPES = st.one_of(
-    st.builds(
-        PipelineShape,
-        schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
-        pp=st.integers(2, 6),
-        vpp=st.just(1),
-        micro_batches=st.integers(1, 12),
-    ),
-    st.tuples(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3)).map(
-        lambda drawn: PipelineShape("interleaved", drawn[0], drawn[1], drawn[0] * drawn[2])
-    ),
-)
 Program = list[Pass | Receive]
 
 

@@ -35,6 +35,7 @@ from megavlm.planner.hardware import PROFILES, profile, profile_of_device
 from megavlm.planner.memory import Memory
 from megavlm.programs import plan, plan_costs
 from megavlm.rules.defaults import resolve
+from tests.support.pipelines import SHAPES
 
 SIZES = [(p, m) for p in (1, 2, 4) for m in (1, 3, 4, 13) if m >= p]
 
@@ -71,20 +72,6 @@ def test_zero_bubble_idles_for_f_plus_b_less_w(pp: int, micro: int) -> None:
 def test_activations_in_flight(pp: int, micro: int) -> None:
     assert peak_in_flight(PipelineShape("1f1b", pp, 1, micro)) == tuple((min(micro, pp - rank),) for rank in range(pp))
     assert peak_in_flight(PipelineShape("gpipe", pp, 1, micro)) == ((micro,),) * pp
-
-
-SHAPES = st.one_of(
-    st.builds(
-        PipelineShape,
-        schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
-        pp=st.integers(1, 5),
-        vpp=st.just(1),
-        micro_batches=st.integers(1, 9),
-    ),
-    st.tuples(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3)).map(
-        lambda drawn: PipelineShape("interleaved", drawn[0], drawn[1], drawn[0] * drawn[2])
-    ),
-)
 
 
 @settings(max_examples=60, deadline=None)
