@@ -31,9 +31,15 @@ EMBEDDINGS = Needs(
 )
 of_embeddings = partial(option, needs=EMBEDDINGS)
 ANSWERS = Needs(lambda config: config.model.objective.kind in PREFERENCES, "without preferences", "add --objective dpo")
-SMOOTHED = Needs(
-    lambda config: config.model.objective.kind in ("dpo", "simpo"), "with another objective", "use --objective dpo"
-)
+
+
+def _with_objective(*kinds: str) -> Needs:
+    """Return what options of these objectives alone need."""
+    remedy = f"use --objective {kinds[0]}"
+    return Needs(lambda config: config.model.objective.kind in kinds, "with another objective", remedy)
+
+
+SMOOTHED = _with_objective("dpo", "simpo")
 PREDICTORS = Needs(
     lambda config: config.model.language.mtp_layers > 0,
     "without layers that predict further tokens",
@@ -122,26 +128,12 @@ class ObjectiveConfig:
     sigmoid_bias: float = key_only(
         -10.0,
         "Objective sigmoid: learned number that is added to each score, at first.",
-        needs=(
-            EMBEDDINGS,
-            Needs(
-                lambda config: config.model.objective.kind == "sigmoid",
-                "with another objective",
-                "use --objective sigmoid",
-            ),
-        ),
+        needs=(EMBEDDINGS, _with_objective("sigmoid")),
     )
     symmetric: bool = key_only(
         True,
         "Objective contrastive: also find the query of a document among all queries; off: documents alone.",
-        needs=(
-            EMBEDDINGS,
-            Needs(
-                lambda config: config.model.objective.kind == "contrastive",
-                "with another objective",
-                "use --objective contrastive",
-            ),
-        ),
+        needs=(EMBEDDINGS, _with_objective("contrastive")),
     )
     matryoshka_widths: tuple[int, ...] = key_only(
         (),
@@ -173,12 +165,7 @@ class ObjectiveConfig:
         0.5,
         "Objective simpo: margin that the loss asks for.",
         valid=AT_LEAST_0,
-        needs=(
-            ANSWERS,
-            Needs(
-                lambda config: config.model.objective.kind == "simpo", "with another objective", "use --objective simpo"
-            ),
-        ),
+        needs=(ANSWERS, _with_objective("simpo")),
     )
     rpo_alpha: float = key_only(
         0.0,
@@ -193,10 +180,7 @@ class ObjectiveConfig:
         1.0,
         "Objective kto: weight of the loss of good answers, where that of bad ones is 1.",
         valid=POSITIVE,
-        needs=(
-            ANSWERS,
-            Needs(lambda config: config.model.objective.kind == "kto", "with another objective", "use --objective kto"),
-        ),
+        needs=(ANSWERS, _with_objective("kto")),
     )
     query_prefix: str = of_embeddings("", "Embeddings: text, such as an instruction, put before each query.")
     document_prefix: str = of_embeddings("", "Embeddings: text before each document.")

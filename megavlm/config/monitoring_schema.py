@@ -50,11 +50,7 @@ class EvaluationConfig:
         "Steps between the model's answers to some validation samples, shown beside the right answers on "
         "RUN_DIR/samples/index.html; there are answers before the first step and at the end, too. 0: never.",
         valid=AT_LEAST_0,
-        needs=Needs(
-            has_validation,
-            "without validation data, which have the prompts",
-            "add --validation PATH or --validation-split 0.01",
-        ),
+        needs=VALIDATION,
     )
     sample_count: int = key_only(
         8, "Number of validation samples to answer, from each data set in turn.", valid=AT_LEAST_1, needs=ANSWERS
