@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 
     from megavlm.inputs.batch import MicroBatch
 
+# Defaults of the configuration class beyond Qwen3's.
 _TEXT: dict[str, Any] = {
     "vocab_size": 102400,
-    "hidden_size": 4096,
     "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
 }

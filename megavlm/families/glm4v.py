@@ -42,19 +42,16 @@ from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 
 IMAGE, START, END = "<|image|>", "<|begin_of_image|>", "<|end_of_image|>"
 VIDEO_START, VIDEO_END = "<|begin_of_video|>", "<|end_of_video|>"
+# Defaults of the configuration classes beyond those of the types that they are read as, Qwen2 and Llama.
 _TEXT: dict[str, Any] = {
     "vocab_size": 151552,
-    "hidden_size": 4096,
     "intermediate_size": 13696,
     "num_hidden_layers": 40,
-    "num_attention_heads": 32,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
 }
 _MOE_TEXT: dict[str, Any] = {
     "vocab_size": 151424,
-    "hidden_size": 4096,
     "intermediate_size": 10944,
     "num_hidden_layers": 46,
     "num_attention_heads": 96,
@@ -68,7 +65,6 @@ _VISION: dict[str, Any] = {
     "intermediate_size": 13696,
     "out_hidden_size": 4096,
     "num_heads": 12,
-    "image_size": 336,
     "rms_norm_eps": 1e-5,
 }
 

@@ -39,7 +39,6 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }

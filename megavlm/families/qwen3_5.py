@@ -27,16 +27,13 @@ _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+# Defaults of the configuration classes beyond Qwen3's.
 _TEXT: dict[str, Any] = {
     "vocab_size": 248320,
-    "hidden_size": 4096,
     "intermediate_size": 12288,
-    "num_hidden_layers": 32,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
     **_LINEAR,
 }
 _MOE_TEXT: dict[str, Any] = {

@@ -47,28 +47,13 @@ if TYPE_CHECKING:
 
     from megavlm.inputs.batch import MicroBatch
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e5,
-}
+# Defaults of the configuration classes beyond those of Qwen3 and Qwen3-MoE.
+_TEXT: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 5e5}
 _MOE_TEXT: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
+    **_TEXT,
     "intermediate_size": 5632,
-    "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5e5,
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,

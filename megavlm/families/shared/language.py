@@ -17,23 +17,15 @@ from megavlm.families.shared.table import QKV, Grouped, Rename, Share, Table, ga
 
 # Defaults of the configuration classes: config.json leaves out what equals them.
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8}
 _QWEN = {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "intermediate_size": 11008, "vocab_size": 32000},
-    "mistral": {
-        **_LLAMA,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
+    "mistral": {**_MISTRAL, "vocab_size": 32000, "max_position_embeddings": 131072, "sliding_window": 4096},
     "ministral3": {
-        **_LLAMA,
-        "intermediate_size": 14336,
+        **_MISTRAL,
         "vocab_size": 131072,
         "num_hidden_layers": 34,
-        "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
@@ -56,13 +48,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "qwen3_moe": {
+        **_QWEN,
         "hidden_size": 2048,
         "num_hidden_layers": 24,
-        "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "intermediate_size": 6144,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
     },
 }
 _YARN_ROPE = ("factor", "original_max_position_embeddings")
