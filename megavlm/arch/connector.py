@@ -70,7 +70,6 @@ class Connector(ABC):
     keeps_grid: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False  # --recompute-granularity full recomputes it in the backward pass
     launches: ClassVar[tuple[float, float]] = (15, 14)  # kernels, forward and backward: an estimate
-    cpu_calls: ClassVar[float] = 6  # overhead of a pass on a CPU, in multiples of a single norm's
 
     def own(self, model: ModelConfig) -> Any:
         """Return the connector's options."""
@@ -143,10 +142,6 @@ class Connector(ABC):
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
         """Return the number of kernels of a forward pass and of a backward pass."""
         return self.launches
-
-    def calls(self, model: ModelConfig) -> float:
-        """Return the overhead of a pass on a CPU, in multiples of a single norm's."""
-        return self.cpu_calls
 
     def build(self, builder: Any) -> Any:
         """Build the torch module (`megavlm.model.connector`) with a `LayerBuilder`."""

@@ -75,12 +75,6 @@ def common_config(config: Config, *, tp: int, padded: bool = False, **overrides:
         embedding_init_method=_leave_as_is,
         use_te_activation_func=True,  # the activation is in the layer's spec; the one named here is not run
         activation_func=F.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,
         recompute_granularity="selective" if recompute == "selective" else None,
         recompute_modules=["core_attn"],

@@ -124,7 +124,6 @@ def wrap_chunks(chunks: Sequence[VLMChunk], config: Config, groups: Groups) -> l
         bucket_size=parallel.ddp_bucket_size,
         use_distributed_optimizer=parallel.data_parallel_sharding != "none",
         num_distributed_optimizer_instances=groups.dp_cp.size() // groups.shard.size(),
-        average_in_collective=False,
         fp8_param_gather=config.precision.fp8_param_gather,
         pad_buckets_for_high_nccl_busbw=groups.shard.size() >= PADDED_FROM,
     )

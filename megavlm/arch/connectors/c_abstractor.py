@@ -225,8 +225,5 @@ class CAbstractor(Connector):
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
         return 20 + 38.0 * self.own(model).depth, 24 + 60.0 * self.own(model).depth  # an estimate
 
-    def calls(self, model: ModelConfig) -> float:
-        return 8 + 24.0 * self.own(model).depth
-
 
 C_ABSTRACTOR = CAbstractor()

@@ -140,9 +140,6 @@ class Perceiver(Connector):
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
         return 20 + 32.0 * self.own(model).num_layers, 24 + 52.0 * self.own(model).num_layers  # an estimate
 
-    def calls(self, model: ModelConfig) -> float:
-        return 10 + 18.0 * self.own(model).num_layers
-
     hf_types = ("idefics2_perceiver", "idefics2")
 
     def from_hf(self, settings: Any) -> dict[str, Any]:

@@ -144,9 +144,6 @@ class QFormer(Connector):
         blocks = 2 * self.own(model).num_layers + len(self.crossing(model))
         return 10 + 12.0 * blocks, 14 + 20.0 * blocks  # an estimate
 
-    def calls(self, model: ModelConfig) -> float:
-        return 6 + 7.0 * (2 * self.own(model).num_layers + len(self.crossing(model)))
-
     hf_types = ("blip_2_qformer", "blip-2")
 
     def from_hf(self, settings: Any) -> dict[str, Any]:
