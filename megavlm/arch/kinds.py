@@ -256,7 +256,7 @@ def layer_flops(config: Config, work: Workload) -> dict[str, float]:
     """
     names, trained = layer_names(config.model), trained_layers(config)
     once = set(encoder_names(config.model)) if config.placement.encoder == "colocated" else set[str]()
-    passes = objective_of(config.model).forward_passes
+    passes = 2 if objective_of(config.model).embeds else 1
 
     def products(place: int, name: str) -> int:
         forward = 1 if name in once else passes

@@ -28,11 +28,6 @@ class Objective:
     refers: bool = False  # it compares with log-probabilities of the model that the run begins with
     measured: tuple[str, ...] = ()  # means over what is counted that a step reports beside the loss
 
-    @property
-    def forward_passes(self) -> int:
-        """Return how many forward passes a training step runs for a micro-batch, without recomputation."""
-        return 2 if self.embeds else 1
-
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Return what is `measured` from its sums over so many terms of the loss.
 

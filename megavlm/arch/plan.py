@@ -11,7 +11,7 @@ from typing import Any
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.kinds import layer_cost, layer_flops, model_parameters
-from megavlm.arch.layers import EMBEDDING, OUTPUT, encoder_names, kind_of, layer_names, number_of
+from megavlm.arch.layers import encoder_names, kind_of, layer_names, number_of
 from megavlm.arch.workload import of_context_part, typical_images, typical_workload
 from megavlm.config.derived import starts_from
 from megavlm.config.lora_config import new_projector
@@ -31,16 +31,6 @@ class Plan:
     placement: str = "stages"
     encoder: tuple[str, ...] = ()  # colocated: the layers that every rank holds outside the pipeline …
     vision_tp: int = 1  # … whole, or sharded over so many neighbouring ranks of a replica
-
-    @property
-    def embedding_owner(self) -> int:
-        """Return the pipeline rank that embeds the text."""
-        return self.owner_of(EMBEDDING)
-
-    @property
-    def output_owner(self) -> int:
-        """Return the pipeline rank that computes the loss."""
-        return self.owner_of(OUTPUT)
 
     def owner_of(self, layer: str) -> int:
         """Return the pipeline rank that owns a layer."""

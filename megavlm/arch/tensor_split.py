@@ -172,14 +172,9 @@ class HeadSplit:
         return share_of(self.width, self.copies)
 
     @property
-    def slot_rows(self) -> int:
-        """Return the rows of a slot in the weight that projects queries, keys and values."""
-        return self.rows(*self.fused)
-
-    @property
     def local_rows(self) -> int:
         """Return the number of a rank's rows in the fused weight of queries, keys and values."""
-        return self.slots * self.slot_rows
+        return self.slots * self.rows(*self.fused)
 
     def slots_of(self, rank: int) -> tuple[Slot, ...]:
         """Return the slots of a rank."""

@@ -98,7 +98,8 @@ class _CpuCuda(types.ModuleType):
         self.nvtx = _InOrder()
         self.get_rng_state = lambda device=None: torch.get_rng_state()
         self.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        self.manual_seed = _seed_default_generator
+        # Not torch.manual_seed: that calls torch.cuda.manual_seed, which megatron-core may have routed here.
+        self.manual_seed = torch.default_generator.manual_seed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -113,11 +114,6 @@ class _InOrder:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self
-
-
-def _seed_default_generator(seed: int) -> None:
-    # Not torch.manual_seed: that calls torch.cuda.manual_seed, which megatron-core may have routed here.
-    torch.default_generator.manual_seed(seed)
 
 
 def _is_cuda(device: Any) -> bool:

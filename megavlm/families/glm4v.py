@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.arch.layers import LANGUAGE_LAYER, VISION_LAYER, VISION_NORM
+from megavlm.arch.layers import LANGUAGE_LAYER, VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import glm_experts
@@ -23,6 +23,7 @@ from megavlm.families.shared.language import is_tied, language_table, predictor_
 from megavlm.families.shared.qwen_vl import (
     PREFIXES,
     NativeResolution,
+    attention_table,
     inputs,
     native_bounds,
     patch_embed_table,
@@ -31,9 +32,9 @@ from megavlm.families.shared.qwen_vl import (
     with_defaults,
 )
 from megavlm.families.shared.settings import Settings, refuse
-from megavlm.families.shared.table import FusedQKV, Rename, Table, gated, linear
+from megavlm.families.shared.table import Rename, Table, gated, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields
-from megavlm.families.shared.vision import norms
+from megavlm.families.shared.vision import blocks
 from megavlm.inputs.layout import Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader
@@ -131,16 +132,20 @@ def language(text: Settings, *, kind: str, tied: bool) -> LanguageConfig:
     )
 
 
+def vision(tower: Settings, **options: Any) -> VisionConfig:
+    """Return a tower with RMSNorms and SwiGLU that has these options."""
+    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
+    found = {**vision_sizes(tower), "norm_epsilon": tower.need("rms_norm_eps"), **options}
+    image_size = tower.square("image_size", 336) // found["patch_size"] * found["patch_size"]
+    return VisionConfig(**found, image_size=image_size, normalization="RMSNorm", activation="swiglu")
+
+
 def _vision(tower: Settings) -> VisionConfig:
     """Glm4vVisionConfig. The MLP of its layers is as wide as what the tower puts out."""
-    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
-    found = vision_sizes(tower) | {"ffn_hidden_size": tower.need("out_hidden_size")}
-    return VisionConfig(
-        **{**found, "norm_epsilon": tower.need("rms_norm_eps")},
-        image_size=tower.square("image_size", 336) // found["patch_size"] * found["patch_size"],
+    return vision(
+        tower,
+        ffn_hidden_size=tower.need("out_hidden_size"),
         position_embedding="learned_rope2d",
-        normalization="RMSNorm",
-        activation="swiglu",
         add_bias_linear=False,
         add_qkv_bias=tower.get("attention_bias", False),
         pre_norm=True,
@@ -202,14 +207,8 @@ def _vision_table(vision: VisionConfig, prefix: str) -> Table:
     names = patch_embed_table(vision, prefix)
     names["patch_embed.position"] = Rename(f"{prefix}embeddings.position_embedding.weight")
     names |= linear("patch_embed.norm", f"{prefix}post_conv_layernorm", bias=False)
-    for number in range(vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}blocks.{number}."
-        for leaf in ("weight", "bias") if vision.add_qkv_bias else ("weight",):
-            fused = FusedQKV(f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads)
-            names[f"{layer}self_attention.linear_qkv.{leaf}"] = fused
-        names |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=False)
-        names |= norms(layer, f"{hf_layer}norm1", f"{hf_layer}norm2", bias=False)
-        names |= gated(f"{layer}mlp", f"{hf_layer}mlp", bias=False)
+    for layer, hf_layer in blocks(vision, f"{prefix}blocks."):
+        names |= attention_table(vision, layer, hf_layer) | gated(f"{layer}mlp", f"{hf_layer}mlp", bias=False)
     return names | linear(VISION_NORM, f"{prefix}post_layernorm", bias=False)
 
 

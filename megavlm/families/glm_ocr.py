@@ -7,14 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megavlm.arch.layers import VISION_LAYER, VISION_NORM
+from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families import glm4v
 from megavlm.families.shared.family import NamePrefixes
 from megavlm.families.shared.language import is_tied
-from megavlm.families.shared.qwen_vl import attention_table, patch_embed_table, vision_sizes, with_defaults
+from megavlm.families.shared.qwen_vl import attention_table, patch_embed_table, with_defaults
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, gated, linear
+from megavlm.families.shared.vision import blocks
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 59392,
@@ -51,25 +52,15 @@ def config(settings: Settings) -> ModelConfig:
 
 def _vision(tower: Settings) -> VisionConfig:
     """GlmOcrVisionConfig."""
-    tower.require("hidden_act", "silu", why="only SwiGLU is known here")
     tower.require("attention_bias", True, why="the tower is known with biases")
-    sizes = {**vision_sizes(tower), "norm_epsilon": tower.need("rms_norm_eps")}
-    return VisionConfig(
-        **sizes,
-        image_size=tower.square("image_size", 336) // sizes["patch_size"] * sizes["patch_size"],
-        position_embedding="rope2d",
-        normalization="RMSNorm",
-        activation="swiglu",
-        qk_norm="head",
-    )
+    return glm4v.vision(tower, position_embedding="rope2d", qk_norm="head")
 
 
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
-    for number in range(vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, layer, hf_layer, norm_bias=False)
+    for layer, hf_layer in blocks(vision, f"{visual}blocks."):
+        names |= attention_table(vision, layer, hf_layer)
         names |= linear(f"{layer}self_attention.q_layernorm", f"{hf_layer}attn.q_norm", bias=False)
         names |= linear(f"{layer}self_attention.k_layernorm", f"{hf_layer}attn.k_norm", bias=False)
         names |= gated(f"{layer}mlp", f"{hf_layer}mlp", bias=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megavlm.arch.layers import VISION_LAYER, vision_layers_run
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import llava
@@ -15,7 +14,7 @@ from megavlm.families.shared.inputs import unpatchify
 from megavlm.families.shared.language import is_tied, language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, gated, linear
-from megavlm.families.shared.vision import kernel, norms, qkv, sizes
+from megavlm.families.shared.vision import blocks, kernel, norms, qkv, sizes
 from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
@@ -69,11 +68,10 @@ def vision_table(vision: VisionConfig, prefix: str) -> Table:
     """PixtralVisionModel below `prefix`."""
     table: Table = {"patch_embed.proj.weight": Rename(f"{prefix}patch_conv.weight", view=kernel(vision))}
     table |= linear("patch_embed.norm", f"{prefix}ln_pre", bias=False)
-    for number in range(vision_layers_run(vision)):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}transformer.layers.{number}."
+    for layer, hf_layer in blocks(vision, f"{prefix}transformer.layers."):
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}attention.{{}}_proj", vision, bias=False)
         table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attention.o_proj", bias=False)
-        table |= norms(layer, f"{hf_layer}attention_norm", f"{hf_layer}ffn_norm", bias=False)
+        table |= norms(vision, layer, f"{hf_layer}attention_norm", f"{hf_layer}ffn_norm")
         table |= gated(f"{layer}mlp", f"{hf_layer}feed_forward", bias=False)
     return table
 

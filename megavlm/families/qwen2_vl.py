@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megavlm.arch.layers import VISION_LAYER, VISION_NORM
+from megavlm.arch.layers import VISION_NORM
 from megavlm.config.schema import LanguageConfig, ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
@@ -30,7 +30,7 @@ from megavlm.families.shared.qwen_vl import (
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, gated, linear
 from megavlm.families.shared.videos import VIDEOS
-from megavlm.families.shared.vision import mlp
+from megavlm.families.shared.vision import blocks, mlp
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 152064,
@@ -117,9 +117,8 @@ def windowed(tower: Settings) -> VisionConfig:
 def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
     names, norm_bias = patch_embed_table(vision, visual), vision.normalization == "LayerNorm"
-    for number in range(vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, layer, hf_layer, norm_bias=norm_bias)
+    for layer, hf_layer in blocks(vision, f"{visual}blocks."):
+        names |= attention_table(vision, layer, hf_layer)
         if vision.activation != "swiglu":
             names |= mlp(layer, hf_layer)
         else:

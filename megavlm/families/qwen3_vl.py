@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
-from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_LAYER, VISION_NORM
+from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.experts import qwen_experts
@@ -38,7 +38,7 @@ from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, linear
 from megavlm.families.shared.videos import TimedPairs, qwen_fields
-from megavlm.families.shared.vision import mlp
+from megavlm.families.shared.vision import blocks, mlp
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
 from megavlm.inputs.video import Budget, VideoProcessor
 
@@ -117,9 +117,8 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     vision, visual = model.vision, prefixes.vision
     names = patch_embed_table(vision, visual)
     names["patch_embed.position"] = Rename(f"{visual}pos_embed.weight")
-    for number in range(vision.num_layers):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{visual}blocks.{number}."
-        names |= attention_table(vision, layer, hf_layer, norm_bias=True)
+    for layer, hf_layer in blocks(vision, f"{visual}blocks."):
+        names |= attention_table(vision, layer, hf_layer)
         names |= mlp(layer, hf_layer, ("linear_fc1", "linear_fc2"))
     mergers = {PROJECTOR: f"{visual}merger."}
     for number in range(len(vision.deepstack_layers)):

@@ -240,11 +240,6 @@ class MicroBatch:
         return self.text.feature_positions.numel() if dealt is None else dealt.num_features
 
     @property
-    def row_image_sizes(self) -> ImageSizes:
-        """Return the sizes of all images of whole rows."""
-        return self.image_sizes if self.context is None else self.context.image_sizes
-
-    @property
     def row_tokens(self) -> Tensor:
         """Return the tokens [B, S] of whole rows."""
         return self.text.tokens if self.context is None else self.context.tokens

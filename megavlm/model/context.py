@@ -160,7 +160,8 @@ class MicroBatchContext:
     def _run_lengths(self) -> list[int]:
         """Return the number of tokens of each image or prefix with bidirectional attention; [0] without one."""
         model = self.config.model
-        counts = self.batch.row_image_sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
+        sizes = self.batch.image_sizes if self.batch.context is None else self.batch.context.image_sizes
+        counts = sizes.image_tokens(model.projector) if model.language.bidirectional_images else []
         if model.language.bidirectional_prefix:
             counts = [count for _, count in self.batch.text.prefixes]
         return counts or [0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megavlm.arch.dims import dims_of
+from megavlm.arch.layers import EMBEDDING, OUTPUT
 from megavlm.arch.objectives import objective_of, ties_output
 from megavlm.arch.plan import Plan, make_plan
 from megavlm.backend import Backend
@@ -172,7 +173,7 @@ def _choose(asked: Config, backend: Backend) -> _Chosen:
 def _groups(config: Config, plan: Plan) -> Groups:
     return build_groups(
         plan.dims,
-        tied_owners=(plan.embedding_owner, plan.output_owner) if ties_output(config.model) else (),
+        tied_owners=(plan.owner_of(EMBEDDING), plan.owner_of(OUTPUT)) if ties_output(config.model) else (),
         seed=config.train.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         shard_size=config.parallel.hybrid_shard_size,

@@ -117,16 +117,16 @@ def patch_embed_table(vision: VisionConfig, prefix: str) -> Table:
     }
 
 
-def attention_table(vision: VisionConfig, layer: str, hf_layer: str, *, norm_bias: bool) -> Table:
+def attention_table(vision: VisionConfig, layer: str, hf_layer: str) -> Table:
     """Return the rows for the norms and the attention of one vision layer; each family adds its MLP's rows."""
     table: Table = {
         f"{layer}self_attention.linear_qkv.{leaf}": FusedQKV(
             f"{hf_layer}attn.qkv.{leaf}", heads=vision.num_attention_heads, groups=vision.num_query_groups
         )
-        for leaf in ("weight", "bias")
+        for leaf in (("weight", "bias") if vision.add_qkv_bias else ("weight",))
     }
-    table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=True)
-    return table | norms(layer, f"{hf_layer}norm1", f"{hf_layer}norm2", bias=norm_bias)
+    table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}attn.proj", bias=vision.add_bias_linear)
+    return table | norms(vision, layer, f"{hf_layer}norm1", f"{hf_layer}norm2")
 
 
 def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from megavlm.arch.layers import PATCH_EMBED, VISION_LAYER, VISION_NORM, vision_layers_run
@@ -143,16 +144,22 @@ def kernel(vision: VisionConfig) -> tuple[int, ...]:
 
 def _clip_layers(vision: VisionConfig, prefix: str) -> Table:
     table: Table = {}
-    for number in range(vision_layers_run(vision)):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}encoder.layers.{number}."
+    for layer, hf_layer in blocks(vision, f"{prefix}encoder.layers."):
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{hf_layer}self_attn.{{}}_proj", vision, bias=True)
         table |= linear(f"{layer}self_attention.linear_proj", f"{hf_layer}self_attn.out_proj", bias=True)
-        table |= norms(layer, f"{hf_layer}layer_norm1", f"{hf_layer}layer_norm2", bias=True) | mlp(layer, hf_layer)
+        table |= norms(vision, layer, f"{hf_layer}layer_norm1", f"{hf_layer}layer_norm2") | mlp(layer, hf_layer)
     return table
 
 
-def norms(layer: str, before_attention: str, before_mlp: str, *, bias: bool) -> Table:
+def blocks(vision: VisionConfig, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield what names of each layer that runs begin with, here and in files, where the layers are below `prefix`."""
+    for number in range(vision_layers_run(vision)):
+        yield f"{VISION_LAYER}{number}.", f"{prefix}{number}."
+
+
+def norms(vision: VisionConfig, layer: str, before_attention: str, before_mlp: str) -> Table:
     """Return the table of a layer's norms, of these names in files."""
+    bias = vision.normalization == "LayerNorm"
     first = linear(f"{layer}input_layernorm", before_attention, bias=bias)
     return first | linear(f"{layer}pre_mlp_layernorm", before_mlp, bias=bias)
 
@@ -182,16 +189,14 @@ def intern_table(vision: VisionConfig, prefix: str, layers: str = "encoder.layer
         "patch_embed.class_token": Rename(f"{embeddings}cls_token", view=(1, 1, width)),
         "patch_embed.position": Rename(f"{embeddings}position_embeddings", view=(1, side * side + 1, width)),
     }
-    norm_bias = vision.normalization == "LayerNorm"
-    for number in range(vision_layers_run(vision)):
-        layer, hf_layer = f"{VISION_LAYER}{number}.", f"{prefix}{layers}{number}."
+    for layer, hf_layer in blocks(vision, f"{prefix}{layers}"):
         attention = f"{hf_layer}attention."
         table |= qkv(f"{layer}self_attention.linear_qkv", f"{attention}{{}}_proj", vision, bias=vision.add_qkv_bias)
         table |= linear(f"{layer}self_attention.linear_proj", f"{attention}projection_layer", bias=True)
         if vision.qk_norm != "none":
             table |= linear(f"{layer}self_attention.q_layernorm", f"{attention}q_norm", bias=False)
             table |= linear(f"{layer}self_attention.k_layernorm", f"{attention}k_norm", bias=False)
-        table |= norms(layer, f"{hf_layer}layernorm_before", f"{hf_layer}layernorm_after", bias=norm_bias)
+        table |= norms(vision, layer, f"{hf_layer}layernorm_before", f"{hf_layer}layernorm_after")
         table |= mlp(layer, hf_layer)
         table[f"{layer}self_attn_bda.scale"] = Rename(f"{hf_layer}lambda_1")
         table[f"{layer}mlp_bda.scale"] = Rename(f"{hf_layer}lambda_2")
