@@ -7,13 +7,14 @@ others attend to all tokens and do not. Layers that predict further tokens (`mtp
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig
 from megavlm.families import qwen2_vl
 from megavlm.families.shared import qwen_vl
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family
+from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import language, types_of_layers
 from megavlm.families.shared.qwen_vl import IMAGE, PREFIXES, with_defaults
 from megavlm.families.shared.settings import Settings, refuse
@@ -21,11 +22,6 @@ from megavlm.families.shared.videos import VIDEOS, build_video
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import Json
 from megavlm.inputs.video import VideoProcessor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 # Defaults of the configuration class beyond Qwen3's.
 _TEXT: dict[str, Any] = {
@@ -69,7 +65,7 @@ def _language(text: Settings, *, tied: bool) -> LanguageConfig:
     )
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens and patches: the model finds images and videos by their tokens, which have plain positions."""
     given = qwen_vl.inputs(batch, model)
     return {name: value for name, value in given.items() if name not in ("mm_token_type_ids", "position_ids")}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, Transpose
@@ -18,11 +18,6 @@ from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor, Whole
 from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader, sides
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 IMAGE, START, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 
@@ -121,7 +116,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return the model's inputs; by the types of tokens it knows which of them attend to later ones."""
     assert model.image_token is not None
     types = batch.text.tokens.eq(model.image_token).long()

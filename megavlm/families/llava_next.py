@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.arch.image_tokens import Tiling
 from megavlm.config.schema import ModelConfig
@@ -11,17 +11,12 @@ from megavlm.errors import UserError
 from megavlm.families import llava, llava_onevision
 from megavlm.families.shared.chat import VICUNA
 from megavlm.families.shared.family import Family
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.settings import Settings
 from megavlm.inputs.layout import Layout
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, SQUARE_224, Json, ProcessorReader, has_only, sides
 from megavlm.inputs.resize import Pixels
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 # (height, width) where a folder names none.
 RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -38,7 +33,7 @@ def tiling(settings: Settings) -> Tiling:
     return llava_onevision.tiling(Settings({"image_grid_pinpoints": RESOLUTIONS, **settings.values}, settings.where))
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     import torch
 
     tiled = {"image_sizes": torch.tensor([group.size for group in batch.image_sizes.tile_groups])}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from megavlm.arch.image_tokens import TileGroup, Tiling, half, tokens_per_image
 from megavlm.config.schema import ModelConfig
@@ -16,7 +16,7 @@ from megavlm.errors import UserError
 from megavlm.families import llava
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.inputs import unpatchify
+from megavlm.families.shared.inputs import Batch, Given, unpatchify
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table
 from megavlm.families.shared.videos import Frames, frame_fields
@@ -26,11 +26,6 @@ from megavlm.inputs.processor import Processor, cut, pad_evenly, pad_to_square, 
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, VideoReader, sides, square
 from megavlm.inputs.resize import Pixels, Size, best_resolution, fit_inside
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 # (height, width) where a folder names none.
 DEFAULT_RESOLUTIONS = tuple(product(range(384, 2305, 384), repeat=2))
@@ -82,7 +77,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return {**llava.table(model, prefixes), "projector.image_newline": Rename(newline)}
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Transformers tiles an image if it is its sample's only one, so it must know how many each sample has.
 
     Raises UserError for videos of several lengths, which it does not take together.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from megavlm.errors import UserError
 from megavlm.families import qwen3_5
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.inputs import feature_kinds
+from megavlm.families.shared.inputs import Batch, Given, feature_kinds
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import IMAGE
 from megavlm.families.shared.settings import Settings, refuse
@@ -35,11 +35,6 @@ from megavlm.inputs.processor import Processor, cut, holdable
 from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader, VideoReader, require_model_value
 from megavlm.inputs.resize import Pixels, Size, resize_as_torchvision
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 Resize = Callable[[Pixels, int, int], Pixels]  # to a height and a width
 _SIDES = {"16x": 4, "4x": 2}  # of a feature in patches, by downsample_mode
@@ -104,7 +99,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return names
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens, what they are, and patches side by side: [1, C, p, P·p], of images and of videos."""
     import torch
 

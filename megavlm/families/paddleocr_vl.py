@@ -6,12 +6,13 @@ The merger's norm is over single patches, which the tower has normalised already
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.llava import whole_table
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.qwen_vl import NativeResolution, native_bounds, text_model, with_defaults
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
@@ -19,11 +20,6 @@ from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader
 from megavlm.inputs.resize import Size
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 IMAGE, START, END = "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"
 _TEXT: dict[str, Any] = {
@@ -87,7 +83,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens, which of them are images, and patches in the order of rows, as the model takes them."""
     import torch
 

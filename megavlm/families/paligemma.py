@@ -7,24 +7,19 @@ is plain: images, then `<bos>`, the question and a line break.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig
 from megavlm.families import gemma3
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import NESTED_TOWERS, Family, NamePrefixes, llava_prefixes
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language_table, types_of_layers
 from megavlm.families.shared.qwen_vl import with_defaults
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Table, linear
 from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.reader import HALF_PIXELS, ProcessorReader, build_whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 _VISION: dict[str, Any] = {
     "hidden_size": 1152,
@@ -81,7 +76,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return the model's inputs; the tokens of prompts are of type 0."""
     import torch
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families import llava
 from megavlm.families.shared.chat import MISTRAL
 from megavlm.families.shared.family import Family, NamePrefixes, llava_prefixes
-from megavlm.families.shared.inputs import unpatchify
+from megavlm.families.shared.inputs import Batch, Given, unpatchify
 from megavlm.families.shared.language import is_tied, language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import Rename, Table, gated, linear
@@ -20,11 +20,6 @@ from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only
 from megavlm.inputs.resize import Pixels, Size
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "[IMG]"
 
@@ -80,7 +75,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return llava.whole_table(vision_table(model.vision, prefixes.vision), model, prefixes)
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return the model's inputs; images are padded at the right and the bottom to the largest, as Transformers does."""
     import torch
     from torch.nn.functional import pad

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.arch.layers import DEEPSTACK, PROJECTOR, VISION_NORM
 from megavlm.config.schema import ModelConfig, VisionConfig
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.experts import qwen_experts
 from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import language_table
 from megavlm.families.shared.qwen_vl import (
     IMAGE,
@@ -41,11 +42,6 @@ from megavlm.families.shared.videos import TimedPairs, qwen_fields
 from megavlm.families.shared.vision import blocks, mlp
 from megavlm.inputs.reader import HALF_PIXELS, Json, VideoReader
 from megavlm.inputs.video import Budget, VideoProcessor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 # Defaults of the configuration classes beyond those of Qwen3 and Qwen3-MoE.
 _TEXT: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -108,7 +104,7 @@ def _vision(tower: Settings) -> VisionConfig:
     )
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return what the other Qwen-VL models take, without positions: here they follow from the tokens."""
     return {name: value for name, value in qwen_inputs(batch, model).items() if name != "position_ids"}
 

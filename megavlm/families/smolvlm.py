@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from megavlm.config.schema import ModelConfig, ProjectorConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.family import Family, NamePrefixes
-from megavlm.families.shared.inputs import pixel_values
+from megavlm.families.shared.inputs import Batch, Given, pixel_values
 from megavlm.families.shared.language import language, language_table
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table, linear
@@ -31,12 +31,6 @@ from megavlm.inputs.reader import HALF_PIXELS, VIDEO_SAMPLING, Json, ProcessorRe
 from megavlm.inputs.resize import LARGEST_SIDE, Pixels, Size, longest_edge, resize_as_torchvision, whole_tiles
 from megavlm.inputs.video import Budget, Clip, VideoProcessor, shown_at
 from megavlm.json_files import check
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
-
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 _UNSEEN = 1  # seconds at either end of a long video of which no frame is taken
@@ -65,7 +59,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     }
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Images of one size, as if all belonged to one sample: features follow each other in any case."""
     pixels = {name: images[None] for name, images in pixel_values(batch, model.vision).items()}
     return {"input_ids": batch.text.tokens, **pixels}

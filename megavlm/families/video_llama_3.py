@@ -7,12 +7,13 @@ of these tokens are kept depends on the pixels.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.config.schema import ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.families.llava import whole_table
 from megavlm.families.shared.chat import CHATML
 from megavlm.families.shared.family import Family, NamePrefixes
+from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.language import is_tied, language
 from megavlm.families.shared.qwen_vl import IMAGE, NativeResolution, native_bounds
 from megavlm.families.shared.settings import Settings
@@ -20,11 +21,6 @@ from megavlm.families.shared.table import Table
 from megavlm.families.shared.vision import siglip, siglip_table
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import HALF_PIXELS, Json, ProcessorReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 
 def config(settings: Settings) -> ModelConfig:
@@ -50,7 +46,7 @@ def table(model: ModelConfig, prefixes: NamePrefixes) -> Table:
     return whole_table(siglip_table(model.vision, prefixes.vision), model, prefixes, ("readout.0", "readout.2"))
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens, and patches in the order of rows, each of which is a feature."""
     import torch
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.arch.image_tokens import Tiling
 from megavlm.config.schema import ModelConfig
 from megavlm.families.shared.chat import NamedTemplate
 from megavlm.families.shared.experts import ExpertFiles
+from megavlm.families.shared.inputs import Batch, Given
 from megavlm.families.shared.settings import Settings
 from megavlm.families.shared.table import Table
 from megavlm.inputs.reader import ProcessorReader, VideoReader
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
-
 ALL_PARTS = ("vision", "projector", "language")
-Inputs = Callable[["MicroBatch", ModelConfig], dict[str, "Tensor"]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class Family:
     parts: tuple[str, ...] = ALL_PARTS
     unused: tuple[str, ...] = ()
     predictors: Predictors | None = None
-    inputs: Inputs | None = None
+    inputs: Callable[[Batch, ModelConfig], Given] | None = None
     tiling: Callable[[Settings], Tiling] | None = None
     image_processors: tuple[ProcessorReader, ...] = ()
     videos: VideoReader | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from megavlm.config.schema import ModelConfig, VisionConfig
 
@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
     from megavlm.inputs.batch import MicroBatch
 
+Batch: TypeAlias = "MicroBatch"
+Given: TypeAlias = "dict[str, Tensor]"  # keyword arguments of a model's forward
 
-def tokens_and_pixels(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+
+def tokens_and_pixels(batch: Batch, model: ModelConfig) -> Given:
     """Return the inputs of models that need no more than tokens and images of one size."""
     return {"input_ids": batch.text.tokens, **pixel_values(batch, model.vision)}
 
 
-def pixel_values(batch: MicroBatch, vision: VisionConfig) -> dict[str, Tensor]:
+def pixel_values(batch: Batch, vision: VisionConfig) -> Given:
     """Return {"pixel_values": [N, C, height, width]} for images of one size, nothing for a batch without images."""
     import torch
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megavlm.arch.image_tokens import tokens_per_grid
 from megavlm.config.schema import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from megavlm.errors import UserError
 from megavlm.families.shared.experts import ExpertFiles
 from megavlm.families.shared.family import NamePrefixes
-from megavlm.families.shared.inputs import feature_kinds, in_blocks
+from megavlm.families.shared.inputs import Batch, Given, feature_kinds, in_blocks
 from megavlm.families.shared.language import language
 from megavlm.families.shared.settings import Settings, refuse
 from megavlm.families.shared.table import FusedQKV, Rename, Table, linear
@@ -20,11 +20,6 @@ from megavlm.inputs.layout import Layout, Prompt
 from megavlm.inputs.processor import Processor
 from megavlm.inputs.reader import CLIP_PIXELS, Json, ProcessorReader, has_only, require_model_value
 from megavlm.inputs.resize import Pixels, Size, smart_resize
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megavlm.inputs.batch import MicroBatch
 
 IMAGE = "<|image_pad|>"
 PREFIXES = (
@@ -129,7 +124,7 @@ def attention_table(vision: VisionConfig, layer: str, hf_layer: str) -> Table:
     return table | norms(vision, layer, f"{hf_layer}norm1", f"{hf_layer}norm2")
 
 
-def inputs(batch: MicroBatch, model: ModelConfig) -> dict[str, Tensor]:
+def inputs(batch: Batch, model: ModelConfig) -> Given:
     """Return tokens, which of them are images and videos, and patches: block by block, a still repeated over time.
 
     With videos the positions are given too: the model would ask for the seconds between groups of frames.
