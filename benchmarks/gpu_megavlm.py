@@ -78,7 +78,6 @@ class Ours(Side):
 
     def _on_files(self, config: Any, groups: Any) -> Callable[[], float]:
         """Return a step on batches of the data loader, as `train/loop.py` runs it."""
-        from megavlm.data.loader import stats
         from megavlm.data.loaders import build_loaders
         from megavlm.model.specs import DTYPES
         from megavlm.train.build_source import build_source
@@ -98,9 +97,8 @@ class Ours(Side):
             began = time.perf_counter()
             read = self.data_loader.next_step()
             self.tally.waited.append(time.perf_counter() - began)
-            counted = stats(read.batches)
-            self.tally.tokens += int(counted.tokens)
-            self.tally.positions += int(counted.positions)
+            self.tally.tokens += sum(batch.text.num_tokens for batch in read.batches)
+            self.tally.positions += sum(batch.text.tokens.numel() for batch in read.batches)
             loss: float = self.engine.train_step(read.batches).loss
             return loss
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -253,28 +252,6 @@ def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
     if any(len(row) < len(all_) for row, all_ in zip(known, encoded, strict=True)):
         return None
     return np.array([[sum(cost.vision for cost in row), sum(cost.language for cost in row)] for row in known])
-
-
-@dataclass(frozen=True)
-class BatchStats:
-    """Holds counts of a rank's micro-batches; their sums over data-parallel ranks are those of the global batch."""
-
-    tokens: int  # positions with a text or image token
-    positions: int  # including padding
-    image_tokens: int
-    images: int
-    patches: int
-
-
-def stats(batches: Sequence[MicroBatch]) -> BatchStats:
-    """Return the counts of micro-batches, from shapes alone: nothing is copied back from a device."""
-    return BatchStats(
-        tokens=sum(batch.text.num_tokens for batch in batches),
-        positions=sum(batch.text.tokens.numel() for batch in batches),
-        image_tokens=sum(batch.text.feature_positions.numel() for batch in batches),
-        images=sum(batch.image_sizes.num_images for batch in batches),
-        patches=sum(batch.image_sizes.num_patches for batch in batches),
-    )
 
 
 def pinned(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -14,7 +14,6 @@ from megavlm.arch.objectives import objective_of
 from megavlm.arch.workload import image_workload, sliding_squares
 from megavlm.config.derived import has_experts
 from megavlm.config.schema import ModelConfig
-from megavlm.data.loader import stats
 from megavlm.data.types import StepData
 from megavlm.metrics.callback import Value
 from megavlm.model.router import Router
@@ -182,15 +181,14 @@ def counts_of(step: StepData, groups: Groups, model: ModelConfig) -> Counts:
     """Return the tokens, images and FLOPs of a step on the reader of a replica, and zeros on its other ranks."""
     if not groups.is_reader:
         return Counts()
-    counted = stats(step.batches)
     grids = [grid for batch in step.batches for grid in batch.image_sizes.grids]
     images = image_workload(grids, model)
     lengths = [length for batch in step.batches for length in batch.text.lengths]
     return Counts(
-        tokens=counted.tokens,
-        positions=counted.positions,
-        image_tokens=counted.image_tokens,
-        images=counted.images,
+        tokens=sum(batch.text.num_tokens for batch in step.batches),
+        positions=sum(batch.text.tokens.numel() for batch in step.batches),
+        image_tokens=sum(batch.text.feature_positions.numel() for batch in step.batches),
+        images=sum(batch.image_sizes.num_images for batch in step.batches),
         patches=images.patches,
         patch_squares=images.patch_squares,
         window_squares=images.window_squares,

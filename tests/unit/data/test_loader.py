@@ -17,7 +17,7 @@ from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, TrainConfig
 from megavlm.data.collate import CollateSpec
 from megavlm.data.collator import ComputedCollator, all_images
-from megavlm.data.loader import DataLoader, RankLoader, stats
+from megavlm.data.loader import DataLoader, RankLoader
 from megavlm.data.sample_order import BLOCK, Order, RecordRef, apportioned, permuted, spread
 from megavlm.data.sampler import (
     PackedBatchSampler,
@@ -29,13 +29,23 @@ from megavlm.data.sampler import (
 )
 from megavlm.data.survey import validation_line
 from megavlm.data.synthetic import SyntheticSource
-from megavlm.data.types import EncodedRecord, EncodedSample, GlobalBatch, HeldOut, LoaderState, Sample, SampleCost
+from megavlm.data.types import (
+    EncodedRecord,
+    EncodedSample,
+    GlobalBatch,
+    HeldOut,
+    LoaderState,
+    Sample,
+    SampleCost,
+    StepData,
+)
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Reason, Skipped
 from megavlm.inputs.batch import MicroBatch
 from megavlm.resilience.signals import StopRequest
 from megavlm.train.hooks.held_out import ValidationHook, fields
 from megavlm.train.hooks.stops import Stops
+from megavlm.train.step_result import counts_of
 
 GLOBAL_BATCH = 24
 CONFIG = Config(
@@ -140,9 +150,10 @@ def test_an_error_in_the_thread_surfaces_at_the_step_it_belongs_to() -> None:
     given.close()
 
 
-def test_stats_sum_to_the_global_batch() -> None:
-    whole = stats(steps(loader(micro_batch_size=GLOBAL_BATCH), 1)[0])
-    parts = [stats(steps(loader(dp_rank=rank, dp_size=3), 1)[0]) for rank in range(3)]
+def test_counts_sum_to_the_global_batch() -> None:
+    alone, reader = steps(loader(micro_batch_size=GLOBAL_BATCH), 1), SimpleNamespace(is_reader=True)
+    read = [*alone, *(steps(loader(dp_rank=rank, dp_size=3), 1)[0] for rank in range(3))]
+    whole, *parts = [counts_of(StepData(each, 0, (), None), reader, CONFIG.model) for each in read]
     for name, total in vars(whole).items():
         assert sum(getattr(part, name) for part in parts) == total
     assert whole.tokens == GLOBAL_BATCH * 40

@@ -13,7 +13,6 @@ from megavlm.arch.image_tokens import TileGroup, tokens_per_grid
 from megavlm.command_line.parsing import parse
 from megavlm.config.schema import Config, DataConfig, ProjectorConfig, TrainConfig
 from megavlm.data.collate import CollateSpec, collate
-from megavlm.data.loader import stats
 from megavlm.data.synthetic import SyntheticSource, entropy
 from megavlm.errors import UserError
 
@@ -128,4 +127,4 @@ def test_synthetic_images_are_tiled_where_they_are_alone() -> None:
     assert (batch.text.tokens == source.image_token).sum(1).tolist() == [4 + 4 * 5, 2 * (4 + 1), 0]
     assert batch.image_sizes.grids == ((2, 2),) * 7
     assert batch.images.patches.shape[0] == batch.image_sizes.num_patches == 28
-    assert stats([batch]).images == 3
+    assert batch.image_sizes.num_images == 3
