@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,9 @@ from megavlm.paths import FileRange
 from megavlm.storage.transfer import StoredFile
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megavlm.inputs.batch import MicroBatch
     from megavlm.inputs.layout import Film
+    from megavlm.inputs.patches import Image, LoadedImage
 
 # --- Records
 
@@ -179,27 +178,7 @@ class EncodedRecord:
     sample_id: SampleId | None = None  # workers leave it out
 
 
-class Picture(Protocol):
-    """An image or a video as patches. Sizes are known at once; a subclass may compute the patches on demand."""
-
-    @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
-        """Return (rows, columns) in patches of the image, of each of its tiles, or of each group of frames."""
-        ...
-
-    @property
-    def film(self) -> Film | None:
-        """Return the frames of a video; None for an image."""
-        ...
-
-    @property
-    def arrangement(self) -> tuple[int, int]:
-        """Return (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut."""
-        ...
-
-    def patches(self) -> Tensor:
-        """Return the normalised patches [P, D] of all grids, float32; D counts all frames that a patch spans."""
-        ...
+Picture: TypeAlias = "Image | LoadedImage"  # an image or a video as patches; its sizes are known at once
 
 
 @dataclass(frozen=True, eq=False)
