@@ -5,8 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +82,8 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
     out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
     try:
         exports.mkdir(exist_ok=True)
-        with _locked(exports / "lock"):
+        with open_to_append(exports / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two programs do not export the same run at once
             if not (out.is_dir() and mark.is_file() and mark.read_text() == digest):
                 mark.unlink(missing_ok=True)
                 shutil.rmtree(out, ignore_errors=True)
@@ -96,14 +96,6 @@ def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str],
             f"{program('convert')} export and name that folder"
         ) from error
     return out
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock, so that two programs do not export the same run at once; it ends with the process."""
-    with open_to_append(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _export(checkpoint: Path, out: Path) -> None:

@@ -1,1 +1,1 @@
-"""Metrics of a run: files of records (`sinks`), the progress line (`progress`), throughput (`throughput`)."""
+"""Report what a run measures: files of records, the progress line, trackers, and pages of samples."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from megavlm.files import replace_file
 from megavlm.html import document, facts, picture
 from megavlm.metrics.callback import Callback, Samples, Start, Stop
 from megavlm.metrics.sinks import JsonlSink
-from megavlm.paths import open_regular
+from megavlm.resilience.events import json_lines
 
 _SIDE = 320  # pixels of the longer side of a picture
 _HEADLINE = 160  # characters of a prompt that are a headline; a longer one is text
@@ -143,21 +143,13 @@ class SamplesSink(Callback):
 
 def answers_of(path: Path) -> Iterator[tuple[int, Answers]]:
     """Yield the iterations and the answers of the lines of a file that are complete."""
-    try:
-        with open_regular(path) as file:
-            content = file.read()
-    except OSError:  # JsonlSink has said so
-        return
-    for line in content.splitlines():
-        try:
-            record: Any = json.loads(line)
+    for record in json_lines(path):
+        with suppress(ValueError, TypeError, KeyError):  # of another version, or edited
             answers = {
                 Question(str(each["label"]), str(each["prompt"]), str(each["reference"])): str(each["answer"])
                 for each in record["answers"]
             }
             yield int(record["iteration"]), answers
-        except (ValueError, TypeError, KeyError, RecursionError):  # of another version, or edited
-            continue
 
 
 def _shown(moments: Sequence[tuple[int, Answers]]) -> list[tuple[int, Answers]]:

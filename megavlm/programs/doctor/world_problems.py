@@ -40,9 +40,9 @@ def world_problems(survey: Survey, profile: Hardware | None) -> list[Problem]:
 
 
 def _shapes(survey: Survey) -> Iterator[Problem]:
-    usual = _majority([str(len(ranks)) for ranks in survey.ranks])
+    usual = statistics.mode(map(len, survey.ranks))
     for name, ranks in zip(survey.names, survey.ranks, strict=True):
-        if str(len(ranks)) != usual:
+        if len(ranks) != usual:
             what = f"node {name} has {len(ranks)} processes, others {usual}"
             yield Problem("error", what, "start as many on each, one for each GPU (torchrun --nproc-per-node)")
 
@@ -67,7 +67,7 @@ def _differences(survey: Survey) -> Iterator[Problem]:
     """Yield a line for each fact and value of a minority of nodes."""
     for fact in dict.fromkeys(key for facts in survey.facts for key in facts):
         values = [facts.get(fact, "not set") for facts in survey.facts]
-        usual = _majority(values)
+        usual = statistics.mode(values)  # of two nodes that differ the first is believed
         odd: dict[str, list[str]] = defaultdict(list)
         for name, value in zip(survey.names, values, strict=True):
             if value != usual:
@@ -117,11 +117,6 @@ def _below_profile(survey: Survey, profile: Hardware) -> Iterator[Problem]:
             has = f"the profile {profile.name} has {_shown(what, promised)}"
             remedy = "NCCL_DEBUG=INFO says which network NCCL takes; a profile of launch/profiles sets it up"
             yield Problem("warning", f"{what}: {_shown(what, least)} ({who}), {has}", remedy)
-
-
-def _majority(values: Sequence[str]) -> str:
-    """Return the most frequent value; of several the first, so that the first node is believed where two differ."""
-    return max(dict.fromkeys(values), key=values.count)
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 
 from megavlm.command_line.commands import Parser, count, reported
@@ -89,7 +88,3 @@ def _add_container_options(parser: argparse.ArgumentParser) -> None:
         help="Do not check the flags here: they name models or data that only the machines there have.",
     )
     add_agent_options(parser)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
