@@ -1,8 +1,9 @@
 """What saves and loads cost: `python benchmarks/checkpoint.py [--processes 1 2 4 8] [--quick]`.
 
 For each number of data-parallel processes: how long training stands still for a save beside it and for one that it
-waits for, how much of that is the copy into host memory, GB/s, and what verifying adds to a load. Figures that end in
-`_cpu_s` are processor time, which other work on the machine hardly changes.
+waits for, how much of that is the copy into host memory, how much longer a step takes while a save is written, GB/s,
+and what verifying adds to a load. Figures that end in `_cpu_s` are processor time, which other work on the machine
+hardly changes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MODEL = (
     "model.language.num_query_groups=12 model.language.vocab_size=8192 --keep-checkpoints 1"
 ).split()
 REPEAT = 3
+STEPS = 8  # after each save; those that end before it has been written ran beside it
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,7 +79,8 @@ def work(folder: Path, *, layers: int) -> None:
     from megavlm.train.loop import close
 
     checkpoint, saves = _saves(run)
-    figures = {"layers": layers, **saves, **_loads(run, checkpoint)}
+    # Steps come last: their saves take the place of the checkpoint that is loaded.
+    figures = {"layers": layers, **saves, **_loads(run, checkpoint), **_steps(run)}
     close(run)
     if dist.get_rank() == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
@@ -158,6 +161,44 @@ def _saves(run: Any) -> tuple[Path, dict[str, float]]:
         "stall_beyond_copy_of_sync_cpu": (stall.processor - copied.processor) / whole.processor,
         "save_s": seconds,
         "save_gb_per_s": gigabytes / seconds,
+    }
+
+
+def _steps(run: Any) -> dict[str, float]:
+    """Train while saves are written, and return the median of a step beside one and of the others, each with its
+    processor time in all threads of this process.
+    """
+    import torch.distributed as dist
+
+    from megavlm.checkpoint import state
+
+    saver = run.saver
+    beside, alone = [], []
+    for iteration in range(101, 101 + 2 * REPEAT):
+        position = state.Position(iteration=iteration, loader={})
+        state.save(run.engine.trained(), position, config=run.config, plan=run.plan, saver=saver)
+        dist.barrier()
+        written = False
+        for _ in range(STEPS):
+            batches = run.data_loader.next_step().batches
+            _, taken = spent(partial(run.engine.train_step, batches))
+            # A step in which the save came to its end counts as neither.
+            ended = written or bool(saver.poll())
+            if not ended:
+                beside.append(taken)
+            elif written:
+                alone.append(taken)
+            written = ended
+        saver.wait()
+        saver.poll()
+    assert beside and alone, f"no step ran beside a save, or every one of {STEPS} did: --layers changes that"
+    busy, quiet = median(beside), median(alone)
+    return {
+        "step_alone_s": quiet.seconds,
+        "step_beside_a_save_s": busy.seconds,
+        "step_beside_a_save": busy.seconds / quiet.seconds,
+        "step_beside_a_save_cpu": busy.processor / quiet.processor,
+        "steps_beside_a_save": len(beside),
     }
 
 

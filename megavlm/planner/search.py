@@ -1,4 +1,4 @@
-"""Which layout is fastest: every runnable combination of degrees, evaluatord by the same models of time and memory.
+"""Which layout is fastest: every runnable combination of degrees, judged by the same models of time and memory.
 
 Candidates are bounded from below (no pipeline beats work / ranks) and simulated in the order of their bounds, until as
 many as were asked for are faster than every bound that is left. Nothing is random: all ranks of a run that search find
