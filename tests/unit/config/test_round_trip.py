@@ -30,16 +30,16 @@ PUBLISHED = ("model", "published")
 MODELS = ("qwen2_5_vl_7b", "llava_1_5_7b", "qwen3_vl_30b_a3b")  # of model.published, which brings their sizes
 
 # A flag has no white space around names of data sets and columns.
-WORD = st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~"), min_size=1, max_size=5).filter(
+WORD = st.text(st.characters(codec="utf-8", exclude_characters="\0,+:~$"), min_size=1, max_size=5).filter(
     lambda text: text == text.strip()
 )
 SCALARS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-(2**63) + 1, 2**63 - 1),
     float: st.floats(allow_nan=False, allow_infinity=False),
-    # No surrogates and no NUL: neither is in a path that a command line can give. What begins with ~ is refused.
+    # No surrogates and no NUL: neither is in a path that a command line can give. What begins with ~ or $NAME is refused.
     str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20).filter(
-        lambda text: not text.startswith("~")
+        lambda text: not text.startswith(("~", "$"))
     ),
     DatasetConfig: st.builds(
         DatasetConfig,
