@@ -30,7 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", metavar="SOURCE", help="File of records, or folder of files of one kind, as --datasets has it."
     )
-    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="New or empty folder.")
+    parser.add_argument(
+        "out", metavar="OUT_DIR", type=Path, help="New folder; the same command resumes an interrupted run."
+    )
     parser.add_argument("--image-root", help="Folder that image paths are relative to; default: SOURCE's.")
     parser.add_argument(
         "--kind",
@@ -58,7 +60,7 @@ def _prepare(options: argparse.Namespace) -> None:
         channels=options.vision_in_channels,
         say=progress(),
     )
-    print(*found, f"train on it: {program('train')} --datasets {options.out} …", sep="\n")
+    print(*found.report(options.out), f"train on it: {program('train')} --datasets {options.out} …", sep="\n")
 
 
 def _source(options: argparse.Namespace) -> DatasetConfig:

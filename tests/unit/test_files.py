@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 # Calls that write by themselves, with the reason why that neither follows a link that others made nor waits.
 OWN = {
+    ("data/records/writing.py", "replace"): "a tar that `open_new` has opened",
     ("train/run_dir.py", "touch"): "a name that nobody can know",
     ("storage/store.py", "open"): "a file of an object store",
     ("storage/cache.py", "rename"): "a folder of the user's own cache",

@@ -1,7 +1,8 @@
 """Write records as WebDataset tars, one shard after another; the same records give the same bytes.
 
-Samples are LLaVA records (`json`) with their images and videos beside them, unchanged; clips are copied from file to
-file.
+A shard is written under a temporary name, renamed when it is complete, and noted in `prepare_data.json`; an interrupted
+run continues after the last shard noted. Samples are LLaVA records (`json`) with their images and videos beside them,
+unchanged; clips are copied from file to file.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +33,16 @@ from megavlm.data.records.tars import indexed
 from megavlm.data.records.turns import TAG, VIDEO_TAG
 from megavlm.data.types import Conversation, ImageRef, Turn, VideoRef
 from megavlm.errors import UserError
-from megavlm.files import check_folder, open_new
+from megavlm.files import check_folder, open_new, open_to_append, replace_file
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
 from megavlm.inputs.vision_inputs import vision_input_of
+from megavlm.json_files import read_json
 from megavlm.paths import FileRange, open_regular
 from megavlm.storage.transfer import StoredFile
 
+NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"
-_MIB = 2**20
+_BEFORE_SHARDS = {NOTES, SKIPPED, f"{NOTES}.tmp", "000000.tmp"}  # files of a run until its first shard is complete
 _READERS = 8  # threads that read images; what they read is written in order
 _HEAD = 16  # bytes that tell what a file is
 _AT_ONCE = 256  # records that are read before they are written
@@ -55,6 +59,27 @@ Parts = dict[str, Content]
 Look = Callable[[bytes], object]  # raises BadSample for an image that training could not read
 
 
+@dataclass(frozen=True)
+class Notes:
+    """Holds how much is written so far, and the `recipe` of the run; a run with another recipe may not continue it."""
+
+    recipe: dict[str, Any]
+    records: int = 0  # number of records read
+    samples: int = 0
+    shards: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_bytes: int = 0  # length of `skipped.jsonl`
+
+    def report(self, out: Path) -> Iterator[str]:
+        """Yield the lines on what was written to the folder `out`."""
+        skipped = several(sum(self.skipped.values()), "record")
+        yield f"{out}: {several(self.samples, 'sample')} in {several(self.shards, 'tar')}, {skipped} skipped"
+        for reason, number in sorted(self.skipped.items(), key=lambda item: -item[1]):
+            yield f"  {number} {reason}"
+        if self.skipped:
+            yield f"  {out / SKIPPED} lists them"
+
+
 def prepare(
     source: DatasetConfig,
     out: Path,
@@ -64,42 +89,85 @@ def prepare(
     vision_input: str,
     channels: int | None,
     say: Callable[[str], None],
-) -> list[str]:
-    """Write a data set as tars of about `shard_mib` MiB, with their index, in the folder `out`, in its order or
-    shuffled with a seed, and return lines on what was written. Images are those of a vision input with so many
-    channels.
-
-    Bad records are left out, and listed in `skipped.jsonl`. `say` is called with a line on how far it is. Raises
-    UserError if `out` holds files, or if no record can be used.
+) -> Notes:
+    """Write a data set as tars of about `shard_mib` MiB in the folder `out`, in its order or shuffled with a seed, and
+    return what was written. Images are those of a vision input with so many channels. Raises UserError.
     """
     if is_tars(source):
         raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
     check_folder("OUT_DIR", out)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} holds something already: name another folder, or empty it")
     records = open_records(source, pairs=False)
     count = len(records)
     order = np.arange(count) if shuffle is None else np.random.default_rng(shuffle).permutation(count)
+    recipe: dict[str, Any] = {
+        "source": str(Path(source.path).resolve()),
+        "kind": source.kind,
+        "image_root": source.image_root,
+        "records": count,
+        "shard_mib": shard_mib,
+        "shuffle": shuffle,
+    }
+    if source.columns:
+        recipe["columns"] = dict(source.columns)
     look: Look = size_of
     if vision_input_of(vision_input, channels or 0).array_channels is not None:
+        recipe |= {"vision_input": vision_input, "vision_in_channels": channels}
         look = partial(array_size, channels=channels, max_pixels=MAX_PIXELS)
+    return write_shards(records, out, recipe=recipe, order=order, shard_bytes=shard_mib * 2**20, look=look, say=say)
+
+
+def write_shards(
+    records: Records,
+    out: Path,
+    *,
+    recipe: dict[str, Any],
+    order: NDArray[np.int64],
+    shard_bytes: int,
+    look: Look = size_of,
+    say: Callable[[str], None] = lambda _: None,
+) -> Notes:
+    """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, with their index.
+
+    Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
+    with each image, whose header it checks; `say` with a line on how far it is. Raises UserError if `out` holds other
+    files, or if no record can be used.
+    """
+    notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
-    skipped, samples, shards = SkipSummary(), 0, _Shards(out, shard_mib * _MIB)
-    with open_new(out / SKIPPED) as listed, closing(shards), ThreadPoolExecutor(_READERS) as pool:
-        for done, (index, parts) in enumerate(_samples(records, order, pool, look), start=1):
-            bad = parts if isinstance(parts, BadSample) else shards.add(f"{index:09}", parts)
-            samples += bad is None
-            if bad is not None:
-                label = records.label(index)
-                listed.write(_line(label, bad))
-                skipped.add([Skipped(label, records.name, bad.reason, bad.detail)])
-            say(f"{done} of {count} records, {len(shards.paths)} tars")
-    if not samples:
-        raise UserError(f"none of {count:,} records can be used: {skipped.message()}")
-    lost = several(skipped.counts.total(), "record")
-    lines = [f"{out}: {several(samples, 'sample')} in {several(len(shards.paths), 'tar')}, {lost} skipped"]
-    lines += [f"  {number} {reason}" for reason, number in skipped.counts.most_common()]
-    return [*lines, f"  {out / SKIPPED} lists them"] if skipped.counts else lines
+    _note(out, notes)
+    bad_ones = SkipSummary()
+    with open_to_append(out / SKIPPED, buffering=-1) as skipped, ThreadPoolExecutor(_READERS) as pool:
+        skipped.truncate(notes.skipped_bytes)
+        while notes.records < len(order):
+            shard = _Shard(out / f"{notes.shards:06}.tar")
+            samples = _samples(records, order[notes.records :], pool, look)
+            read, counts = 0, Counter(notes.skipped)
+            while shard.size < shard_bytes and (made := next(samples, None)) is not None:
+                index, parts = made
+                read += 1
+                bad = parts if isinstance(parts, BadSample) else shard.add(f"{index:09}", parts)
+                if bad is not None:
+                    counts[bad.reason] += 1
+                    skipped.write(_line(records.label(index), bad))
+                    bad_ones.add([Skipped(records.label(index), records.name, bad.reason, bad.detail)])
+                say(f"{notes.records + read} of {len(order)} records, {notes.shards} tars")
+            samples.close()
+            shard.close()
+            skipped.flush()
+            notes = replace(
+                notes,
+                records=notes.records + read,
+                samples=notes.samples + shard.count,
+                shards=notes.shards + bool(shard.count),
+                skipped=dict(counts),
+                skipped_bytes=skipped.tell(),
+            )
+            _note(out, notes)
+    if not notes.samples:
+        raise UserError(f"none of {notes.records:,} records can be used: {bad_ones.message()}")
+    for number in range(notes.shards):
+        indexed(out / f"{number:06}.tar")
+    return notes
 
 
 def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) -> Parts:
@@ -147,7 +215,7 @@ def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
 
 def _samples(
     records: Records, order: NDArray[np.int64], pool: ThreadPoolExecutor, look: Look
-) -> Iterator[tuple[int, Parts | BadSample]]:
+) -> Generator[tuple[int, Parts | BadSample], None, None]:
     def sample(index: int) -> Parts | BadSample:
         try:
             return parts_of(records.read(index), records.label(index), look=look)
@@ -159,13 +227,16 @@ def _samples(
         yield from zip(indices, pool.map(sample, indices), strict=True)
 
 
-class _Shards:
-    """Writes samples to tars of about `size` bytes, one after another; each that is closed gets its index."""
+class _Shard:
+    """Writes a tar under a temporary name; `close` gives it its name, or removes it if it is empty."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self.paths: list[Path] = []
-        self._folder, self._size = folder, size
-        self._open: tuple[tarfile.TarFile, BinaryIO] | None = None
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_suffix(".tmp")
+        self._file = open_new(self._temporary)
+        self._tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
+        self.size = 0
+        self.count = 0
 
     def add(self, key: str, parts: Parts) -> BadSample | None:
         """Add a sample, or return what has become of it since its headers were read."""
@@ -173,24 +244,38 @@ class _Shards:
             contents = {name: content_of(source) for name, source in parts.items()}
         except BadSample as error:  # of a store
             return error
-        if self._open is None or self._open[0].offset >= self._size:
-            self.close()
-            self.paths.append(self._folder / f"{len(self.paths):06}.tar")
-            file = open_new(self.paths[-1])
-            self._open = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT), file
         for name, content in contents.items():
             entry = tarfile.TarInfo(f"{key}.{name}")  # without user and time, so that the bytes are reproducible
             with io.BytesIO(content) if isinstance(content, bytes) else open_regular(content) as file:
                 entry.size = file.seek(0, io.SEEK_END)
                 file.seek(0)
-                self._open[0].addfile(entry, file)
+                self._tar.addfile(entry, file)
+        self.size, self.count = self._tar.offset, self.count + 1
         return None
 
     def close(self) -> None:
-        if self._open is not None:
-            for each in self._open:
-                each.close()
-            indexed(self.paths[-1])
+        self._tar.close()
+        self._file.close()
+        if self.count:
+            self._temporary.replace(self._path)
+        else:
+            self._temporary.unlink()
+
+
+def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
+    if not out.exists() or {path.name for path in out.iterdir()} <= _BEFORE_SHARDS:
+        return Notes(recipe)  # an attempt of any recipe that wrote nothing is in nobody's way
+    try:
+        notes = Notes(**read_json(out / NOTES))
+        if notes.recipe == recipe:
+            return notes
+    except (UserError, TypeError):
+        pass
+    raise UserError(f"{out} holds something else already: name another folder, or empty it")
+
+
+def _note(out: Path, notes: Notes) -> None:
+    replace_file(out / NOTES, json.dumps(asdict(notes), indent=1))
 
 
 def _text(turn: Turn, *, videos: bool) -> str:

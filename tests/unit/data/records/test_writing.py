@@ -57,8 +57,9 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mebibytes of 64 bytes, so that few records make several shards."""
-    monkeypatch.setattr(writing, "_MIB", 64)
+    """Mebibytes of a few kilobytes, so that few records make several shards."""
+    real = writing.write_shards
+    monkeypatch.setattr(writing, "write_shards", lambda *a, shard_bytes, **k: real(*a, shard_bytes=2**14, **k))
 
 
 def prepare(source: Path, out: Path, *options: str) -> int:
@@ -114,10 +115,28 @@ def test_what_goes_in_comes_out(source: Path, tmp_path: Path, capsys: pytest.Cap
     ]
 
 
-def test_the_bytes_are_the_same_each_time(source: Path, tmp_path: Path) -> None:
+def test_the_bytes_are_the_same_each_time_and_after_a_stop(source, tmp_path, monkeypatch):
     assert prepare(source, tmp_path / "one") == 0
     assert prepare(source, tmp_path / "two") == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
+
+    add, calls = writing._Shard.add, iter(range(25))
+
+    def stopping(self: Any, *args: Any) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        add(self, *args)
+
+    monkeypatch.setattr(writing._Shard, "add", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "three")
+    assert len(list((tmp_path / "three").glob("*.tar"))) > 1
+    monkeypatch.setattr(writing._Shard, "add", add)
+    assert prepare(source, tmp_path / "three") == 0
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+    before = files(tmp_path / "three")
+    assert prepare(source, tmp_path / "three") == 0  # nothing left to do
+    assert files(tmp_path / "three") == before
 
 
 def test_shuffled(source: Path, tmp_path: Path) -> None:
@@ -135,8 +154,8 @@ def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys: pytest.Capt
     assert prepare(source, tmp_path / "out") == 0
     capsys.readouterr()
     for arguments, message in [
-        ((source, tmp_path / "full"), "holds something already"),
-        ((source, tmp_path / "out"), "holds something already"),
+        ((source, tmp_path / "full"), "holds something else already"),
+        ((source, tmp_path / "out", "--shuffle", "1"), "holds something else already"),
         ((source, tmp_path / "new", "--shard-mib", "0"), "--shard-mib: 0 must"),
         ((tmp_path / "out", tmp_path / "new"), "contains tars"),
         ((tmp_path / "nowhere", tmp_path / "new"), "is not a file"),
