@@ -31,7 +31,7 @@ from record import append, circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
-    "--train-iters 1 --micro-batch-size 1 --seq-length 64 --no-tensorboard --set model.vision.num_layers=2 "
+    "--train-iters 1000 --micro-batch-size 1 --seq-length 64 --no-tensorboard --set model.vision.num_layers=2 "
     "model.vision.hidden_size=256 model.vision.ffn_hidden_size=1024 model.vision.num_attention_heads=4 "
     "model.vision.image_size=16 model.vision.patch_size=4 model.language.hidden_size=768 "
     "model.language.ffn_hidden_size=2048 model.language.num_attention_heads=12 "
