@@ -191,7 +191,8 @@ def _steps(run: Any) -> dict[str, float]:
             written = ended
         saver.wait()
         saver.poll()
-    assert beside and alone, f"no step ran beside a save, or every one of {STEPS} did: --layers changes that"
+    if not (beside and alone):
+        raise SystemExit(f"no step ran beside a save, or every one of {STEPS} did: change --layers")
     busy, quiet = median(beside), median(alone)
     return {
         "step_alone_s": quiet.seconds,

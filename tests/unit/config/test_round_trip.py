@@ -37,7 +37,8 @@ SCALARS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     int: st.integers(-(2**63) + 1, 2**63 - 1),
     float: st.floats(allow_nan=False, allow_infinity=False),
-    # No surrogates and no NUL: neither is in a path that a command line can give. What begins with ~ or $NAME is refused.
+    # No surrogates and no NUL: neither is in a path that a command line can give. What a shell would expand (~, $NAME)
+    # is refused.
     str: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20).filter(
         lambda text: not text.startswith(("~", "$"))
     ),
