@@ -123,7 +123,8 @@ def gated_delta_rule(
     """
     if query.is_cuda:
         inputs = (each[None] for each in (query, key, value, decay, beta))
-        out: Tensor = kernels()[0](
+        rule, _ = kernels()
+        out: Tensor = rule(
             *inputs, use_qk_l2norm_in_kernel=True, output_final_state=False, cu_seqlens=sequences.cu_seqlens
         )[0]
         return out[0]
@@ -200,7 +201,8 @@ def causal_convolution(x: Tensor, weight: Tensor, sequences: Sequences) -> Tenso
     """
     if x.is_cuda:
         # The kernel takes bounds of sequences only of channels that lie side by side.
-        out: Tensor = kernels()[1](x[None].mT, weight, seq_idx=sequences.numbers, activation="silu")
+        _, convolve = kernels()
+        out: Tensor = convolve(x[None].mT, weight, seq_idx=sequences.numbers, activation="silu")
         return out.mT[0]
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
