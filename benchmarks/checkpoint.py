@@ -191,6 +191,8 @@ def _steps(run: Any) -> dict[str, float]:
             written = ended
         saver.wait()
         saver.poll()
+    if dist.get_rank() > 0:  # its own writer may have ended before rank 0's, which waits for all
+        return {}
     if not (beside and alone):
         raise SystemExit(f"no step ran beside a save, or every one of {STEPS} did: change --layers")
     busy, quiet = median(beside), median(alone)

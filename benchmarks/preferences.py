@@ -38,7 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", default="dpo")
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--steps", type=int, nargs=2, default=(100, 40), help="of questions, and of preferences")
+    parser.add_argument("--rpo-alpha", type=float, default=0.0, help="of pairs: weight of the chosen answer's own loss")
+    parser.add_argument("--steps", type=int, nargs=2, default=(400, 150), help="of questions, and of preferences")
     arguments = parser.parse_args()
     circumstances = record.circumstances()
     with tempfile.TemporaryDirectory() as name:
@@ -48,7 +49,8 @@ def main() -> None:
         first, then = map(str, arguments.steps)
         trained(folder, "model", "questions", ["--train-iters", first, "--lr", "2e-3"])
         flags = ["--objective", arguments.objective, "--set", f"model.objective.beta={arguments.beta}"]
-        trained(folder, "questions", "pairs", [*flags, "--train-iters", then, "--lr", "2e-4"])
+        flags += [f"model.objective.rpo_alpha={arguments.rpo_alpha}"] * bool(arguments.rpo_alpha)
+        trained(folder, "questions", "pairs", [*flags, "--train-iters", then, "--lr", "5e-4"])
         figures = {
             f"{what}_{when}": share
             for when, of in (("before", "questions"), ("after", "pairs"))

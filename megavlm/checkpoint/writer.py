@@ -164,6 +164,7 @@ def serve(connection: Connection, pulse: Any, file: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the rank, which ends this process when it ends
     torch.set_num_threads(1)  # a fork has none of the threads that it would wait for
+    os.nice(10)  # training comes first, where cores are not idle
     memory = SharedMemory(file)
     metadata: Metadata | None = None
     try:
