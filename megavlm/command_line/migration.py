@@ -173,7 +173,7 @@ def line_of(kind: Kind, key: str, value: Any, given: Given, *, default: bool = F
 
 
 def _general(kind: Kind, name: str) -> Row:
-    """Return the row of a name that no table has: an option that we call so, or what `rules/elsewhere.toml` says."""
+    """Return the row of a name that no table has: our option of that name, or what `rules/elsewhere.toml` says."""
     by_flag = {flag: option.key for option in options() for flag in (*option.flags, option.spelled)}
     if f"--{name}" in by_flag:
         return Row(by_flag[f"--{name}"])

@@ -163,7 +163,7 @@ def _stage_of_name(value: Any, given: Given) -> Values:
 
 
 def _offload(value: Any, given: Given) -> list[str] | None:
-    """Return what both of DeepSpeed's options offload."""
+    """Return the `--offload` that DeepSpeed's `offload_optimizer` and `offload_param` mean; None without them."""
     optimizer, param = (given.get(f"zero-optimization.offload-{what}.device") for what in ("optimizer", "param"))
     folder = given.get("zero-optimization.offload-optimizer.nvme-path")
     first = f"optimizer=nvme:{folder}" if optimizer == "nvme" and folder else "optimizer"

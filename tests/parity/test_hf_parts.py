@@ -141,7 +141,7 @@ PREDICT = ("qwen3.5", "glm4v-moe", *(pytest.param(name, marks=pytest.mark.slow) 
 
 @pytest.mark.parametrize("name", PREDICT)
 def test_loss_gradients_and_files(name: str, single: Single, tmp_path: Path) -> None:
-    """The features of images take the place of their tokens' embeddings one position further on, too."""
+    """The input of a layer that predicts further tokens has image features too, one position further on."""
     theirs = with_predictor(tiny(name))
     folder = hf.save(theirs, tmp_path / "hf")
     config = hf.config_for(folder, flags=PREDICTING)

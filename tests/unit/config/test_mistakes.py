@@ -278,7 +278,7 @@ def values(config: Config) -> list[object]:
 
 
 def begun(folder: Path, config: Config) -> Path:
-    """Write what a run with this configuration leaves, as far as it is read here."""
+    """Write the files of an earlier run that a later one reads: its configuration and a checkpoint's folder."""
     (folder / "checkpoints/iter_0000005").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     return folder

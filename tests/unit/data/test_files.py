@@ -232,7 +232,7 @@ def test_every_reason_has_a_remedy() -> None:
 
 
 def identity(*argv: str) -> dict[str, Any]:
-    """As a checkpoint holds it."""
+    """Return the identity of the data as a checkpoint has it, through JSON."""
     return dict(json.loads(json.dumps(data_identity(parse(argv)))))
 
 

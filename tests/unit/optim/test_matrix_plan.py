@@ -295,7 +295,7 @@ def of_transformers(style: str, *, warmup: int, floor: float, wsd: int) -> list[
     [("constant", 0.0), ("linear", 0.0), ("cosine", 0.0), ("cosine", 0.03), ("WSD", 0.0), ("WSD", 0.03)],
 )
 def test_iterations_train_with_the_rates_of_transformers(style: str, floor: float, warmup: int) -> None:
-    """But for the warm-up, which is a step ahead: Transformers' first step has the rate 0."""
+    """Our warm-up is one step ahead, because the first step of Transformers has the rate 0."""
     ours = options(style, steps=STEPS, warmup=warmup, floor=floor, wsd=5 if style == "WSD" else None)
     found = [learning_rate(ours, at, peak=PEAK, floor=floor) for at in range(1, STEPS + 1)]
     theirs = of_transformers(style, warmup=warmup, floor=floor, wsd=5)

@@ -520,7 +520,7 @@ def test_state_is_four_bytes_a_number() -> None:
 
 
 def test_the_host_and_a_disk_have_what_a_rule_keeps() -> None:
-    """Averages are in memory even where state is on a disk."""
+    """EMA weights stay in host memory where moments are on a disk."""
     found = {}
     for kind in ("adamw", "lion"):
         off = replace(of_optimizer(kind, averages=0.9), offload=("optimizer",))

@@ -282,7 +282,7 @@ def named(*table: Report, timeout: float = 60.0) -> int | None:
 
 
 def test_the_rank_whose_process_is_stopped_is_named_and_not_one_that_waits_for_it():
-    """The attack's row 3: rank 0 waits in a collective, rank 1 stopped while its last report said that it computes."""
+    """Rank 0 waits in a collective; rank 1 has stopped, and its last report says that it computes."""
     assert named(report(0, idle=65.0, waits=True), report(1, idle=2.0, silent=66.0)) == 1
     assert named(report(0, idle=2.0, silent=66.0), report(1, idle=65.0, waits=True)) == 0
     stopped_in_a_wait = report(1, idle=2.0, silent=66.0, waits=True)
@@ -338,7 +338,7 @@ def test_who_keeps_others_waiting_is_named_before_torch_ends_these_without_a_nam
 
 @pytest.mark.parametrize("iteration", [0, 11])
 def test_what_a_stopped_rank_said_long_ago_does_not_count(iteration: int):
-    """Reports are seconds apart, and steps may be shorter."""
+    """A report may be older than a step, because ranks report every few seconds only."""
     early = {"iteration": iteration, "steps": 0, "phase": START, "idle": 0.0, "silent": 66.0}
     assert named(report(0, idle=65.0, waits=True), report(1, **early)) == 1
 

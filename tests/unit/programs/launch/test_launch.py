@@ -358,7 +358,7 @@ def test_machine_0_that_is_replaced_finds_its_own_attempt_unfinished(tmp_path: P
 def test_a_container_that_is_started_again_after_the_decision_ends_at_once(
     end: str, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Vertex AI starts a replica again whatever its status; torchrun is not reached."""
+    """Vertex AI restarts a replica whatever its exit status was; such a replica ends before it starts torchrun."""
     attempts(Account(tmp_path, "4711"), end)
     monkeypatch.setenv("CLOUD_ML_JOB_ID", "4711")
     monkeypatch.delenv(node.JOB, raising=False)
@@ -408,7 +408,7 @@ def test_versions_are_those_that_go_together():
             assert constraints.get(name, version) == version or word.startswith("."), word
             if own := re.fullmatch(r"\.\[(.*)\]", word):
                 assert set(own[1].split(",")) <= set(extras)
-    # megavlm and Transformer Engine are built against the torch that is there.
+    # Builds of megavlm and Transformer Engine must use the installed torch.
     assert all("--no-build-isolation" in words for words in lines[1:])
 
 
