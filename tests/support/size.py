@@ -24,7 +24,7 @@ CEILINGS = {
     "code lines of the largest module": 305,
     "options": 322,
     "flags": 148,  # 150
-    "code lines of tests": 33_680,  # 33,000
+    "code lines of tests": 33_681,  # 33,000
     "words of documentation": 44_987,  # 45,000
 }
 _NO_CODE = {
