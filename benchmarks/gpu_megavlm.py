@@ -62,7 +62,7 @@ class Ours(Side):
         )
         first = self.engine.chunks[0].module.parts["language.layers.0"]
         first.register_forward_pre_hook(watch.begin, with_kwargs=True)
-        self.attention = type(first.self_attention.core_attention).__name__
+        self.attention = type(getattr(first.self_attention, "core_attention", first.self_attention)).__name__
         if task["files"]:
             return self._on_files(config, groups)
         batch = gpu_model.batch_of(shape, packed=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers_models import OPTIMIZER, llava_config, qwen_config
+from transformers_models import OPTIMIZER, llava_config, qwen3_5_config, qwen_config
 
 from megavlm.arch.dims import Dims
 from megavlm.arch.image_tokens import grid_of, tokens_per_grid
@@ -25,6 +25,7 @@ from megavlm.config.schema import Config, ModelConfig, PrecisionConfig, TrainCon
 from megavlm.data.collate import CollateSpec, collate
 from megavlm.data.types import Sample
 from megavlm.families import published_model
+from megavlm.families.qwen3_vl import inputs as qwen3_inputs
 from megavlm.families.shared.inputs import tokens_and_pixels as llava_inputs
 from megavlm.families.shared.qwen_vl import inputs as qwen_inputs
 from megavlm.inputs.batch import MicroBatch
@@ -67,7 +68,9 @@ class Shape:
         return self.model.language.num_layers
 
     def with_layers(self, count: int) -> Shape:
-        return replace(self, model=replace(self.model, language=replace(self.model.language, num_layers=count)))
+        linear = tuple(layer for layer in self.model.language.linear_attention_layers if layer < count)
+        language = replace(self.model.language, num_layers=count, linear_attention_layers=linear)
+        return replace(self, model=replace(self.model, language=language))
 
     def without_image_token(self) -> Shape:
         """Return the shape for a tokenizer that has its own image token."""
@@ -75,12 +78,12 @@ class Shape:
 
 
 def models(*, small: bool) -> list[tuple[Shape, ...]]:
-    """LLaVA-1.5-7B on 336 × 336 pixels and Qwen2.5-VL-7B on photographs; `small`: toys of their kind.
+    """LLaVA-1.5-7B on 336 × 336 pixels, Qwen2.5-VL-7B and Qwen3.5-4B on photographs; `small`: toys of their kind.
 
     Of each the shapes to choose from, the largest first: `fitting` says which. Qwen2.5-VL's four photographs are 20,248
     patches, which save more for the backward pass than 80 GB have room for; the two smaller are 6,740.
     """
-    llava, qwen = published_model("llava_1_5_7b"), published_model("qwen2_5_vl_7b")
+    llava, qwen, hybrid = map(published_model, ("llava_1_5_7b", "qwen2_5_vl_7b", "qwen3_5_4b"))
     photographs = ((1288, 952), (1036, 1372), (756, 1008), (644, 868))
     if not small:
         llavas = [_shape("LLaVA-1.5-7B", llava, ((336, 336),) * 8, 1024, llava_config, llava_inputs)]
@@ -88,11 +91,15 @@ def models(*, small: bool) -> list[tuple[Shape, ...]]:
             _shape(name, qwen, images, 2048, qwen_config, qwen_inputs)
             for name, images in (("Qwen2.5-VL-7B", photographs), ("Qwen2.5-VL-7B, 2 images", photographs[2:]))
         ]
-        return [tuple(llavas), tuple(qwens)]
-    toy_llava, toy_qwen = _toy(llava), _toy(qwen)
+        even = ((1280, 960), (1024, 1376), (768, 1024), (640, 864))  # patches of 16 pixels
+        hybrids = [_shape("Qwen3.5-4B", hybrid, even, 2048, qwen3_5_config, qwen3_inputs)]
+        return [tuple(llavas), tuple(qwens), tuple(hybrids)]
+    toy_llava, toy_qwen, toy_hybrid = _toy(llava), _toy(qwen), _toy(hybrid)
+    toy_images = ((168, 112), (112, 140), (56, 84))
     return [
         (_shape("LLaVA toy", toy_llava, ((56, 56),) * 3, 48, llava_config, llava_inputs),),
-        (_shape("Qwen2.5-VL toy", toy_qwen, ((168, 112), (112, 140), (56, 84)), 48, qwen_config, qwen_inputs),),
+        (_shape("Qwen2.5-VL toy", toy_qwen, toy_images, 48, qwen_config, qwen_inputs),),
+        (_shape("Qwen3.5 toy", toy_hybrid, ((64, 96), (96, 32)), 48, qwen3_5_config, qwen3_inputs),),
     ]
 
 
@@ -120,6 +127,11 @@ def _toy(model: ModelConfig) -> ModelConfig:
     if vision.full_attention_layers:
         vision = replace(vision, full_attention_layers=(1,))
         language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))
+    if language.linear_attention_layers:
+        language = replace(language, num_query_groups=2, mrope_section=(2, 1, 1), rotary_percent=0.5)
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        language = replace(language, linear_attention_layers=(0,), **heads, **widths)
     projector = replace(model.projector, hidden_size=256 if model.projector.pixel_shuffle > 1 else 64)
     return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
 

@@ -96,3 +96,44 @@ def qwen_config(shape: Shape) -> Any:
         "vision_end_token_id": end - 3,
     }
     return transformers.Qwen2_5_VLConfig(vision_config=tower, text_config=text, tie_word_embeddings=False, **tokens)
+
+
+def qwen3_5_config(shape: Shape) -> Any:
+    """Return the Qwen3_5Config of a shape."""
+    import transformers
+
+    vision, language, end = shape.model.vision, shape.model.language, shape.vocabulary
+    tower = {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "num_heads": vision.num_attention_heads,
+        "patch_size": vision.patch_size,
+        "out_hidden_size": language.hidden_size,
+        "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
+        "deepstack_visual_indexes": [],
+    }
+    linear = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    rope = {
+        "rope_type": "default",
+        "rope_theta": language.rotary_base,
+        "partial_rotary_factor": language.rotary_percent,
+        "mrope_section": list(language.mrope_section),
+    }
+    kinds = ("full_attention", "linear_attention")
+    text = {
+        **text_sizes(language, vocabulary=end),
+        **{f"linear_{name}": getattr(language, f"linear_{name}") for name in linear},
+        "num_key_value_heads": language.num_query_groups,
+        "head_dim": language.kv_channels,
+        "rope_parameters": rope,
+        "layer_types": [kinds[layer in language.linear_attention_layers] for layer in range(language.num_layers)],
+    }
+    tokens = {
+        "image_token_id": end - 1,
+        "video_token_id": end - 2,
+        "vision_start_token_id": end - 4,
+        "vision_end_token_id": end - 3,
+    }
+    tied = language.tie_embeddings
+    return transformers.Qwen3_5Config(vision_config=tower, text_config=text, tie_word_embeddings=tied, **tokens)

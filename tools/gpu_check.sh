@@ -120,7 +120,7 @@ part_1() {
     step doctor 60 "$python" tools/doctor.py --json "$out/doctor.json"
 }
 part_2() { tests tests 510 tests/gpu --ignore tests/gpu/test_smoke.py --ignore tests/gpu/test_numerics.py "${workers[@]}"; }
-part_3() { benchmark qwen 510 --only Qwen --minutes 8 "${compile[@]}"; }
+part_3() { benchmark qwen 510 --only Qwen2.5 --minutes 8 "${compile[@]}"; }
 part_4() { benchmark ablation 510 --only LLaVA --ablate --minutes 8; }
 
 # Asks the NCCL that is loaded for its version: torch.cuda.nccl.version() is what torch was compiled with.

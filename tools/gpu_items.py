@@ -114,6 +114,12 @@ ITEMS = (
         {"-k 'learns'": "-k 'learns and tensorwise'"},
         ranks=True,
     ),
+    Item(
+        "linear-attention",
+        2,
+        "kernels of linear attention against the rule in fp64, forward and backward; a hybrid model's step",
+        "pytest tests/gpu/test_linear_attention.py",
+    ),
     _model(
         "files",
         4,

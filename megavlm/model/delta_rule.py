@@ -14,7 +14,7 @@ Within a chunk of C tokens after a state S_0, with c_t = g_1 + … + g_t and u_t
 So all chunks solve one triangular system each, at once; what remains is a scan over the chunks of each sequence. Chunks
 begin with their sequence: which other samples share a row changes no number, and no state passes from one to the next.
 
-A GPU takes the kernels of flash-linear-attention and causal-conv1d (`kernels`). Legend: T tokens of all sequences, N
+A GPU takes the kernels of flash-linear-attention (`kernels`). Legend: T tokens of all sequences, N
 value heads, K width of a key, V of a value, n chunks.
 """
 
@@ -41,10 +41,10 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a GPU's kernels of the rule and of the convolution; a start without them is refused
     (`precision/device.py`).
     """
-    from causal_conv1d import causal_conv1d_fn
+    from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return chunk_gated_delta_rule, causal_conv1d_fn
+    return chunk_gated_delta_rule, causal_conv1d
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +55,10 @@ class Sequences:
     device: torch.device
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """Return the bounds, [sequences + 1] int64."""
-        return torch.tensor(self.bounds).to(self.device, non_blocking=True)
-
-    @cached_property
-    def numbers(self) -> Tensor:
-        """Return the sequence of each token, [1, T] int32."""
-        lengths = torch.tensor(self.bounds).diff()
-        numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
-        return numbers.to(self.device, non_blocking=True)
+    def for_kernels(self) -> dict[str, Tensor]:
+        """Return the bounds, [sequences + 1] int64, on the device and on the host, so that no kernel waits for them."""
+        bounds = torch.tensor(self.bounds)
+        return {"cu_seqlens": bounds.to(self.device, non_blocking=True), "cu_seqlens_cpu": bounds}
 
     @cached_property
     def places(self) -> Tensor:
@@ -124,9 +118,7 @@ def gated_delta_rule(
     if query.is_cuda:
         inputs = (each[None] for each in (query, key, value, decay, beta))
         rule, _ = kernels()
-        out: Tensor = rule(
-            *inputs, use_qk_l2norm_in_kernel=True, output_final_state=False, cu_seqlens=sequences.cu_seqlens
-        )[0]
+        out: Tensor = rule(*inputs, use_qk_l2norm_in_kernel=True, output_final_state=False, **sequences.for_kernels)[0]
         return out[0]
 
     def run(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -200,14 +192,10 @@ def causal_convolution(x: Tensor, weight: Tensor, sequences: Sequences) -> Tenso
     Tokens before the first one of a sequence are zeros.
     """
     if x.is_cuda:
-        # The kernel takes bounds of sequences only of channels that lie side by side.
-        _, convolve = kernels()
-        out: Tensor = convolve(x[None].mT, weight, seq_idx=sequences.numbers, activation="silu")
-        return out.mT[0]
+        out: Tensor = kernels()[1](x[None], weight, activation="silu", **sequences.for_kernels)[0]
+        return out[0]
 
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        return F.silu(convolved(x, weight, sequences.places))
-
+    run = lambda x, weight: F.silu(convolved(x, weight, sequences.places))  # noqa: E731
     found: Tensor = checkpoint(run, x, weight, use_reentrant=False, preserve_rng_state=False)
     return found
 

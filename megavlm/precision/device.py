@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megavlm.backend.installed import loading_error
@@ -17,7 +18,8 @@ from megavlm.config.schema import Config
 from megavlm.errors import UserError
 from megavlm.precision.capability import Device, choose_implementation
 
-KERNELS = ("fla", "causal_conv1d")  # of linear attention (`model/delta_rule.py`)
+# Triton whose code of flash-linear-attention's backward pass is wrong on Hopper, so that it refuses (its issue 640).
+WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
 EMULATED = ("tensorwise", "delayed")
 # What Transformer Engine is asked of each recipe; all need the first.
 _ASKED = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
@@ -55,14 +57,24 @@ def check_device(config: Config) -> None:
                 "--fp8-param-gather needs Transformer Engine: torch's layers keep their weights in bf16 and would only "
                 "pretend, so leave it out"
             )
-    on_gpu = device_at_hand().capability is not None
-    missing = [library for library in KERNELS if find_spec(library) is None]
-    if config.model.language.linear_attention_layers and on_gpu and missing:
-        raise UserError(f"linear attention on a GPU needs {' and '.join(missing)}: pip install 'megavlm[linear]'")
+    if config.model.language.linear_attention_layers and device_at_hand().capability is not None:
+        _check_linear_attention(device_at_hand())
     if config.execution.compile_small_ops and chosen == "te":
         raise UserError(
             "--compile-small-ops compiles torch's layers, Transformer Engine's are fused: leave it out, or add "
             "--transformer-impl torch"
+        )
+
+
+def _check_linear_attention(device: Device) -> None:
+    """Raise UserError if a GPU has no kernels for linear attention (`model/delta_rule.py`) that train."""
+    fla, triton = _version_of("fla-core"), _version_of("triton") or "none"
+    if fla is None or fla < Version("0.6"):
+        raise UserError(f"linear attention on a GPU needs fla-core 0.6, not {fla}: pip install 'megavlm[linear]'")
+    if device.capability == (9, 0) and triton in WRONG_ON_HOPPER and find_spec("tilelang") is None:
+        raise UserError(
+            f"linear attention on {device.name} has wrong gradients with Triton {triton}: pip install tilelang, or a "
+            "torch that brings Triton 3.7.1"
         )
 
 

@@ -85,7 +85,7 @@ def results(
     given = batches(config) if batches is not None else [packed_batch(config)]
     found = {f"logits {i}": part.float().cpu() for i, part in enumerate(engine.schedule.logits(given))}
     engine.optimizer.zero_grad()
-    total, tokens = engine.schedule.train(given).tolist()
+    total, tokens, *_ = engine.schedule.train(given).tolist()  # losses of further tokens follow
     for name, param in engine.chunks[0].module.named_parameters():
         found[f"gradient of {name}"] = param.main_grad.float().cpu() / tokens
     found["loss"] = torch.tensor(total / tokens)

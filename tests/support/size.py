@@ -24,8 +24,8 @@ CEILINGS = {
     "code lines of the largest module": 305,
     "options": 322,
     "flags": 148,  # 150
-    "code lines of tests": 33_681,  # 33,000
-    "words of documentation": 44_987,  # 45,000
+    "code lines of tests": 33_780,  # 33,000
+    "words of documentation": 45_000,  # 45,000
 }
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

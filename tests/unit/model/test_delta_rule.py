@@ -126,31 +126,42 @@ def rule_of_fla(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """Take flash-linear-attention's arguments: one row of packed sequences, and as many query as value heads."""
     assert scale is None
     assert initial_state is None
     assert not output_final_state
     assert use_qk_l2norm_in_kernel
-    assert cu_seqlens.dtype == torch.int64
     assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
     assert len(q) == 1
     query, key, value, decay, share = (each[0] for each in (q, k, v, g, beta))
-    return delta_rule_by_chunks(query, key, value, decay, share, chunks_of(cu_seqlens.tolist(), CPU))[0][None], None
+    bounds = bounds_given(cu_seqlens, cu_seqlens_cpu)
+    return delta_rule_by_chunks(query, key, value, decay, share, chunks_of(bounds, CPU))[0][None], None
 
 
-def causal_conv1d_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """Take causal-conv1d's arguments: [1, channels, T], channels side by side where sequences have numbers."""
+def convolution_of_fla(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Take flash-linear-attention's arguments, of which the rest have their defaults: one row, [1, T, channels]."""
     assert bias is None
     assert activation == "silu"
-    assert x.stride(1) == 1
-    assert seq_idx.dtype == torch.int32
-    assert seq_idx.shape == (1, x.shape[-1])
-    bounds = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[-1]]
-    out = convolved(x[0].mT, weight, Sequences(tuple(bounds), CPU).places)
-    return torch.nn.functional.silu(out).mT[None]
+    assert len(x) == 1
+    sequences = Sequences(bounds_given(cu_seqlens, cu_seqlens_cpu), CPU)
+    return torch.nn.functional.silu(convolved(x[0], weight, sequences.places))[None], None
+
+
+def bounds_given(on_device: Tensor | None, on_host: Tensor | None) -> tuple[int, ...]:
+    assert on_device is not None
+    assert on_host is not None
+    assert on_device.dtype == on_host.dtype == torch.int64
+    assert torch.equal(on_device, on_host)
+    return tuple(on_host.tolist())
 
 
 def test_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +169,7 @@ def test_a_gpu_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences, whole = Sequences(bounds, CPU), inputs(bounds[-1])
     x, weight = torch.randn(bounds[-1], 8), torch.randn(8, 4)
     expected = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
-    monkeypatch.setattr(delta_rule, "kernels", lambda: (rule_of_fla, causal_conv1d_fn))
+    monkeypatch.setattr(delta_rule, "kernels", lambda: (rule_of_fla, convolution_of_fla))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found = gated_delta_rule(*whole[:5], sequences), causal_convolution(x, weight, sequences)
     torch.testing.assert_close(found, expected)

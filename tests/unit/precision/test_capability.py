@@ -106,13 +106,27 @@ def test_torch_layers_keep_no_weights_in_fp8() -> None:
         check_device(parse([*FP8.split(), "--fp8-param-gather"]))
 
 
-def test_linear_attention_on_a_gpu_is_refused_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_attention_on_a_gpu_is_refused_without_kernels_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = parse("--transformer-impl torch --set model.language.linear_attention_layers=[0]".split())
     check_device(hybrid)  # on a CPU
+    versions: dict[str, str] = {}
+    monkeypatch.setattr(device, "_version_of", lambda name: Version(versions[name]) if name in versions else None)
+    monkeypatch.setattr(device, "find_spec", versions.get)
     monkeypatch.setattr(device, "device_at_hand", lambda: Device("an H100", (9, 0), None))
-    with pytest.raises(UserError, match=r"needs fla and causal_conv1d: pip install 'megavlm\[linear\]'"):
+    for versions["fla-core"] in ("0.5.2", "0.6.0"):
+        check_device(parse("--transformer-impl torch".split()))
+        versions["triton"] = "3.6.0"
+        with pytest.raises(
+            UserError, match=r"0\.6, not 0\.5\.2: pip install 'megavlm\[linear\]'|gradients with Triton 3\.6"
+        ):
+            check_device(hybrid)
+    for versions["triton"] in ("3.3.1", "3.7.1"):
         check_device(hybrid)
-    check_device(parse("--transformer-impl torch".split()))
+    versions |= {"triton": "3.7.0", "tilelang": "0.1.15"}
+    check_device(hybrid)
+    del versions["tilelang"]
+    monkeypatch.setattr(device, "device_at_hand", lambda: Device("a B200", (10, 0), None))
+    check_device(hybrid)
 
 
 @pytest.mark.parametrize("sharding", ["optimizer_gradients", "full"])
