@@ -129,9 +129,8 @@ def _toy(model: ModelConfig) -> ModelConfig:
         language = replace(language, num_query_groups=2, mrope_section=(2, 3, 3))
     if language.linear_attention_layers:
         language = replace(language, num_query_groups=2, mrope_section=(2, 1, 1), rotary_percent=0.5)
-        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-        language = replace(language, linear_attention_layers=(0,), **heads, **widths)
+        language = replace(language, linear_attention_layers=(0,), linear_num_key_heads=2, linear_num_value_heads=4)
+        language = replace(language, linear_key_head_dim=16, linear_value_head_dim=16)
     projector = replace(model.projector, hidden_size=256 if model.projector.pixel_shuffle > 1 else 64)
     return ModelConfig(vision=vision, projector=projector, language=replace(language, vocab_size=128))
 
