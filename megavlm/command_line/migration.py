@@ -1,7 +1,7 @@
 """Convert the configuration of another trainer to ours, by the tables of `migration_tables.py`, and back.
 
 JSON, YAML and the options of a command in a shell script are read. Nothing is executed: a variable of a script that is
-assigned once is replaced by its text, and what else a shell would have to say stays as it is written.
+assigned once, or has a default, is replaced by its text; what else only a shell knows stays as it is written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPUTED = re.compile(r"\$\(+[^()]*\)+|`[^`]*`")
 _VALUE = r"""\([^()"']*(?:(?:"[^"]*"|'[^']*')[^()"']*)*\)|"[^"]*"|'[^']*'|[^\s;|&()]*"""
 _BEGIN, _END = r"(?:^|[;&]|\b(?:then|else|do)\b)[ \t]*(?:export[ \t]+)?", r"(?=[ \t]*(?:$|[;&]))"
 _ASSIGNED = re.compile(rf"(?m){_BEGIN}([A-Za-z_]\w*)=({_VALUE}){_END}")
-_VARIABLE = re.compile(r"(?<!--)\$(?:(\w+)|\{(\w+)(?:\[@\])?\})")
+_VARIABLE = re.compile(r"(?<!--)\$(?:(\w+)|\{(\w+)(?:\[@\]|:?-([^{}]*))?\})")
 _FLAG = re.compile(r"(?s)--?([A-Za-z][\w-]*|\$\w+)(?:=(.*))?")
 
 
@@ -312,13 +312,14 @@ def _words(text: str, *, what: str) -> list[str]:
     assigned: dict[str, set[str]] = {}
     for name, value in _ASSIGNED.findall(text):
         bare = value[1:-1] if value[:1] in ("(", '"', "'") else value
+        bare = re.sub(rf"\$\{{{name}:?-([^{{}}]*)\}}", r"\1", bare)  # NAME=${NAME:-default}
         assigned.setdefault(name, set()).add(" ".join(bare.split()))
     size = len(text)
 
     def replaced(found: re.Match[str]) -> str:
         nonlocal size
         name = found[1] or found[2]
-        values = assigned.get(name, set())
+        values = assigned.get(name, set() if found[3] is None else {found[3]})
         several = f"--${name}" if any("--" in value for value in values) else found[0]  # of branches, one has options
         value = next(iter(values)) if len(values) == 1 else several
         size += len(value)

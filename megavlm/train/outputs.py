@@ -44,9 +44,13 @@ def announce(config: Config, plan: Plan, backend: Backend, *, asked: Config, giv
 
 
 def hints(config: Config, plan: Plan, backend: Backend) -> Iterator[str]:
-    """Yield warnings: weights without data, resumes that differ, no Transformer Engine, limits of `--offload`."""
+    """Yield warnings: weights without data, fewer processes than were asked for, resumes that differ, no Transformer
+    Engine, limits of `--offload`.
+    """
     if starts_from_weights(config) and config.data.kind == "synthetic":
         yield "warning: the given weights train on synthetic samples: name your data sets with --datasets"
+    if config.run.world_size is not None and config.run.world_size != plan.dims.world:
+        yield f"--world-size {config.run.world_size} is for --dry-run: torchrun --nproc-per-node starts processes"
     if warning := beyond_adapters(config):
         yield f"warning: {warning}"
     if config.parallel.compress_gradients != "none":

@@ -424,7 +424,15 @@ def test_a_torch_without_hooks_is_refused_in_one_line(monkeypatch: pytest.Monkey
         refuse_torch_without_hooks(config)
 
 
-def test_a_run_says_that_a_resume_is_another_run() -> None:
-    for flags, said in (("int8", True), ("none", False)):
-        config = resolved(f"--compress-gradients {flags} --transformer-impl torch".split())
-        assert ("no checkpoint has the residual" in "".join(hints(config, None, None))) == said
+@pytest.mark.parametrize(
+    ("words", "other", "said"),
+    [
+        ("--compress-gradients int8", "--compress-gradients none", "no checkpoint has the residual"),
+        ("--world-size 2", "--world-size 1", "torchrun --nproc-per-node starts processes"),
+    ],
+)
+def test_a_start_says_what_else_would_surprise(words: str, other: str, said: str) -> None:
+    alone: Any = SimpleNamespace(dims=SimpleNamespace(world=1))
+    for flags in (words, other):
+        config = resolved(f"{flags} --transformer-impl torch".split())
+        assert (said in "".join(hints(config, alone, None))) == (flags == words)

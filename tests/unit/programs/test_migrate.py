@@ -84,11 +84,11 @@ def test_a_script_is_not_executed(tmp_path, capsys):
 
 def test_words_of_a_script(tmp_path):
     script = """
-N=4  # machines
-ARGS=(--micro-batch-size 2 '--lr' "1e-3" )  # (a list)
+N=${N:-4}  # machines
+ARGS=(--micro-batch-size 2 '--lr' "1e-3" --adam-beta1=${B:-.5} )  # (a list)
 if true; then M=1; else M=2; fi
 MORE="--seed 7 --num-layers $N"
-torchrun --nnodes=$N train.py ${ARGS[@]} --hidden-size 64 --train-iters $M $MORE --adam-beta1=.5 && echo --a --b --c
+torchrun --nnodes=$N train.py ${ARGS[@]} --hidden-size 64 --train-iters $M $MORE && echo --a --b --c
 """
     config = converted(tmp_path, script, name="run.sh")
     assert (config.train.micro_batch_size, config.optimizer.lr, config.train.seed) == (2, 1e-3, 7)
