@@ -157,7 +157,7 @@ def test_both_sides_compute_the_same_on_toys(precision: str, tmp_path: Path) -> 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found["results"]) == 2
+    assert len(found["results"]) == 3
     for result in found["results"]:
         answers = {name: each[0] for name, each in result["answers"].items()}
         ran = {name: each for name, each in answers.items() if "error" not in each}
