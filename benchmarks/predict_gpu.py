@@ -64,9 +64,9 @@ class Predicted:
 
 
 def predictions() -> list[Predicted]:
-    """Return the predictions of each model for each GPU, with as many layers as fit."""
-    found = []
-    for of_model in gpu_model.models(small=False):
+    """Return the predictions of each model whose launches are counted for each GPU, with as many layers as fit."""
+    found, counted = [], counts()["transformers"]["counted"]
+    for of_model in (each for each in gpu_model.models(small=False) if each[0].name in counted):
         for gpu in GPUS:
             shape = gpu_model.fitting(of_model, memory=SHARE * GPUS[gpu] * 2**30)
             assert shape is not None, f"{of_model[0].name} does not fit {gpu}"
