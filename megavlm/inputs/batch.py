@@ -170,7 +170,7 @@ class ContextPart:
 
 
 class KeyValueCache:
-    """What this rank's language layers keep of B rows: keys and values, [B, L, G, E] for each layer."""
+    """What this rank's language layers keep of B rows: keys and values, [B, L, G, their width] of each layer."""
 
     def __init__(self, length: int) -> None:
         """Give every row room for `length` positions; memory is taken when a layer first adds something."""
@@ -179,10 +179,10 @@ class KeyValueCache:
         self._states: dict[object, tuple[Tensor, Tensor]] = {}
 
     def add(self, layer: object, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values [B, S, G, E] of a layer at `places` [B, S] of each row; return all, [B, L, G, E]."""
+        """Keep keys and values [B, S, G, width] of a layer at `places` [B, S] of each row; return all of its rows."""
         if layer not in self._kept:
-            shape = (key.shape[0], self.length, *key.shape[2:])
-            self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
+            keys, values = (each.new_zeros(len(each), self.length, *each.shape[2:]) for each in (key, value))
+            self._kept[layer] = keys, values
         rows = torch.arange(key.shape[0], device=key.device)[:, None]
         for kept, new in zip(self._kept[layer], (key, value), strict=True):
             kept[rows, places] = new

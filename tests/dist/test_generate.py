@@ -17,6 +17,8 @@ CASES = [
     (2, "gemma3", "--tp 2"),
     (2, "qwen3.5", "--tp 2"),
     (2, "shared-kv", "--data-parallel-sharding full"),
+    (2, "latents", "--tp 2"),
+    (2, "paligemma", "--pp 2"),
     slow(4, "qwen3-vl", "--tp 2 --pp 2 --vpp 2"),
     slow(1, "qwen2.5-vl", ""),
     slow(2, "llava-onevision", "--pp 2 --vpp 2"),
@@ -24,6 +26,7 @@ CASES = [
     slow(4, "qwen3-vl", "--cp 2 --pp 2 --placement colocated"),
     slow(4, "qwen3.5", "--tp 4"),
     slow(2, "qwen3.5", "--cp 2"),
+    slow(4, "latents", "--pp 2 --vpp 2 --cp 2"),
     slow(4, "rich", "--cp 4 --cp-comm-type all_gather"),
 ]
 

@@ -45,7 +45,8 @@ def _without_cache(run: Any, spec: Any, prompt: Any) -> list[int]:
 
     tokens = prompt.tokens
     for _ in range(NEW_TOKENS):
-        whole = replace(prompt, tokens=tokens, trained=np.zeros(len(tokens), dtype=np.bool_))
+        answered = np.arange(len(tokens)) >= len(prompt.tokens)  # these are no part of a prefix that is seen both ways
+        whole = replace(prompt, tokens=tokens, trained=answered)
         (scores,) = run.engine.schedule.logits([collate([[whole]], replace(spec, seq_length=len(tokens)))])
         last = scores[0, -1]
         last[spec.image_token] = -np.inf
