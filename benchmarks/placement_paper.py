@@ -31,7 +31,7 @@ from megavlm.families import published_model
 from megavlm.planner.auto import predict
 from megavlm.planner.hardware import PROFILES, Hardware
 
-GPUS = ("a100", "h100", "h200", "b200")
+GPUS = ("h100", "h200", "b200")
 IMAGES = ((4, 448), (2, 896), (2, 1344))  # of a sample: how many, and their side in pixels
 TEXT = 1024  # tokens of a sample beside its images'
 
@@ -44,7 +44,7 @@ class Layout:
 
 
 # The 7B has 28 heads, which 8 does not divide.
-LAYOUTS = (Layout("qwen2_5_vl_7b", 4, 2), Layout("qwen3_vl_8b", 4, 2), Layout("qwen3_vl_8b", 8, 2))
+LAYOUTS = (Layout("qwen2_5_vl_7b", 4, 2), Layout("qwen3_vl_8b", 8, 2))
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ SAMPLED = (
         ("predict_gpu", "| LLaVA-1.5-7B, H100, ms |"),
         ("recipes", "| `internvl3_8b` |"),
         ("schedules", "| PP4 m=16 frozen tower |"),
+        pytest.param("strategies", "| 175B, 256 |", marks=pytest.mark.slow),
         ("what_fits", "| `smolvlm_2b` |"),
     ],
 )
