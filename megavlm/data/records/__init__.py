@@ -1,4 +1,4 @@
-"""Read users' data sets as `Conversation`s, by record number."""
+"""Random access to the records of users' data sets, each as a `Conversation`."""
 
 from megavlm.data.records.containers import Records, is_held_out
 from megavlm.data.records.identity import data_identity, difference

@@ -1,8 +1,8 @@
-"""Define containers, which return raw records by number, and `Records`, which turn these into conversations.
+"""Define containers, which return raw records by number, and `Records`, which return them as conversations.
 
 `--validation-split` holds out a record if the hash of its content, as a number from 0 to 1, is below the fraction. So
-the choice depends on nothing else: not on the order of records, on other records, on the seed or on the layout. Equal
-records are on the same side, and a larger fraction holds out the same records and more.
+the choice does not depend on the order of records, on other records, on the seed or on the layout. Equal records are
+on the same side of the split, and a larger fraction holds out the same records and more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megavlm.data.types import Conversation
 from megavlm.paths import FileRange
 
 Choose = Callable[[Sequence[str]], list[str]]
-"""Returns those of a table's columns that are read."""
+"""Selects the columns to read, given the names of all columns of a table."""
 
 _HASH = 8  # bytes
-_NEVER = b"\xff" * _HASH  # of a record that has no content: it will be skipped
+_NEVER = b"\xff" * _HASH  # key of a record without content, which is never held out: training skips the record
 
 
 class Records(Protocol):
-    """A map-style data set: records are read by number, in any order and in several processes (it is pickled).
+    """A map-style data set of conversations: read by number, in any order, and picklable for worker processes.
 
-    `unread` are fields that look like pictures, where none are read.
+    `unread` are fields that look like pictures, if the records have no images or videos that are read.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Conversation:
-        """Return record `index`. Raises BadSample if it is no conversation."""
+        """Return record `index` as a conversation. Raises BadSample if the record cannot be read or converted."""
         ...
 
     def key(self, index: int) -> bytes:
-        """Return the hash of the content of record `index`. Raises BadSample if it cannot be read."""
+        """Return the hash of the content of record `index`. Raises BadSample if the record cannot be read."""
         ...
 
     def label(self, index: int) -> str:
@@ -51,9 +51,9 @@ class Records(Protocol):
 
 
 class Container(Protocol):
-    """Returns raw records by number. A container can be pickled and used from threads and forked processes.
+    """Random access to raw records. A container can be pickled and used from threads and forked processes.
 
-    `names` are all columns of a table, of which a record may have fewer; None: each record has fields of its own.
+    `names` are the columns of a table (a record may lack some); None if each record has its own fields.
     """
 
     @property
@@ -62,7 +62,7 @@ class Container(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Any:
-        """Return record `index`, which consists of JSON types and bytes. Raises BadSample if it cannot be read."""
+        """Return record `index` in JSON types and bytes. Raises BadSample if the record cannot be read."""
         ...
 
     def label(self, index: int) -> str:
@@ -95,7 +95,7 @@ class Joined:
 
 
 def renamed(record: Any, columns: Mapping[str, str]) -> Any:
-    """Return a record with fields of other names: `columns` are the new names, each with the one that it had."""
+    """Return a record with renamed fields; `columns` maps each new name to the old one."""
     if not isinstance(record, Mapping) or not columns:
         return record
     kept = {name: value for name, value in record.items() if name not in columns.values()}
@@ -103,7 +103,7 @@ def renamed(record: Any, columns: Mapping[str, str]) -> Any:
 
 
 class Renamed:
-    """Gives the fields of records other names."""
+    """Renames the fields of a container's records; `columns` maps each new name to the old one."""
 
     def __init__(self, container: Container, columns: Mapping[str, str]) -> None:
         self._container, self._columns = container, dict(columns)
@@ -149,9 +149,9 @@ class FileRecords:
 
 
 def key_of(record: Any) -> bytes:
-    """Return the hash of what a record says: its turns or text, and its images as the record has them.
+    """Return the hash of a record's content: its turns or text, and its images as stored in the record.
 
-    Other fields, as an `id`, do not count.
+    Other fields, such as `id`, do not count.
     """
     if not isinstance(record, Mapping):
         return _NEVER
@@ -163,17 +163,17 @@ def key_of(record: Any) -> bytes:
 
 
 def key_of_parts(parts: Mapping[str, bytes | FileRange]) -> bytes:
-    """Return the hash of a sample of a WebDataset, which is files by extension."""
+    """Return the hash of a WebDataset sample, given its files keyed by extension."""
     return key_of({"text": [[name, _plain(parts[name])] for name in sorted(parts)]})
 
 
 def is_held_out(key: bytes, fraction: float) -> bool:
-    """Return whether a record with this hash belongs to the fraction that is held out."""
+    """Return whether the record with the hash `key` is in the held-out `fraction` of a data set."""
     return int.from_bytes(key, "big") < fraction * 2 ** (8 * _HASH)
 
 
 def _plain(value: Any) -> str:
-    """Return what stands for a value that JSON does not have: the hash of the bytes of an image or a clip."""
+    """Return a text for a value that JSON cannot hold: the hash of the bytes of an image or clip, else its repr."""
     if isinstance(value, FileRange):
         with value.open() as file:
             return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()

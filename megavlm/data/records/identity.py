@@ -1,4 +1,4 @@
-"""Record what a position in the data depends on, to refuse a resumption at which it would mean other samples."""
+"""Record the options and files that determine the order of samples, to refuse a resume on different data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPUTED = (
 
 
 def data_identity(config: Config) -> dict[str, Any]:
-    """Return, by option, the values on which the order and the content of samples depend.
+    """Return the values on which the order and the content of samples depend, keyed by option.
 
     Raises UserError for missing data sets.
     """
@@ -58,7 +58,7 @@ def data_identity(config: Config) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return the first option in which the data of a checkpoint and of a run differ, with both values; else None."""
+    """Return a message about the first option in which a checkpoint's data and a run's data differ; None if equal."""
     for option, value in now.items():
         if option not in saved or saved[option] == value:
             continue

@@ -1,6 +1,6 @@
 """Read an image or a video from a field of a record: a path, bytes, base64, a data URL, or a struct of these.
 
-A video is also a folder, or a list, of frames.
+A video may also be a folder or a list of frames.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megavlm.paths import Escapes, FileRange, plain
 from megavlm.storage.transfer import StoredFile
 
 FindFile = Callable[[str], ImageRef]
-"""Returns the image that a record refers to by its name; raises BadSample if there is none."""
+"""Looks up an image by the name in a record; raises BadSample if there is none."""
 FindVideo = Callable[[str], VideoRef]
-"""Returns the video that a record refers to by its name; raises BadSample if there is none."""
+"""Looks up a video by the name in a record; raises BadSample if there is none."""
 
 # Fields in which a struct may hold the image, in the order in which they are tried: Hugging Face data sets use bytes
 # and path, parts of OpenAI messages use image_url, others use the rest.
@@ -46,7 +46,7 @@ def file_below(root: Path, name: str) -> ImageRef:
 
 
 def stored_below(root: str, name: str) -> ImageRef:
-    """Return the image file `name` in the folder at the URL `root`. Raises BadSample if its name leads out of it."""
+    """Return the image file `name` in the folder at the URL `root`. Raises BadSample if it lies outside."""
     try:
         return ImageRef(
             StoredFile(root, "/".join(plain(part) for part in name.replace("\\", "/").split("/") if part != "."))
@@ -56,7 +56,7 @@ def stored_below(root: str, name: str) -> ImageRef:
 
 
 def image_of(value: Any, find: FindFile) -> ImageRef:
-    """Return the image in the value of a record's field. Raises BadSample if the value holds none that can be read."""
+    """Return the image in the value of a record's field. Raises BadSample if the value holds no readable image."""
     match value:
         case bytes() | bytearray() | memoryview():
             return ImageRef(bytes(value))
@@ -92,7 +92,7 @@ def _from_text(text: str, find: FindFile) -> ImageRef:
 
 
 def _path_of(rest: str, url: str) -> str:
-    """Return the path of a file: URL, given what follows its scheme: //HOST/PATH or /PATH, with % for odd characters.
+    """Return the path of a file: URL, given the `rest` after its scheme: //HOST/PATH or /PATH, percent-encoded.
 
     Raises BadSample for a file of another machine.
     """
@@ -110,9 +110,9 @@ def _from_base64(text: str) -> ImageRef:
 
 
 def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
-    """Return the video in the value of a record's field; `fps` is what the record says of its rate.
+    """Return the video in the value of a record's field; `fps` is the record's frame rate, if it has one.
 
-    Raises BadSample if the value holds none that can be read.
+    Raises BadSample if the value holds no readable video.
     """
     rate = _rate(fps)
     if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ def video_of(value: Any, find: FindVideo, fps: Any = None) -> VideoRef:
 
 
 def _video_from_text(text: str, find: FindVideo) -> VideoRef:
-    """Return the video of a path, a file: URL or base64; the network is refused as it is for images."""
+    """Return the video at a path or file: URL, or in base64; network URLs are refused, as for images."""
     held: list[VideoRef] = []
 
     def remember(name: str) -> ImageRef:
@@ -139,7 +139,7 @@ def _video_from_text(text: str, find: FindVideo) -> VideoRef:
 
 
 def _image_by(find: FindVideo) -> FindFile:
-    """Return the function that finds one frame: a file, not a folder of them."""
+    """Return a function that looks up one frame as an image file; it raises BadSample for a folder or a video."""
 
     def found(name: str) -> ImageRef:
         source = find(name).source
@@ -162,7 +162,8 @@ def _rate(fps: Any) -> float | None:
 def video_below(root: Path, name: str) -> VideoRef:
     """Return the video file, or the folder of frames, `name` in the folder `root`.
 
-    Frames are in the order of the numbers in their names. Raises BadSample if it is missing or lies outside.
+    Frames are in the order of the numbers in their names. Raises BadSample if the file or folder is missing or lies
+    outside.
     """
     folder = root / name
     try:
@@ -190,12 +191,12 @@ def video_below(root: Path, name: str) -> VideoRef:
 
 
 def stored_video(find: FindFile, name: str) -> VideoRef:
-    """Return the video file that `find` finds in a store, where folders of frames are not read."""
+    """Return the video file `name` in a store, looked up with `find`; folders of frames are not read from stores."""
     return VideoRef(find(name).source)
 
 
 def no_videos(name: str) -> VideoRef:
-    """Refuse a video where records hold none."""
+    """Raise BadSample: the `FindVideo` of a data set whose videos cannot be read."""
     raise BadSample(Reason.UNSUPPORTED, f"the video {shown(name)}: this data set's videos cannot be read")
 
 

@@ -31,10 +31,10 @@ _NO_PAIRS = (
     'conversations, but --objective compares pairs: write {"query": …, "positives": […]} (docs/models.md), or use '
     "--objective next-token"
 )
-_LOOKED_AT = 100  # most records that are read to find a good one
-_NAMED = 30  # most of their fields that a message names
+_LOOKED_AT = 100  # most records that are read to detect the kind
+_NAMED = 30  # most fields that a message names
 _PICTURE = re.compile("image|img|pic|photo|video|figure|frame|jpe?g|png", re.IGNORECASE)
-_PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp")  # ends of texts that name one
+_PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp")  # suffixes of texts that name a picture
 
 
 def name_of(source: DatasetConfig) -> str:
@@ -43,7 +43,7 @@ def name_of(source: DatasetConfig) -> str:
 
 
 def is_tars(source: DatasetConfig) -> bool:
-    """Return whether a data set is WebDataset tars."""
+    """Return whether a data set consists of WebDataset tars."""
     if source.kind != "auto":
         return source.kind == "webdataset"
     path = Path(source.path)
@@ -55,8 +55,9 @@ def is_tars(source: DatasetConfig) -> bool:
 def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: bool = False) -> Records:
     """Return the records of a data set, in file order (the files of a folder are sorted by name).
 
-    `pairs`: whether they have to be of pairs; None: they may. `answers`: they have to be preferences. Raises UserError
-    if the data set as a whole cannot be used. For a single bad record, `read` raises BadSample.
+    `pairs`: whether the records must be contrastive pairs (True) or must not be (False); None accepts any kind.
+    `answers`: whether they must be preferences. Raises UserError if the data set as a whole cannot be used. For a
+    single bad record, `read` raises BadSample.
     """
     if is_tars(source):
         return open_tars(source, name_of(source))
@@ -79,7 +80,7 @@ def open_records(source: DatasetConfig, *, pairs: bool | None = None, answers: b
 
 
 class RawRecords(NamedTuple):
-    """Records of files with all their fields, and what finds the images and the videos that they name."""
+    """Unconverted records with all their fields, and the functions that look up images and videos by name."""
 
     records: Container
     find: FindFile
@@ -87,7 +88,10 @@ class RawRecords(NamedTuple):
 
 
 def open_rows(source: DatasetConfig, option: str) -> RawRecords:
-    """Return the raw records of files that are no training data. `option` named them. Raises UserError."""
+    """Return the raw records of files that are not training data; `option` is their flag in messages.
+
+    Raises UserError.
+    """
     try:
         if is_tars(source):
             raise _wrong(source, "has tars, which only --datasets and --validation read: give a file of records")
@@ -106,12 +110,12 @@ def _container(source: DatasetConfig, choose: Choose) -> Container:
 
 
 def _local(source: DatasetConfig) -> Path:
-    """Return the file or folder of a data set; of a URL, its copy on this machine."""
+    """Return the local file or folder of a data set; for a URL, the copy on this machine."""
     return local_path(source.path, "--datasets")
 
 
 def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
-    """Return the functions that find the images and the videos that records name: on a disk, or in a store."""
+    """Return the functions that look up images and videos by the names in records, on a disk or in a store."""
     root, path = source.image_root, _local(source)
     if root is None:
         place = source.path.rstrip("/")
@@ -130,7 +134,7 @@ def _finders(source: DatasetConfig) -> tuple[FindFile, FindVideo]:
 
 
 def files_of(source: DatasetConfig) -> list[Path]:
-    """Return the files of a data set without tars, in order. Raises UserError if there are none."""
+    """Return the files of a data set that is not tars, in order. Raises UserError if there are none."""
     path = _local(source)
     if path.is_file():
         return [path]
@@ -182,18 +186,18 @@ def _open_file(source: DatasetConfig, file: Path, choose: Choose) -> Container:
 
 
 def _kinds(source: DatasetConfig) -> list[str]:
-    """Return the kinds that the records may be of, in the order in which they are tried: first those of which
-    `columns` names a needed field.
+    """Return the candidate kinds of the records, in the order in which they are tried: first the kinds that need a
+    field which `columns` maps.
     """
     if source.kind != "auto":
         return [source.kind]
     mapped = source.columns or {}
-    known = [kind for kind in SHAPES if kind != "preferences"]  # they are read only where they are asked for
+    known = [kind for kind in SHAPES if kind != "preferences"]  # preferences are read on request only
     return sorted(known, key=lambda kind: not any(name in mapped for group in SHAPES[kind].needs for name in group))
 
 
 def _check_columns(source: DatasetConfig) -> None:
-    """Raise UserError for `columns` that give a value to a field that no kind of record has."""
+    """Raise UserError if `columns` maps a field that no kind of record has."""
     known = dict.fromkeys(name for shape in SHAPES.values() for name in (*shape.fields, *VISUALS))
     for name, column in (source.columns or {}).items():
         if name not in known:
@@ -213,19 +217,19 @@ def _columns_read(source: DatasetConfig, names: Sequence[str]) -> list[str]:
 
 @dataclass
 class _Look:
-    """What the first records of a data set have."""
+    """Fields and kind of the first records of a data set."""
 
     has: dict[str, Any]  # each field with its first value that is not null
     kind: str | None = None
-    records: int = 0  # that are objects
-    bad: list[str] = field(default_factory=list)  # what the others are
+    records: int = 0  # number of records that are objects
+    bad: list[str] = field(default_factory=list)  # descriptions of the records that are not
 
 
 def _kind_of(source: DatasetConfig, container: Container) -> tuple[str, list[str]]:
-    """Return the kind of the records, that of the first one that has all fields of a kind, and fields that look like
-    their pictures where none are read.
+    """Return the kind of the first record that has all fields of a kind, and the unread fields that look like pictures.
 
-    Raises UserError if none of the first records has, or if none has a field that `columns` names.
+    The second is empty if images or videos are read. Raises UserError if none of the first records has all fields of a
+    kind, or if none has a column that `columns` names.
     """
     look, columns = _look(source, container), source.columns or {}
     if not look.has or (look.bad and not look.records):
@@ -257,7 +261,7 @@ def _kind_of(source: DatasetConfig, container: Container) -> tuple[str, list[str
 
 
 def _look(source: DatasetConfig, container: Container) -> _Look:
-    """Read records until one has all fields of a kind, and the fields that `columns` names have been seen."""
+    """Read the first records until one has all fields of a kind and all columns of `columns` have been seen."""
     kinds, columns = _kinds(source), source.columns or {}
     names = container.names or ()
     read = _columns_read(source, names)
@@ -282,7 +286,7 @@ def _look(source: DatasetConfig, container: Container) -> _Look:
 
 
 def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
-    """Return the fields that look like pictures, if the records have none that are read."""
+    """Return the unread fields that look like pictures; none if the records have images or videos that are read."""
     assert look.kind is not None
     had = {name for name, value in look.has.items() if value is not None}
     if had.intersection(VISUALS) or set(VISUALS).intersection(columns):
@@ -294,6 +298,6 @@ def _unread_pictures(look: _Look, columns: Mapping[str, str]) -> list[str]:
 
 
 def _wrong(source: DatasetConfig, what: str, file: Path | None = None) -> UserError:
-    """Return the error for a data set, or a file of its folder, of which `what` is wrong."""
+    """Return the error for a data set or, with `file`, for a file in its folder; `what` is the rest of the message."""
     inside = "" if file is None or file == Path(source.path) else f": {file.name}"
     return UserError(f"--datasets {source.path}{inside} {what}")

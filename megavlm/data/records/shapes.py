@@ -1,16 +1,16 @@
-"""Define the kinds of records that are read: the fields that each needs, and how they become a conversation.
+"""Define the kinds of records: the fields that each kind needs, and its conversion to a conversation.
 
-What detects a kind, which columns of a table are read, what a message says of other records, and what counts for
-`--validation-split` all follow from the table `SHAPES`.
+The table `SHAPES` determines how a kind is detected, which columns of a table are read, the messages about other
+records, and which fields count for `--validation-split`.
 
 A record of pairs is a query, documents that answer it, and documents that do not:
 
     {"query": TEXT, "positives": [TEXT, …], "negatives": [TEXT, …], "id": ID}
 
-A TEXT is a text, a list of parts as messages have them, or an object of `text` and `image` or `images` (`video`,
-`videos`), of which either may be missing. An `<image>` in its text stands for the next of its images; without any, they
-come first. `id` says what the positives are, or `ids` what each document is, positives first: documents of one id are
-the same. Without ids, documents of equal content are.
+A TEXT is a text, a list of message parts, or an object of `text` and `image` or `images` (`video`, `videos`), where
+either may be missing. An `<image>` in a text stands for the next of the object's images; without any `<image>`, the
+images come first. `id` identifies the positives, or `ids` each document, positives first. Documents with equal ids, or
+without ids those of equal content, are the same document.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of record.
+    """A kind of record, defined by its fields.
 
-    Of each group in `needs` a record has one field, the first that is not null; it may also have those of `also`.
-    `read` returns the turns, given the fields that were found; None: the texts are pairs, which are no turns.
+    A record has at least one field of each group in `needs`; the first that is not null is read. It may also have the
+    fields `also`. `read` returns the turns, given the fields that were found; None for pairs and preferences, which are
+    converted separately.
     """
 
     kind: str
@@ -57,26 +58,26 @@ class Shape:
     read: Callable[[Record, tuple[str, ...], Reader], Turns] | None
 
     def found(self, record: Record) -> tuple[str, ...] | None:
-        """Return the field of each group that a record has, or None if it lacks one."""
+        """Return the field that a record has of each group in `needs`; None if it lacks a group."""
         fields = [next((name for name in group if record.get(name) is not None), None) for group in self.needs]
         return None if None in fields else tuple(name for name in fields if name is not None)
 
     def missing(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the groups of which a record with fields of these names has none."""
+        """Return the needed groups of which none of the field `names` is a member."""
         return [group for group in self.needs if not any(name in names for name in group)]
 
     def share(self, names: Collection[str]) -> float:
-        """Return how much of what it needs a record with fields of these names has."""
+        """Return the fraction, 0 to 1, of the needed groups that the field `names` cover."""
         return 1 - len(self.missing(names)) / len(self.needs)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return all fields that are read, without those of images and videos."""
+        """Return all fields that are read, except those of images and videos."""
         return (*(name for group in self.needs for name in group), *self.also)
 
     @property
     def words(self) -> str:
-        """Return the needed fields as a message names them: `question + answer or answers`."""
+        """Return the needed fields as text for messages, such as `question + answer or answers`."""
         return " + ".join(" or ".join(group) for group in self.needs)
 
 
@@ -89,7 +90,7 @@ def _text(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
 
 
 def _exchange(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
-    """Return a question, which `input` completes, and its answer, after the system prompt and the history."""
+    """Return the system prompt, the history, the question (with `input` appended) and its answer as turns."""
     question, answer = fields
     return [*_asked(record, record[question], reader), ("assistant", parts_of(record[answer], reader))]
 
@@ -105,7 +106,7 @@ def _asked(record: Record, question: Any, reader: Reader) -> Turns:
 
 
 def _question(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
-    """Return a question and the one of its reference answers that is trained."""
+    """Return the turns of a question and its most common reference answer. Raises BadSample for multiple choice."""
     if named := [name for name in ("choices", "options") if record.get(name)]:
         raise BadSample(Reason.UNSUPPORTED, f"its `{named[0]}` are not read: write them into the question")
     _, answer = fields
@@ -113,7 +114,7 @@ def _question(record: Record, fields: tuple[str, ...], reader: Reader) -> Turns:
 
 
 def _trained(value: Any, field: str) -> str:
-    """Return the answer that is trained: of several, the commonest, and of equally common ones the first."""
+    """Return the answer to train on: the most common reference answer, or the first of equally common ones."""
     several = unzipped(from_cell(value) if field == "answers" else value)
     found = []
     for each in several if isinstance(several, list) else [several]:
@@ -126,20 +127,20 @@ def _trained(value: Any, field: str) -> str:
     return Counter(found).most_common(1)[0][0]
 
 
-_DOCUMENTS: dict[str, Role] = {  # fields of a record of pairs beside the query
+_DOCUMENTS: dict[str, Role] = {  # the fields of a record of pairs other than the query
     "positive": "positive",
     "positives": "positive",
     "negative": "negative",
     "negatives": "negative",
 }
 _HISTORY = ("input", "system", "history")
-# Of a preference: the rejected answer, or what rates the only one; where it is, or the chosen one; and turns before it.
+# Fields of a preference: the rejected answer, or the rating of a single answer; the rated answer; the preceding turns.
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
 _RATINGS, _RATED = ("label", "kto_tag"), ("completion", "response", "output")
 _GOOD = {"true": True, "1": True, "false": False, "0": False}
 _PROMPTS = ("messages", "conversations", "prompt", "question", "query", "instruction")
-# In the order in which they are tried: the more a kind needs, the earlier, and plain text, which others have beside
-# their fields, last.
+# In the order in which kinds are tried: kinds that need more fields come earlier, and plain text, a field that records
+# of other kinds may also have, comes after them.
 SHAPES = {
     shape.kind: shape
     for shape in (
@@ -159,9 +160,9 @@ SHAPES = {
         ),
     )
 }
-# Marks in texts for what other fields have (of ms-swift, LLaMA-Factory), which are not filled in.
+# Tags in texts that stand for values of other fields (ms-swift, LLaMA-Factory); they are not supported.
 _UNFILLED = {"<audio>": ("audios", "audio"), "<bbox>": ("objects",), "<ref-object>": ("objects",)}
-_NO_CONTENT = ("id", "ids", "fps")  # copies of a record have names of their own
+_NO_CONTENT = ("id", "ids", "fps")  # not hashed: copies of a record may have different ids
 
 
 def shape_of(record: Any, kinds: Iterable[str] = SHAPES) -> str | None:
@@ -172,21 +173,21 @@ def shape_of(record: Any, kinds: Iterable[str] = SHAPES) -> str | None:
 
 
 def columns_of(kinds: Iterable[str], names: Collection[str]) -> list[str]:
-    """Return the columns of a table that are read if its records are of one of `kinds`; none if no kind fits."""
+    """Return the columns to read of a table with columns `names`, for those of `kinds` that fit; [] if none fits."""
     fit = [SHAPES[kind] for kind in kinds if not SHAPES[kind].missing(names)]
     wanted = {name for shape in fit for name in (*shape.fields, *VISUALS)}
     return [name for name in names if name in wanted]
 
 
 def content_of(record: Record) -> dict[str, Any]:
-    """Return what a record says: the fields that are read of it, but for those that do not change what is trained."""
+    """Return the fields of a record that determine its content for training: those read, except ids and `fps`."""
     kind = shape_of(record)
     fields = () if kind is None else (*(SHAPES[kind].found(record) or ()), *SHAPES[kind].also, *VISUALS)
     return {name: record[name] for name in fields if name not in _NO_CONTENT and record.get(name) is not None}
 
 
 def record_of(record: Any, kind: str, find: FindFile, find_video: FindVideo = no_videos) -> Conversation:
-    """Return what is in a record of a kind; `find` returns an image by its name, `find_video` a video.
+    """Convert a record of a kind to a conversation; `find` looks up an image by its name, `find_video` a video.
 
     Raises no error but BadSample.
     """
@@ -222,8 +223,9 @@ def _record_of(record: Any, shape: Shape, find: FindFile, find_video: FindVideo)
 
 
 def _preference_of(record: Record, fields: tuple[str, ...], find: FindFile, find_video: FindVideo) -> Conversation:
-    """Return the conversations with the chosen and with the rejected answer, or with the one that is rated. Raises
-    BadSample.
+    """Return the conversations with the chosen and the rejected answer, or the one with a rated answer, as one.
+
+    Raises BadSample.
     """
     rejected, answer = fields
     chosen: tuple[str, ...] = ("chosen", rejected)
@@ -249,9 +251,9 @@ def _preference_of(record: Record, fields: tuple[str, ...], find: FindFile, find
 
 
 def _answered(record: Record, field: str, reader: Reader) -> Turns:
-    """Return the turns of the conversation that ends with the answer in a field, which may be all of it.
+    """Return the turns of the conversation that ends with the answer in `field`; the field may hold the whole.
 
-    Without the field `chosen`, the turns before (ms-swift's `messages`) end with the chosen answer.
+    In a record without the field `chosen`, the prompt turns (ms-swift's `messages`) end with the chosen answer.
     """
     answer = _turns_in_cell(record.get(field))
     if answer is None or isinstance(answer, str):
@@ -274,13 +276,13 @@ def _answered(record: Record, field: str, reader: Reader) -> Turns:
 
 
 def _turns_in_cell(value: Any) -> Any:
-    """Return the list of turns that a cell of a table holds, also as JSON; return any other value unchanged."""
+    """Return the list of turns in a table cell, which may be JSON text; any other value unchanged."""
     found = unzipped(from_cell(value))
     return found if isinstance(found, list) and all(isinstance(each, Mapping) for each in found) else value
 
 
 def _pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> Conversation:
-    """Return the texts of a record of pairs, which has a query. Raises BadSample."""
+    """Convert a record of pairs to a conversation of its query, positives and negatives. Raises BadSample."""
     turns = [_turn("query", record["query"], find, find_video)]
     for field, role in _DOCUMENTS.items():
         for each in _listed(record.get(field), field):
@@ -292,7 +294,7 @@ def _pairs_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) 
 
 
 def _listed(value: Any, field: str) -> list[Any]:
-    """Return the texts of a field; one that is not a list is alone. A list of parts is no text of `positives`."""
+    """Return the texts in a document field as a list. In `positive` and `negative`, a list is one text of parts."""
     if value is None or value == "":
         return []
     return value if isinstance(value, list) and field.endswith("s") else [value]
@@ -307,7 +309,7 @@ def _turn(role: Role, content: Any, find: FindFile, find_video: FindVideo) -> Tu
 
 
 def _identities(record: Mapping[str, Any], turns: list[Turn], positives: int) -> Iterator[int]:
-    """Yield what each text is: by an id where the record gives one, else by its content."""
+    """Yield the identity number of each text, from its id if the record has one, else from its content."""
     documents, ids = len(turns) - 1, record.get("ids")
     if ids is None:
         ids = [record.get("id")] * positives + [None] * (documents - positives)

@@ -1,7 +1,7 @@
 """Read the rows of parquet and Arrow files by number, and folders that `save_to_disk` of Hugging Face `datasets` wrote.
 
-A parquet file is decoded a row group at a time, and the last groups are kept. An Arrow file is mapped into memory:
-nothing of it is read but the rows that are asked for.
+A parquet file is decoded one row group at a time, and the most recently used groups are cached. An Arrow file is mapped
+into memory, so that only requested rows are read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import OBJECT, check, listed, read_json
 from megavlm.paths import Escapes, inside
 
-_CACHE = 2**28  # bytes of decoded row groups that are kept per file; the newest is kept whatever its size
+_CACHE = 2**28  # bytes of decoded row groups cached per file; the newest is kept whatever its size
 STATE, ABOUT, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _FILES, _REORDERED = "_data_files", "_indices_data_files"
 _STATE = dict.fromkeys((_FILES, _REORDERED), listed(OBJECT, 0, 2**20))
-# What Arrow raises for a damaged file, whose own errors are of these kinds, too.
+# Exceptions that Arrow raises for a damaged file; Arrow's own error classes derive from these.
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, NotImplementedError)
 
 
 class TableFile:
     """Implements `Container` on a parquet or Arrow file: a record is a row, as a dict of the columns that `choose`
-    names.
+    selects.
 
-    The constructor raises ValueError or OSError for a file that is neither.
+    The constructor raises ValueError or OSError for a file of another format.
     """
 
     def __init__(self, path: Path, choose: Choose) -> None:
@@ -72,7 +72,7 @@ class TableFile:
 
 
 class _Parquet:
-    """An open parquet file, with the row groups that were read last. Threads may share it."""
+    """An open parquet file with a cache of decoded row groups. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq
@@ -98,7 +98,7 @@ class _Parquet:
 
 
 class _Arrow:
-    """A mapped file of Arrow's stream or file format."""
+    """A memory-mapped file in Arrow's stream or file format."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -115,7 +115,7 @@ class _Arrow:
         self._checked: set[int] = set()
 
     def group(self, number: int, columns: list[str]) -> Any:
-        """Return some columns of a batch of rows, which is checked first: what is damaged may end the process."""
+        """Return some columns of a batch of rows, validated first: damaged data may crash the process."""
         batch = self._batches[number].select(columns)
         if number not in self._checked:
             batch.validate(full=True)
@@ -133,7 +133,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the Arrow files of such a folder, in order. Raises UserError if it cannot be read."""
+    """Return the Arrow files of a folder that `save_to_disk` wrote, in order. Raises UserError if it cannot be read."""
     if (folder / SPLITS).is_file():
         splits = sorted(path.name for path in folder.iterdir() if (path / STATE).is_file())
         raise UserError(f"{folder} has the splits {', '.join(splits) or 'of nothing'}: name one, as {folder}/train")

@@ -1,10 +1,11 @@
-"""Convert a sample of a WebDataset, which is the files of a tar that share a name, to a conversation.
+"""Convert a WebDataset sample, the files of a tar that share a name, to a conversation.
 
-The file `json` holds a record of any kind (`shapes.py`). If it has no turns, the text is in the file `txt` or
-`caption`, or in its own field `text` or `caption` (img2dataset writes such captions). The images are those that the
-record names, or the files with an image's extension, in order (`jpg`, or `0.jpg`, `1.jpg`, …), or without any of these
-the arrays (`npy`, `npz`), which beside photos mostly are features of them. The videos are the files with a video's
-extension. A file that the record's `video` or `videos` name, as a clip or as one of its frames, belongs to that video.
+The file `json` holds a record of any kind (`shapes.py`). If the record has no turns, the text is in the file `txt` or
+`caption`, or in the record's field `text` or `caption` (img2dataset writes such captions). The images are those that
+the record names. If it names none, they are the files with an image extension, in order (`jpg`, or `0.jpg`, `1.jpg`,
+…). If there are no such files, they are the arrays (`npy`, `npz`); arrays next to photos are mostly features of the
+photos. The videos are the files with a video extension. A file that the record's `video` or `videos` name, as a clip or
+as one of its frames, belongs to that video.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CAPTIONS = ("txt", "caption")
 
 
 Part = bytes | FileRange
-"""The content of a file of a sample; a clip stays in its tar."""
+"""The content of a file of a sample, or for a clip its byte range in the tar."""
 
 
 def is_clip(name: str) -> bool:
@@ -36,9 +37,9 @@ def is_clip(name: str) -> bool:
 
 
 def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
-    """Return the conversation of a sample, given its files by extension (all that follows the name's first dot).
+    """Return the conversation of a sample, given its files keyed by extension (all that follows the first dot).
 
-    Raises BadSample if they hold none.
+    Raises BadSample if the files hold no conversation.
     """
     record = _record(parts)
     named = set(_texts([record.get("video"), record.get("videos")]))
@@ -48,7 +49,7 @@ def conversation_of_parts(parts: Mapping[str, Part]) -> Conversation:
     rest, rest_of_clips = iter(names), iter(clips)
 
     def part_of(name: str, others: Iterator[str]) -> Part:
-        """Return the file `name` of the sample or, if that is a path elsewhere, the next file of its kind."""
+        """Return the file `name` of the sample or, if the sample has no such file, the next of `others`."""
         part = name if name in parts else next(others, None)
         if part is None:
             raise BadSample(Reason.MISSING, f"the sample has no file {shown(name)}: it has {_listed(parts)}")
@@ -80,7 +81,7 @@ def _with_extension(parts: Mapping[str, Part], extensions: Collection[str]) -> l
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a field of a record, which may be lists and objects of them."""
+    """Yield all strings in the value of a record's field, which may be nested lists and objects."""
     waiting = [value]  # not recursion: a record may be nested as deep as its author likes
     while waiting:
         value = waiting.pop()

@@ -1,8 +1,8 @@
-"""Read WebDataset tars sample by sample, by number. Those in a store are copied to this machine first.
+"""Read the samples of WebDataset tars by number. Tars in a store are copied to this machine first.
 
-The index beside each tar says where samples begin; it is that of megatron-energon. energon's own preparation fails on a
-folder with one damaged tar. This one indexes what can be read of such a tar and adds one sample at its end for the
-rest: that sample cannot be read, so training counts and skips it when it comes.
+An index file next to each tar holds the byte offsets of its samples, in megatron-energon's format. energon's own
+preparation fails on a folder with one damaged tar. The indexer here indexes the readable part of a damaged tar and adds
+one sample at its end for the rest. That sample cannot be read, so training counts and skips it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.paths import FileRange
 from megavlm.storage.cache import DATASETS, SPLIT, home, local_path
 
-_INDEX = ".idx"  # what the name of an index has behind that of its tar
-_READERS = 8  # tars that are indexed at once: waiting for a disk or a network takes most of the time
+_INDEX = ".idx"  # appended to the name of a tar, gives the name of its index
+_READERS = 8  # tars that are indexed at once: most of the time is spent waiting for a disk or a network
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*$")  # up to the first dot of the name: WebDataset's key
 _NO_SAMPLE = re.compile(r"__[^/]*__(/|$)")
 
 
 @dataclass(frozen=True, eq=False)
 class Tar:
-    """A tar, and the bytes at which its samples begin and at which the last one ends."""
+    """A tar file with the byte offsets at which its samples begin, followed by the end of the last sample."""
 
     name: str
     path: Path
@@ -48,10 +48,10 @@ class Tar:
 
 
 def open_tars(source: DatasetConfig, name: str) -> TarRecords:
-    """Return the samples of a folder of tars, or of one tar; `name` is that of the data set in messages.
+    """Return the samples of a folder of tars, or of one tar; `name` is the data set's name in messages.
 
-    Tars that have no index get one, for which every header is read once: beside the tar, or in the user's cache where
-    that cannot be written to. Raises UserError if there are no samples.
+    A tar without an index is indexed, for which every header is read once. The index is written next to the tar, or to
+    the user's cache if the tar's folder is not writable. Raises UserError if there are no samples.
     """
     path = source.path
     if source.columns:
@@ -71,7 +71,7 @@ def open_tars(source: DatasetConfig, name: str) -> TarRecords:
 
 
 def _tars_of(path: Path) -> list[Tar]:
-    """Return the tars that are trained on of a folder, or the one tar. Raises ValueError if there are none."""
+    """Return the training tars of a folder, or the one tar at `path`, with indices. Raises ValueError if none."""
     if path.is_file():
         names, folder = [path.name], path.parent
     elif path.is_dir():
@@ -86,9 +86,9 @@ def _tars_of(path: Path) -> list[Tar]:
 
 
 def _trained_on(folder: Path) -> list[str]:
-    """Return the names, sorted, of the tars in a folder and its subfolders, or of those that SPLIT lists for training.
+    """Return the sorted names of a folder's tars for training: those that SPLIT lists or, without SPLIT, all.
 
-    Raises ValueError if there are none, or if SPLIT lists others.
+    Subfolders are included. Raises ValueError if there are no tars, or if SPLIT lists a tar that does not exist.
     """
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.tar")}
     if not names:
@@ -106,14 +106,15 @@ def _trained_on(folder: Path) -> list[str]:
 
 
 def _indices(path: Path) -> tuple[Path, Path]:
-    """Return the places of a tar's index: beside it, and where its folder cannot be written to."""
+    """Return the two paths of a tar's index: next to the tar, and in the cache for a folder that is not writable."""
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     return path.with_name(path.name + _INDEX), home() / "tars" / f"{path.stem}-{key}{_INDEX}"
 
 
 def indexed(path: Path) -> NDArray[np.uint64]:
-    """Return where the samples of a tar begin and where the last one ends, from its index, which is written unless
-    there is one that is not older than the tar.
+    """Return the byte offsets of a tar's samples and the end of the last, from its index.
+
+    The index is written if it is missing or older than the tar.
     """
     for index in _indices(path):
         with suppress(OSError):
@@ -134,7 +135,7 @@ def _as_offsets(content: bytes) -> NDArray[np.uint64]:
 
 
 class TarRecords:
-    """Implements `Records` on indexed tars: a record is a sample, which is the files that share a name."""
+    """Implements `Records` on indexed tars: a record is a sample, the files that share a name."""
 
     unread: Sequence[str] = ()
 
@@ -161,7 +162,7 @@ class TarRecords:
         return self.tars[number], index - (int(self._ends[number - 1]) if number else 0)
 
     def _parts(self, index: int) -> Mapping[str, Part]:
-        """Return the files of a sample by extension. Raises BadSample if they cannot be read."""
+        """Return the files of a sample, keyed by extension. Raises BadSample if they cannot be read."""
         tar, place = self._find(index)
         start, end = (int(offset) for offset in tar.offsets[place : place + 2])
         try:
@@ -178,8 +179,9 @@ class TarRecords:
 
 
 def _members(file: BinaryIO, end: int, *, path: Path) -> dict[str, Part]:
-    """Return the files of a sample by extension, from the place of an open tar up to `end`. The clips of the tar at
-    `path` stay there.
+    """Return the files of a sample, keyed by extension, from the position of an open tar to offset `end`.
+
+    A clip is returned as a byte range of the tar at `path`.
     """
     parts: dict[str, Part] = {}
     with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -195,7 +197,7 @@ def _members(file: BinaryIO, end: int, *, path: Path) -> dict[str, Part]:
 
 
 def sample_offsets(path: Path) -> list[int]:
-    """Return the byte offsets at which a tar's samples begin, and at which the last one ends; [] if it has none.
+    """Return the byte offsets at which a tar's samples begin, then the end of the last; [] for a tar without samples.
 
     If the tar is truncated or damaged, one more sample covers everything that cannot be read.
     """

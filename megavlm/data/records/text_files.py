@@ -1,6 +1,6 @@
-"""Read records that are pieces of a text file: its lines, the elements of a JSON array, or the rows of a table.
+"""Read the records of a text file by number: the lines, the elements of a JSON array, or the rows of a CSV table.
 
-Their byte ranges are found in one pass and kept as two arrays (16 bytes per record); the records stay on disk.
+The byte ranges of records are found in one pass and kept as two arrays (16 bytes per record); the records stay on disk.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ csv.field_size_limit(2**26)  # a cell may hold an image as base64
 
 
 class NotAnArray(ValueError):
-    """Raised for a file that is not a JSON array; the message says at which byte it stops being one."""
+    """Raised for a file that is not a JSON array; the message names the byte of the first error."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordSpans:
-    """Holds the byte range [start, end) of each of N records, int64 [N], and its line number, counted from 1.
+    """Byte ranges [start, end) of N records and their line numbers, counted from 1; each an int64 array [N].
 
     `lines` is None if record i is on line i + 1, or if records are not lines.
     """
@@ -48,9 +48,9 @@ class RecordSpans:
 
 
 def line_spans(path: Path, *, quoted: bool = False) -> RecordSpans:
-    """Return the byte ranges of the lines that are not empty, without line ends; about 1 GB/s for a cached file.
+    """Return the byte ranges of a file's non-empty lines, without line ends; about 1 GB/s for a cached file.
 
-    If `quoted`, a line does not end where an odd number of quotation marks precede: in a quoted cell of a table.
+    If `quoted`, a line break inside a quoted table cell (after an odd number of quotation marks) does not end a line.
     """
     found: list[tuple[NDArray[np.int64], ...]] = [(np.empty(0, np.int64),) * 3]
     marks = at = begin = number = last = 0
@@ -80,7 +80,7 @@ def line_spans(path: Path, *, quoted: bool = False) -> RecordSpans:
 def array_spans(path: Path) -> RecordSpans:
     """Return the byte range of each element of the JSON array that fills the file `path`, at about 100 MB/s.
 
-    The file is in memory for as long. Raises NotAnArray for a file with other content.
+    The whole file is held in memory meanwhile. Raises NotAnArray for a file with other content.
     """
     # Latin-1 has one character for each byte, and JSON's delimiters are ASCII, also in UTF-8.
     with open_regular(path) as file:
@@ -90,13 +90,13 @@ def array_spans(path: Path) -> RecordSpans:
     scan = json.JSONDecoder().raw_decode
 
     def after(place: int) -> int:
-        """Return where the next character is that is not white space."""
+        """Return the offset of the next character from `place` on that is not white space."""
         end = _SPACE.match(text, place)
         assert end is not None
         return end.end()
 
     def expect(wanted: str) -> int:
-        """Return what follows a character. Raises ValueError if another one stands there."""
+        """Return the offset after the character `wanted` and white space. Raises ValueError for another character."""
         if (found := text[at : at + 1]) != wanted:
             named = repr(found) if found else "the end"
             raise ValueError(f"{repr(wanted) if wanted else 'the end'} is missing, {named} stands there")
@@ -122,7 +122,7 @@ def array_spans(path: Path) -> RecordSpans:
 
 
 class SpanFile:
-    """Implements `Container` on the pieces of `path` that `spans` gives; each is JSON, or plain text (`content`)."""
+    """Implements `Container` on the byte ranges `spans` of a file; `content` says whether they are JSON or text."""
 
     names = None
 
@@ -148,7 +148,7 @@ class SpanFile:
             raise BadSample(Reason.NOT_A_RECORD, f"it is not JSON ({error}): {shown(text)}") from error
 
     def text(self, index: int) -> str:
-        """Return the text of a piece. Raises BadSample if it is not UTF-8."""
+        """Return the text of record `index`. Raises BadSample if it is not UTF-8."""
         if self._file is None:
             self._file = FileIO(self._path)
         start, end = int(self._spans.starts[index]), int(self._spans.ends[index])
@@ -166,10 +166,10 @@ class SpanFile:
 
 
 class CsvFile:
-    """Implements `Container` on a file of delimited text (.csv, .tsv): a record is a row; cells are texts, empty ones
-    None.
+    """Implements `Container` on a .csv or .tsv file: a record is a row; cells are texts, or None if empty.
 
-    The first row names the columns. The constructor raises ValueError for a file in which it does not.
+    The first row has the column names. The constructor raises ValueError if that row is missing, cannot be read or
+    names a column twice.
     """
 
     def __init__(self, path: Path) -> None:

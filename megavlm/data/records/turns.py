@@ -1,8 +1,8 @@
-"""Read the turns of a record and put its images and videos in their places (`shapes.py` says which field holds what).
+"""Read the turns of a record and insert its images and videos at their tags (`shapes.py` defines the fields).
 
 A turn has `from` and `value`, or `role` and `content` (or `text`), or is an exchange: `user` (`human`) and `assistant`.
 An `<image>` in a text stands for the next entry of the record's `image` or `images`; the parts of a message may also
-hold their images themselves. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a
+contain images directly. A `<video>` stands for the next entry of `video` or `videos`, and so does `<image>` in a
 record of videos without images (LLaVA-Video).
 """
 
@@ -42,7 +42,7 @@ _VIDEO_PARTS = ("video", "video_url", "input_video")
 
 @dataclass(frozen=True)
 class _Slot:
-    """Marks the position of an image or a video in a turn until it is known which of the record's belongs there."""
+    """A placeholder in a turn for an image or video of the record that has not been assigned yet."""
 
     tag: str
 
@@ -54,7 +54,7 @@ Turns = list[tuple[Role, Parts]]
 
 @dataclass(frozen=True)
 class Reader:
-    """Finds what a record names; `has_videos`: its texts may have <video>, which is text in other records."""
+    """Looks up the images and videos that a record names. Without `has_videos`, <video> in its texts is plain text."""
 
     find: FindFile
     find_video: FindVideo
@@ -64,35 +64,35 @@ class Reader:
 def conversation(
     record: Mapping[str, Any], read: Callable[[Reader], Turns], find: FindFile, find_video: FindVideo
 ) -> Conversation:
-    """Return the turns that `read` finds in a record, with the record's images and videos in their places.
+    """Return the turns that `read` finds in a record, with the record's images and videos in place of their tags.
 
-    `find` returns an image by its name, `find_video` a video. Raises BadSample.
+    `find` looks up an image by its name, `find_video` a video. Raises BadSample.
     """
     turns = read(Reader(find, find_video, has_videos=bool(listed(record, "videos", "video"))))
     return _placed(turns, *visuals_of(record, find, find_video))
 
 
 def visuals_of(record: Mapping[str, Any], find: FindFile, find_video: FindVideo) -> tuple[list[Visual], list[Visual]]:
-    """Return the images and the videos that fields of a record hold or name. Raises BadSample."""
+    """Return the images and the videos in a record's image and video fields. Raises BadSample."""
     videos = [video_of(video, find_video, record.get("fps")) for video in listed(record, "videos", "video")]
     return [image_of(image, find) for image in listed(record, "images", "image")], [*videos]
 
 
 def text_turn(record: Mapping[str, Any], find: FindFile, find_video: FindVideo = no_videos) -> Turn:
-    """Return the one turn of a record of plain text with its images, which may have no text. Raises BadSample."""
+    """Return the single turn of a plain-text record with its images; the text may be missing. Raises BadSample."""
     return conversation(
         record, lambda reader: [("text", parts_of(record.get("text"), reader))], find, find_video
     ).turns[0]
 
 
 def system_turn(record: Mapping[str, Any], reader: Reader) -> Turns:
-    """Return the turn of the field `system`; none where it is empty."""
+    """Return the turn of the field `system`; no turn if the field is empty."""
     system = record.get("system")
     return [("system", parts_of(system, reader))] if system else []
 
 
 def turns_in(content: Any, reader: Reader) -> Turns:
-    """Return the turns in the value of a field. Raises BadSample."""
+    """Return the turns in a field's value, a list of messages or exchanges. Raises BadSample."""
     turns: Turns = []
     for turn in objects(content, "turns"):
         if not isinstance(turn, Mapping):
@@ -118,12 +118,15 @@ def turns_in(content: Any, reader: Reader) -> Turns:
 
 
 def _first(turn: Mapping[str, Any], fields: Iterable[str]) -> Any:
-    """Return the first of these fields that is not null: a table has null for each that only other rows have."""
+    """Return the first of these fields that is not null: a row of a table has null in the columns that it lacks."""
     return next((turn[field] for field in fields if turn.get(field) is not None), None)
 
 
 def objects(content: Any, what: str) -> list[Any]:
-    """Return a list that a table may store as JSON text or as an object of lists. Raises BadSample."""
+    """Return a list of objects, which a table may store as JSON text or as an object of lists. Raises BadSample.
+
+    `what` names the list in messages.
+    """
     if isinstance(content, str):
         try:
             content = json.loads(content)
@@ -136,7 +139,7 @@ def objects(content: Any, what: str) -> list[Any]:
 
 
 def unzipped(value: Any) -> Any:
-    """Return a list of objects that `datasets` has stored as an object of lists; any other value as it is."""
+    """Return an object of lists, as `datasets` stores it, as a list of objects; any other value unchanged."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(each, list) for each in value.values()):
         return value
     if len({len(each) for each in value.values()}) > 1:
@@ -145,7 +148,7 @@ def unzipped(value: Any) -> Any:
 
 
 def from_cell(value: Any) -> Any:
-    """Return the list that a JSON text in a cell of a table stands for; any other value as it is."""
+    """Return the list in a table cell of JSON text; any other value unchanged."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -153,7 +156,7 @@ def from_cell(value: Any) -> Any:
 
 
 def parts_of(content: Any, find: Reader) -> Parts:
-    """Return the texts, images, videos and slots of one turn, in order. Raises BadSample."""
+    """Return the texts, images, videos and placeholders in the content of one turn, in order. Raises BadSample."""
     match content:
         case None:  # what an assistant says when it only calls a tool
             return []
@@ -194,7 +197,7 @@ def _split(text: str, *, videos: bool) -> Parts:
 
 
 def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
-    """Return the values of the first of these fields that has any: it may be a list, one as JSON, or a single value."""
+    """Return the values of the first of `fields` that is not empty: a list, a list as JSON, or a single value."""
     for field in fields:
         value = from_cell(record.get(field))
         if value is not None and value != []:
@@ -203,9 +206,9 @@ def listed(record: Mapping[str, Any], *fields: str) -> list[Any]:
 
 
 def _placed(turns: Turns, images: Sequence[Visual], videos: Sequence[Visual]) -> Conversation:
-    """Return the conversation with an image or a video in each slot; if there are no slots, they come first.
+    """Return the conversation with placeholders replaced by images and videos; without placeholders these come first.
 
-    Raises BadSample if there are not as many images, or videos, as slots.
+    Raises BadSample if there are not as many images, or videos, as placeholders.
     """
     pieces = [piece for _, parts in turns for piece in parts]
     slots = [piece for piece in pieces if isinstance(piece, _Slot)]

@@ -1,8 +1,8 @@
-"""Write records as WebDataset tars, one shard after another; the same records give the same bytes.
+"""Write the records of a data set as WebDataset tar shards (`megavlm prepare`); equal records give equal bytes.
 
-A shard is written under a temporary name, renamed when it is complete, and noted in `prepare_data.json`; an interrupted
-run continues after the last shard noted. Samples are LLaVA records (`json`) with their images and videos beside them,
-unchanged; clips are copied from file to file.
+A shard is written under a temporary name, renamed when it is complete, and recorded in `prepare_data.json`; an
+interrupted conversion continues after the last recorded shard. Each sample is a LLaVA record (`json`) and its images
+and videos, unchanged; clips are copied from file to file.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from megavlm.storage.transfer import StoredFile
 NOTES = "prepare_data.json"
 SKIPPED = "skipped.jsonl"
 _BEFORE_SHARDS = {NOTES, SKIPPED, f"{NOTES}.tmp", "000000.tmp"}  # files of a run until its first shard is complete
-_READERS = 8  # threads that read images; what they read is written in order
-_HEAD = 16  # bytes that tell what a file is
-_AT_ONCE = 256  # records that are read before they are written
+_READERS = 8  # threads that read images; samples are written in order
+_HEAD = 16  # first bytes of a file, which identify its format
+_AT_ONCE = 256  # records that are read ahead of the writer
 _SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 # First bytes of image files. Any other file is named .jpg, since readers look at the content.
 _SIGNATURES = {
@@ -61,7 +61,7 @@ Look = Callable[[bytes], object]  # raises BadSample for an image that training 
 
 @dataclass(frozen=True)
 class Notes:
-    """Holds how much is written so far, and the `recipe` of the run; a run with another recipe may not continue it."""
+    """Progress and settings (`recipe`) of a conversion, as stored in its folder. Other settings cannot continue it."""
 
     recipe: dict[str, Any]
     records: int = 0  # number of records read
@@ -71,7 +71,7 @@ class Notes:
     skipped_bytes: int = 0  # length of `skipped.jsonl`
 
     def report(self, out: Path) -> Iterator[str]:
-        """Yield the lines on what was written to the folder `out`."""
+        """Yield the lines of the final report: samples and tars in the folder `out`, and skipped records by reason."""
         skipped = several(sum(self.skipped.values()), "record")
         yield f"{out}: {several(self.samples, 'sample')} in {several(self.shards, 'tar')}, {skipped} skipped"
         for reason, number in sorted(self.skipped.items(), key=lambda item: -item[1]):
@@ -90,8 +90,10 @@ def prepare(
     channels: int | None,
     say: Callable[[str], None],
 ) -> Notes:
-    """Write a data set as tars of about `shard_mib` MiB in the folder `out`, in its order or shuffled with a seed, and
-    return what was written. Images are those of a vision input with so many channels. Raises UserError.
+    """Write a data set as tars of about `shard_mib` MiB to the folder `out` and return the final progress.
+
+    Records keep their order, or are shuffled with the seed `shuffle`. Images are checked as inputs of `vision_input`
+    with `channels` channels. Raises UserError.
     """
     if is_tars(source):
         raise UserError(f"{source.path} contains tars, which training reads directly: use --datasets {source.path}")
@@ -128,9 +130,9 @@ def write_shards(
 ) -> Notes:
     """Write `records`, in `order`, as tars of about `shard_bytes` in the folder `out`, with their index.
 
-    Returns the final notes. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` is called
-    with each image, whose header it checks; `say` with a line on how far it is. Raises UserError if `out` holds other
-    files, or if no record can be used.
+    Returns the final progress. Bad records are counted, and listed in `skipped.jsonl` with their labels. `look` checks
+    the header of each image; `say` is called with a progress line after each record. Raises UserError if `out` holds
+    other files, or if no record can be used.
     """
     notes = _notes(out, recipe)
     out.mkdir(parents=True, exist_ok=True)
@@ -171,7 +173,10 @@ def write_shards(
 
 
 def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) -> Parts:
-    """Return the files of a sample by extension. Raises BadSample if the header of an image or clip cannot be read."""
+    """Return the files of a conversation's WebDataset sample, keyed by extension. `label` becomes its id.
+
+    Raises BadSample if the header of an image or clip cannot be read.
+    """
     parts: Parts = {}
     images: list[str] = []
     videos: list[dict[str, Any]] = []
@@ -198,7 +203,7 @@ def parts_of(conversation: Conversation, label: str, *, look: Look = size_of) ->
 
 
 def _video(video: VideoRef, name: str) -> tuple[Parts, dict[str, Any]]:
-    """Return the files of a video, and what the record says of it."""
+    """Return the files of a video, and its entry in the `videos` field of the record."""
     rate = {} if video.fps is None else {"fps": video.fps}
     if isinstance(video.source, tuple):
         frames: Parts = {}
@@ -228,7 +233,7 @@ def _samples(
 
 
 class _Shard:
-    """Writes a tar under a temporary name; `close` gives it its name, or removes it if it is empty."""
+    """Writes a tar under a temporary name; `close` renames the tar, or removes it if it is empty."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -239,10 +244,10 @@ class _Shard:
         self.count = 0
 
     def add(self, key: str, parts: Parts) -> BadSample | None:
-        """Add a sample, or return what has become of it since its headers were read."""
+        """Add a sample. Return the error of a file that can no longer be read from its store, else None."""
         try:
             contents = {name: content_of(source) for name, source in parts.items()}
-        except BadSample as error:  # of a store
+        except BadSample as error:  # a store no longer has the file
             return error
         for name, content in contents.items():
             entry = tarfile.TarInfo(f"{key}.{name}")  # without user and time, so that the bytes are reproducible
@@ -264,7 +269,7 @@ class _Shard:
 
 def _notes(out: Path, recipe: dict[str, Any]) -> Notes:
     if not out.exists() or {path.name for path in out.iterdir()} <= _BEFORE_SHARDS:
-        return Notes(recipe)  # an attempt of any recipe that wrote nothing is in nobody's way
+        return Notes(recipe)  # an earlier attempt that completed no shard is replaced, whatever its recipe
     try:
         notes = Notes(**read_json(out / NOTES))
         if notes.recipe == recipe:
