@@ -1,1 +1,1 @@
-"""Start a run on many machines: check it here, describe the job to a scheduler, and keep account of its attempts."""
+"""Start a run on many machines: check its options here, submit the job to a scheduler, and record its attempts."""

@@ -1,14 +1,14 @@
-"""Keep account of the attempts of a scheduler's job, for the job's own script (launch/slurm.sbatch).
+"""Record the attempts of a scheduler's job and decide whether to requeue it, for launch/slurm.sbatch.
 
     python -m megavlm.programs.launch.attempt begin --job 17 --world 16 -- FLAGS
     python -m megavlm.programs.launch.attempt end --job 17 [--warned] -- FLAGS
 
-`begin` prints what MEGAVLM_EXIT_FILE is to be; `end` prints "again" if the job is requeued, and then machines that are
-to be left out.
+`begin` prints the path for MEGAVLM_EXIT_FILE. `end` prints "again" if the job is to be requeued, followed by the
+machines to exclude, if any.
 
-FLAGS are those of pretrain_vlm.py. `begin` ends with 2 for a configuration that cannot run, before any node is kept
-busy. `end` ends with the status that the job should end with. torchrun cannot say what happened, since it ends with 1
-whenever a rank does not return 0, so the first rank that ends by itself writes its status to a file (`note_exit`).
+FLAGS are the options of pretrain_vlm.py. `begin` exits with 2 for a configuration that cannot run, before any node is
+kept busy. `end` exits with the status for the whole job. torchrun's own exit status is 1 whenever a rank does not
+return 0, so the first rank that exits on its own writes its status to a file (`note_exit`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _ENDS: dict[int, End] = {0: "finished", 75: "stopped", 2: "mistake", 3: "bad num
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one start of a job came to. Iterations are those of the newest whole checkpoint."""
+    """The outcome of one start of a job. Iterations are those of the newest complete checkpoint."""
 
     end: End
-    began: int  # iteration at which it began
-    saved: int  # iteration that it left behind
-    warned: bool = False  # the scheduler announced its end, as before a time limit
+    began: int  # iteration of the checkpoint at its start
+    saved: int  # iteration of the checkpoint at its end
+    warned: bool = False  # the scheduler announced the end of the attempt, as before a time limit
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to start a job again, and why; `status` is the exit status of a job that is not."""
+    """Whether to start a job again, and why; `status` is the exit status of a job that is not started again."""
 
     again: bool
     status: int
@@ -57,16 +57,17 @@ class Decision:
 
 
 def end_of(exit_status: int | None) -> End:
-    """Return how an attempt ended whose first rank to end by itself returned this status; None: no rank did."""
+    """Map the exit status of the first rank that exited on its own to how the attempt ended; None means a crash."""
     return "crash" if exit_status is None else _ENDS.get(exit_status, "crash")
 
 
 def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
-    """Return whether a job is started again after the last of its attempts.
+    """Decide whether to start a job again after the last of its attempts.
 
-    It is after a stop that its scheduler asked for, and after a crash; not if it crashed more than `max_crashes` times,
-    nor if each of the last two attempts left no newer checkpoint than it found: a third would do no better. The loss of
-    a machine says nothing about the run, and counts for neither.
+    The job is started again after a stop that its scheduler announced, after a crash and after the loss of a machine.
+    It is not if more than `max_crashes` attempts crashed, or if each of the last two attempts left no newer checkpoint
+    than it found: a third would do no better. Attempts that lost a machine say nothing about the run, and count for
+    neither limit.
     """
     last = attempts[-1]
     if last.end == "finished":
@@ -95,14 +96,14 @@ def decide(attempts: Sequence[Attempt], *, max_crashes: int) -> Decision:
 
 @dataclass(frozen=True)
 class Account:
-    """The attempts of one job on a run folder, kept in a file there."""
+    """The attempts of one job on a run folder, kept in a file of that folder."""
 
     run_dir: Path
     job: str
 
     @classmethod
     def of(cls, flags: Sequence[str], job: str) -> Account:
-        """Return the account of a job, given the flags of pretrain_vlm.py."""
+        """Return the account of a job, given its options of pretrain_vlm.py."""
         return cls(Path(parse(flags).run.run_dir), job)
 
     @property
@@ -110,10 +111,12 @@ class Account:
         return self.run_dir / "jobs" / f"{self.job}.exit"
 
     def begin(self, *, max_crashes: int, unfinished: End | None = None) -> Decision | None:
-        """Open an attempt; return the decision not to, if the one before never ended and is one too many.
+        """Open an attempt and return None, or return the decision to end the job instead.
 
-        A job is started again without a word of its script where a node is lost or a job with priority takes its place.
-        `unfinished` says what such an attempt counts as; default: what its ranks left, else a crash.
+        A previous attempt that is still open was cut off: the scheduler restarted the job without running the end of
+        its script, because a node was lost or a job with priority took its place. That attempt is closed first, and
+        the job ends if the attempt was one too many. `unfinished` is how it ended; default: by the exit status of its
+        ranks, else a crash.
         """
         attempts, began = self._read()
         if began is not None:
@@ -127,9 +130,9 @@ class Account:
         return None
 
     def end(self, *, warned: bool, max_crashes: int, end: End | None = None) -> Decision:
-        """Close the open attempt and return whether there is to be another.
+        """Close the open attempt and return the decision whether to start another.
 
-        `end` says how it ended; default: what its ranks left, else a crash.
+        `end` is how the attempt ended; default: by the exit status of its ranks, else a crash.
         """
         attempts, began = self._read()
         attempts.append(self._ended(began or 0, warned=warned, end=end))
@@ -137,7 +140,7 @@ class Account:
         return decide(attempts, max_crashes=max_crashes)
 
     def faulty_machines(self) -> list[str]:
-        """Return the machines whose devices computed wrongly, if that is what ended the last attempt."""
+        """Return the machines whose devices computed wrongly, if a device fault ended the last attempt; else none."""
         if read_exit(self.exit_file) != DeviceFault.status:
             return []
         named = [
@@ -146,7 +149,7 @@ class Account:
         return [str(host).partition(".")[0] for host in named[-1]] if named else []
 
     def decided(self, *, max_crashes: int) -> Decision | None:
-        """Return the decision after the last attempt; None if there was none, or if it is still open."""
+        """Return the decision after the last attempt; None if no attempt was made, or if one is still open."""
         attempts, began = self._read()
         return decide(attempts, max_crashes=max_crashes) if attempts and began is None else None
 
@@ -162,9 +165,9 @@ class Account:
         return self.run_dir / "jobs" / f"{self.job}.json"
 
     def _read(self) -> tuple[list[Attempt], int | None]:
-        """Return the attempts that ended, and the iteration at which an open one began.
+        """Return the attempts that ended, and the iteration at which an open attempt began; None if none is open.
 
-        Raises UserError for a file that cannot be read, or that somebody has changed.
+        Raises UserError for an account file that is damaged.
         """
         if not os.path.lexists(self._file):
             return [], None
@@ -182,7 +185,7 @@ class Account:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0, or the exit status with which the job is to end."""
+    """Run `begin` or `end`; return 0, or the exit status for the whole job if the job ends."""
     cut = argv.index("--") if "--" in argv else len(argv)
     options, flags = _parser().parse_args(argv[:cut]), argv[cut + 1 :]
     try:

@@ -1,4 +1,4 @@
-"""Find here, in seconds, what would end a run there after hours in a queue."""
+"""Check a job before submission, in seconds, for mistakes that would end it after hours in a queue."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool) -> Iterator[str]:
-    """Yield a line for each reason for which a configuration that passes its own rules cannot run as a job.
+    """Yield a line for each reason why a valid configuration cannot run as this job.
 
     Args:
-        gpu: name of the planner's profile of the GPU; without one, memory is not checked.
+        gpu: name of the planner's profile of the GPU; with None, memory is not checked.
         shared: whether the user says that all nodes share the run folder.
     """
     tp = config.parallel.tensor_model_parallel_size
@@ -56,7 +56,7 @@ def complaints(config: Config, job: Job, *, gpu: str | None, shared: bool) -> It
 
 
 def is_in(folder: str, mounts: Sequence[str]) -> bool:
-    """Return whether a folder of a machine, named by its full path, is in one of these, which end with a slash."""
+    """Return whether a folder, given by its full path, is in one of the mounts, each of which ends with a slash."""
     return f"{posixpath.normpath(folder)}/".startswith(tuple(mounts))
 
 
@@ -69,7 +69,7 @@ def filesystem_of(path: Path) -> str:
 
 
 def check_flags(flags: Sequence[str], job: Job, *, gpu: str | None, shared: bool) -> None:
-    """Raise UserError for the first reason for which flags of pretrain_vlm.py cannot run as a job."""
+    """Raise UserError for the first reason why a run with these options of pretrain_vlm.py cannot run as a job."""
     config = configured(flags, world=job.world)
     gpu = gpu or (config.placement.hardware if config.placement.hardware != "cpu" else None)
     check_job(config, job, gpu=gpu, shared=shared)
@@ -85,10 +85,10 @@ def checked(
     *,
     gpus: int = 8,
 ) -> tuple[Job, str | None]:
-    """Return the job of containers, and the file of --config that is to be brought there (`place` says where to).
+    """Return a checked job of containers, and the file of --config that has to be copied to its machines, if any.
 
-    Raises UserError for the first reason for which it cannot run, also one of the platform's `own`. For a dry run the
-    secrets among the variables are hidden.
+    `place` returns the path for a file of --config on the machines; `own` yields the platform's own complaints. Raises
+    UserError for the first reason why the job cannot run. A dry run hides the secrets in `options.variables`.
     """
     changed, file = moved_config(flags, place)
     job = Job(options.nodes, options.gpus_per_node or gpus, changed)
@@ -102,13 +102,13 @@ def checked(
 
 
 def check_job(config: Config, job: Job, *, gpu: str | None, shared: bool) -> None:
-    """Raise UserError for the first reason for which a configuration cannot run as a job."""
+    """Raise UserError for the first reason why a configuration cannot run as a job."""
     for problem in complaints(config, job, gpu=gpu, shared=shared):
         raise UserError(problem)
 
 
 def read_profile(name: str | None) -> Mapping[str, str]:
-    """Return the variables of a profile, none without a name. Raises UserError for a name that no file has."""
+    """Return the variables of a profile in launch/profiles; empty for None. Raises UserError for an unknown name."""
     if name is None:
         return {}
     if not PROFILES.is_dir():
@@ -124,7 +124,7 @@ def read_profile(name: str | None) -> Mapping[str, str]:
 
 
 def pairs(option: str, given: list[str]) -> dict[str, str]:
-    """Return the values of a repeatable option NAME=VALUE by name."""
+    """Return the values of a repeatable option NAME=VALUE by name. Raises UserError for any other form."""
     for each in given:
         name, equals, _ = each.partition("=")
         if not name or not equals:
@@ -135,9 +135,9 @@ def pairs(option: str, given: list[str]) -> dict[str, str]:
 
 
 def moved_config(flags: Sequence[str], place: Callable[[str], str | None]) -> tuple[tuple[str, ...], str | None]:
-    """Return the flags as machines elsewhere are to have them, and the file of --config that is to be brought there.
+    """Return the flags with the path of --config on the job's machines, and the file to copy to them, if any.
 
-    `place` returns the file's path there; None for a file that stays where it is.
+    `place` returns the path on the machines for a local path; None for a file that is not copied.
     """
     changed = list(flags)
     for number, word in enumerate(changed):

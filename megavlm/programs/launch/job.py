@@ -1,4 +1,4 @@
-"""A job, the commands that start it, and the file that says how it ended."""
+"""A job of several machines, the torchrun command of each machine, and the file of the job's exit status."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ VARIABLE = "MEGAVLM_EXIT_FILE"  # names the file of the exit status, on storage 
 
 
 def program() -> tuple[str, ...]:
-    """Return the program that torchrun starts: the clone's script, or in another folder the installed package."""
+    """Return the program that torchrun starts: pretrain_vlm.py in a clone, elsewhere the installed package."""
     return ("pretrain_vlm.py",) if Path("pretrain_vlm.py").exists() else ("-m", "megavlm", "train")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run on machines that are alike."""
+    """A run on machines with equal numbers of GPUs."""
 
     nodes: int
     processes: int  # per node, one for each GPU
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and the variables that it gets beside those of its parent."""
+    """A command, and the environment variables that it gets in addition to those of its parent."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -54,11 +54,12 @@ class Command:
 
 
 def agent(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -> Command:
-    """Return the command of machine `node`'s agent. All agents meet at `address` and `port`, on machine 0.
+    """Return the torchrun command of machine `node`. All torchruns meet at `address` and `port`, on machine 0.
 
-    The rendezvous is static: ranks follow the numbers of the machines. torchrun reads $$ as $ in what it starts, and
-    ${local_rank} as a number. It would die of SIGUSR1, and would kill its ranks 30 s after a signal; torch before 2.12
-    does so all the same, and does not know the option in place of the variable.
+    The rendezvous is static: ranks follow the numbers of the machines. torchrun reads $$ as $ in the arguments of its
+    program, and ${local_rank} as a number. By default torchrun dies of SIGUSR1, and kills its ranks 30 s after a
+    signal. The grace period is set by a variable, because torch before 2.12 does not know --shutdown-timeout; these
+    versions ignore the variable and keep the 30 s.
     """
     words = (
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--node-rank", str(node)),
@@ -70,7 +71,7 @@ def agent(job: Job, node: int, *, address: str, port: int, grace: int = GRACE) -
 
 
 class Children:
-    """Processes in sessions of their own, to which this one passes on the signals that it gets, from now on."""
+    """Child processes in sessions of their own. From construction on, this process forwards its signals to them."""
 
     def __init__(self) -> None:
         self.asked = False  # whether a signal has come
@@ -78,11 +79,11 @@ class Children:
         self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
 
     def start(self, command: Command, **more: Any) -> subprocess.Popen[bytes]:
-        """Start a command; `more` are arguments of Popen."""
+        """Start a command and return its process; `more` are arguments of Popen."""
         environment = {**os.environ, **command.environment}
         started = subprocess.Popen(command.words, env=environment, start_new_session=True, **more)
         self._running.append(started)
-        if self.asked:  # before it was known
+        if self.asked:  # a signal came before this process was in the list
             started.send_signal(signal.SIGTERM)
         return started
 
@@ -93,13 +94,13 @@ class Children:
                 each.send_signal(number)
 
     def leave(self) -> None:
-        """Handle signals as before."""
+        """Restore the signal handlers that were set before construction."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 def add_agent_options(parser: argparse.ArgumentParser) -> None:
-    """Add what a machine of a job is told: how long its agent may save, and how often it is started again."""
+    """Add --grace, the time for a last save after a signal, and --max-crashes, the limit on restarts."""
     parser.add_argument(
         "--grace",
         type=count,
@@ -113,8 +114,9 @@ def add_agent_options(parser: argparse.ArgumentParser) -> None:
 
 
 def note_exit(status: int, environment: Mapping[str, str]) -> None:
-    """Write this rank's exit status to the file that the environment names, unless another rank was first: torchrun
-    itself ends with 1 whenever a rank does not return 0.
+    """Write this rank's exit status to the file named by MEGAVLM_EXIT_FILE, unless another rank has written its own.
+
+    torchrun itself exits with 1 whenever a rank does not return 0.
     """
     if path := environment.get(VARIABLE):
         with suppress(OSError), open(path, "x") as file:
@@ -122,8 +124,9 @@ def note_exit(status: int, environment: Mapping[str, str]) -> None:
 
 
 def note_cause(line: str, environment: Mapping[str, str]) -> None:
-    """Write why this rank fails to the file from which torchrun takes the last lines that it prints, if it started this
-    process. The rank that failed first gives the cause.
+    """Write why this rank fails to the error file of torchrun, if torchrun started this process.
+
+    torchrun prints the message of the rank that failed first.
     """
     if path := environment.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -132,7 +135,7 @@ def note_cause(line: str, environment: Mapping[str, str]) -> None:
 
 
 def read_exit(path: Path) -> int | None:
-    """Return the exit status of the first rank that ended by itself; None if none did."""
+    """Return the exit status of the first rank that exited on its own; None if no rank did."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ from megavlm.world import NODES
 PORT = 29500
 CONFIG = "/etc/megavlm"  # folder of the file of --config
 _TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
-_AGREEMENT = 60  # seconds after the last save within which a pod hears what the others did, and ends
+_AGREEMENT = 60  # seconds after the last save within which the pods agree on how the attempt ended, and exit
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def completed(options: argparse.Namespace) -> argparse.Namespace:
-    """Read what the words of some options say, and name the job: a later one of the same name has another identity."""
+    """Parse the options NAME=VALUE and set the job's identity, which differs for a later job of the same name."""
     options.resources = pairs("--resource", options.resource)
     options.node_selector = pairs("--node-selector", options.node_selector)
     options.config_file, options.identity = None, f"{options.name}-{int(time.time()):x}"
@@ -75,14 +75,12 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the folders that all pods share."""
+    """Return the mount paths of the volumes that all pods share, each with a slash at the end."""
     return tuple(f"{each.partition(':')[2].rstrip('/')}/" for each in options.volumes)
 
 
 def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each reason for which a job would start to no avail; what else is wrong, kubectl says when it
-    sends the job.
-    """
+    """Yield a line for each mistake with which a job would start in vain. kubectl itself reports other mistakes."""
     for each in options.volumes:
         claim, _, path = each.partition(":")
         if not claim or not path.startswith("/") or not path.isprintable():
@@ -94,7 +92,7 @@ def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterato
 
 
 def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the objects to create, in this order."""
+    """Return the Kubernetes objects of a job, in the order in which they are to be created."""
     service, made = yaml.safe_load_all(_TEMPLATE.read_text(encoding="utf-8"))
     service["spec"]["selector"] = {"batch.kubernetes.io/job-name": options.name}
     made["spec"] |= {"completions": job.nodes, "parallelism": job.nodes, "backoffLimit": options.max_lost_pods}
@@ -102,7 +100,7 @@ def objects(job: Job, options: argparse.Namespace) -> list[dict[str, Any]]:
     _fill_pod(made["spec"]["template"]["spec"], job, options)
     found = [service, made]
     if options.queue is not None:
-        made["spec"]["suspend"] = True  # Kueue lets it go
+        made["spec"]["suspend"] = True  # Kueue resumes it
     if options.config_file is not None:
         name, content = options.config_file
         found.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "data": {name: content}})
@@ -157,5 +155,5 @@ def _fill_pod(pod: dict[str, Any], job: Job, options: argparse.Namespace) -> Non
 
 
 def _escaped(text: str) -> str:
-    """Return a text of which Kubernetes makes the given one: it reads $$ as $, and $(NAME) as a variable."""
+    """Escape a text for Kubernetes, which reads $$ as $ and replaces $(NAME) by a variable."""
     return text.replace("$", "$$")

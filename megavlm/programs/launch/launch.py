@@ -17,7 +17,7 @@ from megavlm.rules.fields import options as training
 
 @reported("launch")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else that of the run."""
+    """Return the exit status: 0 submitted or finished, 2 a mistake (reported in one line), else the run's status."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     flags = tuple(argv[cut + 1 :])
     options, more = _parser().parse_known_args(argv[:cut])

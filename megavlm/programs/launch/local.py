@@ -1,4 +1,4 @@
-"""Run nodes as so many agents of torchrun on this machine, each with its part of the GPUs: a rehearsal of a cluster."""
+"""Rehearse a cluster on this machine: run one torchrun per node, each with its own part of the GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch(given: argparse.Namespace, flags: tuple[str, ...]) -> int:
 
 
 def specification(job: Job, *, port: int, exit_file: Path) -> tuple[Command, ...]:
-    """Return the command of each node's agent, by number of the node; they meet at `port`."""
+    """Return the torchrun command of each node, in the order of the nodes; all torchruns meet at `port`."""
     commands = []
     for node in range(job.nodes):
         command = agent(job, node, address="127.0.0.1", port=port)

@@ -1,16 +1,16 @@
-"""Let the machines of a job begin each attempt together, hear when one of them is lost, and decide once for all.
+"""Synchronize the machines of a job: begin each attempt together, detect lost machines, share one decision to restart.
 
-Vertex AI and Kubernetes replace a machine without a word to the others, whose torchruns would go on in a rendezvous
-that is no more. So machine 0 listens, and each of the others holds one connection to it:
+Vertex AI and Kubernetes replace a machine without notice to the others, whose torchruns would wait in a rendezvous
+that no longer exists. So machine 0 (the host) listens, and each other machine (a guest) holds one connection to it:
 
-    guest → host   {"node": 3, "nodes": 4, "job": "a17"}    when it comes
-    host → guest   {"begin": 2}                             when all are there; the number of the attempt
-    guest → host   {"ended": 75, "leaves": true}            when its part of the attempt is over; null: a crash
-    host → guest   {"over": 75}                             as soon as any part is; null: a crash, or a lost machine
+    guest → host   {"node": 3, "nodes": 4, "job": "a17"}    when the guest connects
+    host → guest   {"begin": 2}                             when all machines are there; the number of the attempt
+    guest → host   {"ended": 75, "leaves": true}            when the guest's part of the attempt ends; null: a crash
+    host → guest   {"over": 75}                             when the first part ends; null: a crash, or a lost machine
     host → guest   {"again": true, "status": 75, "reason": …}
 
-A lost machine is a closed connection; TCP's own probes find one that went away without closing. A thread for each
-connection puts what comes into a queue, which is read whenever the caller asks.
+A closed connection means a lost machine; TCP keepalive detects a machine that vanished without closing. A thread per
+connection puts messages into a queue, which is read whenever the caller asks.
 """
 
 from __future__ import annotations
@@ -29,41 +29,44 @@ from megavlm.errors import UserError
 from megavlm.programs.launch.attempt import Decision
 from megavlm.world import Node
 
-_PROBE = 30.0  # seconds in which TCP finds that a machine is gone
-_REPORT = 60.0  # seconds between two lines of a machine that waits
+_PROBE = 30.0  # seconds in which TCP keepalive detects that a machine is gone
+_REPORT = 60.0  # seconds between two reports of a machine that waits
 
 
 @dataclass(frozen=True)
 class MachinePart:
     """How a machine's part of an attempt ended."""
 
-    status: int | None  # exit status of the first rank there that ended by itself; None: a crash, and nothing is known
-    gone: bool = False  # the machine was lost, or is asked for by its platform and leaves
+    status: int | None  # exit status of the machine's first rank that exited on its own; None: crash or unknown
+    gone: bool = False  # the machine was lost, or leaves because its platform asked for it
 
 
 Parts = Mapping[int, MachinePart]  # by number of the machine
 
 
 class MeetingHost:
-    """Machine 0 of a job.
+    """The side of machine 0, which listens to all other machines of a job.
 
     Args:
-        decide: returns whether there is to be another attempt, given how the parts of all machines ended.
-        patience: seconds after its own end within which every other part ends, too, or counts as lost.
+        decide: returns the decision whether to start another attempt, given how the parts of all machines ended.
+        patience: seconds that other machines have to end their part after this machine; after them they count as lost.
     """
 
     def __init__(self, node: Node, job: str, *, decide: Callable[[Parts], Decision], patience: float) -> None:
         self._node, self._job, self._decide, self._patience = node, job, decide, patience
         self._attempt = 0
         self._guests: dict[int, _Line] = {}
-        self._members: dict[int, _Line] = {}  # the guests of the attempt that runs
+        self._members: dict[int, _Line] = {}  # the guests that take part in the current attempt
         self._parts: dict[int, MachinePart] = {}
         self._heard: Heard = queue.SimpleQueue()
         self._listener = socket.create_server(("", node.port), backlog=max(node.nodes, 16))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def begin(self, idle: Callable[[], None]) -> int:
-        """Wait until all machines are there and return the number of the attempt that begins. `idle` may raise."""
+        """Wait until all machines are there and return the number of the attempt that begins.
+
+        `idle` is called while waiting, and may raise to give up.
+        """
         report = time.monotonic() + _REPORT
         while len(self._guests) < self._node.nodes - 1:
             idle()
@@ -78,12 +81,12 @@ class MeetingHost:
         return self._attempt
 
     def over(self) -> tuple[int | None] | None:
-        """Return how another machine's part of the attempt ended, in a tuple; None while all run."""
+        """Return the status of the first other machine whose part ended, in a tuple; None while all parts run."""
         self._read(0.0)
         return next(((part.status,) for part in self._parts.values()), None)
 
     def agree(self, own: MachinePart) -> Decision:
-        """Say how this machine's part ended, wait for the other parts, and return the decision for all."""
+        """Report how machine 0's part ended, wait for the other parts, and return the decision for all machines."""
         self._note(0, own)
         limit = time.monotonic() + self._patience
         while len(self._parts) < self._node.nodes and time.monotonic() < limit:
@@ -94,7 +97,7 @@ class MeetingHost:
         self._tell(asdict(decision))
         for number, line in self._members.items():
             if self._parts[number].gone and self._guests.get(number) is line:
-                del self._guests[number]  # it, or the machine in its place, comes anew
+                del self._guests[number]  # this machine, or its replacement, connects again
         self._members = {}
         return decision
 
@@ -109,7 +112,7 @@ class MeetingHost:
                 _Line(self._listener.accept()[0], self._heard)
 
     def _read(self, timeout: float) -> None:
-        """Take all that has been said; wait so many seconds for the first."""
+        """Handle all messages in the queue; wait up to `timeout` seconds for the first."""
         with suppress(queue.Empty):
             while True:
                 line, message = self._heard.get(timeout=timeout)
@@ -160,7 +163,7 @@ class MeetingHost:
 
 
 class Guest:
-    """A machine other than 0. It waits for machine 0 as long as that takes, and comes back when that is replaced."""
+    """The side of a machine other than 0. It waits for machine 0 without limit, and reconnects to a replacement."""
 
     def __init__(self, node: Node, job: str) -> None:
         self._node = node
@@ -170,7 +173,10 @@ class Guest:
         self._over: tuple[int | None] | None = None
 
     def begin(self, idle: Callable[[], None]) -> int:
-        """Wait until all machines are there and return the number of the attempt that begins. `idle` may raise."""
+        """Wait until all machines are there and return the number of the attempt that begins.
+
+        `idle` is called while waiting, and may raise to give up.
+        """
         report = time.monotonic() + _REPORT
         while True:
             idle()
@@ -187,7 +193,7 @@ class Guest:
                 report += _REPORT
 
     def over(self) -> tuple[int | None] | None:
-        """Return how another machine's part of the attempt ended, in a tuple; None while all run."""
+        """Return the status of the first other machine whose part ended, in a tuple; None while all parts run."""
         if self._over is None:
             message = self._next(0.0)
             if "over" in message:
@@ -197,7 +203,7 @@ class Guest:
         return self._over
 
     def agree(self, own: MachinePart) -> Decision:
-        """Say how this machine's part ended, and return the decision for all, which machine 0 takes."""
+        """Report how this machine's part ended, and return machine 0's decision for all machines."""
         if self._line is not None:
             self._line.write({"ended": own.status, "leaves": own.gone})
         while self._line is not None:
@@ -211,7 +217,7 @@ class Guest:
             self._line.close()
 
     def _next(self, timeout: float) -> Mapping[str, Any]:
-        """Return the next message of machine 0, empty if none has come; drop a connection that it closed."""
+        """Return the next message of machine 0, empty if none arrives in time; drop a closed connection."""
         try:
             line, message = self._heard.get(timeout=timeout)
         except queue.Empty:
@@ -222,15 +228,16 @@ class Guest:
         return message or {}
 
     def _connect(self) -> None:
-        with suppress(OSError):  # not there yet, or its name is not known yet
+        with suppress(OSError):  # machine 0 is not there yet, or its name cannot be resolved yet
             connection = socket.create_connection((self._node.address, self._node.port), timeout=5.0)
             self._line = _Line(connection, self._heard)
             self._line.write(self._hello)
 
 
 class _Line:
-    """A connection on which each line is a JSON object. Each is put into `heard`; None, once the other side has closed
-    the connection or does not speak JSON.
+    """A connection on which each line is a JSON object.
+
+    Each message is put into `heard`; None follows when the other side closes the connection or sends no JSON.
     """
 
     def __init__(self, connection: socket.socket, heard: Heard) -> None:
@@ -249,7 +256,7 @@ class _Line:
         self._heard.put((self, None))
 
     def write(self, message: Mapping[str, Any]) -> None:
-        """Send a message; what cannot be sent shows when the other side is read."""
+        """Send a message. Errors are ignored here: reading then shows that the connection is lost."""
         with suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -261,7 +268,7 @@ Heard = queue.SimpleQueue[tuple[_Line, Mapping[str, Any] | None]]
 
 
 def _shut(connection: socket.socket) -> None:
-    """Close a socket that a thread waits for, which then goes on."""
+    """Close a socket and wake the thread that waits for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

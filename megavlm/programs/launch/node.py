@@ -2,13 +2,14 @@
 
     python -m megavlm.programs.launch.node --gpus-per-node 8 -- FLAGS
 
-FLAGS are those of pretrain_vlm.py. One torchrun runs here; `world.py` says which of how many machines this is.
-An attempt begins when all machines are there, and ends for all when one of them is lost or its ranks end. After a
-crash, and after the loss of a machine, the job goes on from its newest checkpoint; machine 0 keeps the account
-(`attempt.py`).
+FLAGS are the options of pretrain_vlm.py. One torchrun runs on each machine; `world.py` finds the machine's number and
+the number of machines. An attempt begins when all machines are there, and ends on all of them when one machine is lost
+or its ranks end. After a crash or the loss of a machine, the job resumes from its newest checkpoint; machine 0 records
+the attempts (`attempt.py`).
 
-The exit status says what the platform should do: 0 the run has finished; 75 the platform asked for this machine, and a
-container in its place goes on; 1, 2 and 3 the machines have decided to end the job, and no other try would do better.
+The exit status tells the platform what to do: 0: the run has finished; 75: the platform asked for this machine, and
+should start another container in its place; 1, 2 and 3: the machines have decided to end the job, and a retry would
+not help.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from megavlm.programs.launch.meeting import Guest, MachinePart, MeetingHost, Par
 from megavlm.resilience.status import STOPPED
 from megavlm.world import Node, node_of
 
-JOB = "MEGAVLM_JOB"  # names the job, the same for all its attempts and no other job
-_PATIENCE = 30.0  # seconds in which ranks that lost others end by themselves, with their own words
-_PORTS = 64  # torchruns of neighbouring attempts do not meet at one port
+JOB = "MEGAVLM_JOB"  # name of the job, the same for all its attempts and different for every other job
+_PATIENCE = 30.0  # seconds in which ranks that lost others exit on their own, with their own error messages
+_PORTS = 64  # successive attempts use different ports, so that their torchruns do not meet
 
 
 class _Asked(Exception):
-    """The platform asked for this machine."""
+    """Raised when the platform asks for this machine."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status with which the container is to end."""
+    """Run this machine's part of the job and return the exit status for the container."""
     cut = argv.index("--") if "--" in argv else len(argv)
     options, flags = _parser().parse_args(argv[:cut]), argv[cut + 1 :]
     try:
@@ -69,7 +70,7 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
 
     meeting: MeetingHost | Guest
     if node.number == 0:
-        if "CLOUD_ML_JOB_ID" in os.environ:  # Vertex AI starts a container again whatever its status
+        if "CLOUD_ML_JOB_ID" in os.environ:  # Vertex AI restarts a container whatever its exit status
             last = account.decided(max_crashes=max_crashes)
             if last is not None and not last.again:
                 return _status(last, job=name)
@@ -98,9 +99,10 @@ def _run(job: Job, node: Node, *, grace: int, max_crashes: int) -> int:
 
 
 def _attempt(command: Command, meeting: MeetingHost | Guest, children: Children, *, grace: int) -> int | None:
-    """Run this machine's agent; return the status of the first rank that ended by itself, None if none did.
+    """Run this machine's torchrun; return the status of the first rank that exited on its own, None if no rank did.
 
-    When the part of another machine has ended by a crash, or with the machine, the ranks here cannot go on.
+    When the part of another machine ends, the ranks here cannot go on. They are killed if they have not exited after
+    `_PATIENCE` seconds (after a crash or the loss of a machine), else after `grace` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         exit_file = Path(folder) / "exit"
@@ -116,7 +118,7 @@ def _attempt(command: Command, meeting: MeetingHost | Guest, children: Children,
 
 
 def _kill(pid: int) -> None:
-    """End a torchrun, its ranks and their data workers, which have sessions of their own."""
+    """Kill a torchrun, its ranks and their data workers, which run in sessions of their own."""
     with suppress(psutil.Error):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             with suppress(psutil.Error):
@@ -124,10 +126,10 @@ def _kill(pid: int) -> None:
 
 
 def outcome(parts: Parts) -> End:
-    """Return how an attempt ended, given its parts.
+    """Return how an attempt ended, given how the part of each machine ended.
 
-    A mistake or bad numbers on one machine are those of all. Ranks of the others end by whatever a lost machine or a
-    crash does to them, so that these tell less.
+    A mistake or bad numbers on one machine decide for the whole attempt. Ranks of the other machines may exit in any
+    way once a machine is lost or a rank crashes, so that their ends count less.
     """
     ends = [end_of(part.status) for part in parts.values()]
     if "mistake" in ends or "bad numbers" in ends:
@@ -141,7 +143,7 @@ def outcome(parts: Parts) -> End:
 
 def _status(decision: Decision, *, job: str) -> int:
     print(f"job {job} ends: {decision.reason}", file=sys.stderr, flush=True)
-    return 1 if decision.status == STOPPED else decision.status  # 75 would bring a container in its place
+    return 1 if decision.status == STOPPED else decision.status  # 75 would start another container in its place
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Submit a run as a batch job of SLURM: one sbatch of launch/slurm.sbatch."""
+"""Submit a run as one SLURM batch job of launch/slurm.sbatch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(given: argparse.Namespace, more: Sequence[str], flags: tuple[str, ...]) -> int:
-    """Check a job and submit it, or print the command; return the exit status. `more` are options of sbatch."""
+    """Check a job and submit it, or print the command; return the exit status. `more` are further options of sbatch."""
     if not Path(SCRIPT).exists():
         raise UserError(f"{SCRIPT} is not here: submit from a clone of the repository")
     job = Job(given.nodes, given.gpus_per_node or 8, flags)
@@ -39,7 +39,7 @@ def launch(given: argparse.Namespace, more: Sequence[str], flags: tuple[str, ...
 
 
 def submit(command: Command) -> int:
-    """Run sbatch; return its exit status. Raises UserError where there is none."""
+    """Run sbatch; return its exit status. Raises UserError where sbatch is not installed."""
     try:
         return subprocess.run(command.words, env={**os.environ, **command.environment}, check=False).returncode
     except FileNotFoundError:
@@ -47,14 +47,14 @@ def submit(command: Command) -> int:
 
 
 def specification(job: Job, options: Sequence[str], *, profile: str | None = None, image: str | None = None) -> Command:
-    """Return the command that submits a job.
+    """Return the sbatch command that submits a job.
 
     Args:
         options: more options of sbatch, such as --time and --partition.
         profile: name of a file in launch/profiles, without its suffix.
         image: container image in which the run runs.
 
-    Settings travel as variables of sbatch itself: its --export would split them at commas.
+    Settings are passed as environment variables of sbatch: its --export would split them at commas.
     """
     for option in options:
         if option.partition("=")[0] in _OURS:

@@ -1,7 +1,7 @@
 """Describe a run as a CustomJob of Vertex AI and submit it through Google's SDK.
 
 Fields: https://cloud.google.com/vertex-ai/docs/reference/rest/v1/CustomJobSpec. Machines:
-https://cloud.google.com/vertex-ai/docs/training/configure-compute; docs/clusters.md says what of them was compared.
+https://cloud.google.com/vertex-ai/docs/training/configure-compute; docs/clusters.md says which entries were checked.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True)
 class VertexMachine:
-    """A machine type, whose accelerators are part of it: Vertex AI takes no other number of them."""
+    """A machine type of Vertex AI with its fixed accelerator type and count; Vertex AI accepts no other count."""
 
     name: str
     accelerator: str
     count: int
-    profiles: tuple[str, ...] = ("ethernet",)  # of launch/profiles, that fit its network
+    profiles: tuple[str, ...] = ("ethernet",)  # files of launch/profiles that fit the machine's network
 
 
 def _series(pattern: str, accelerator: str, counts: tuple[int, ...]) -> list[VertexMachine]:
@@ -97,14 +97,14 @@ def launch(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def seconds(text: str) -> int:
-    """Return the seconds of 90, 90s, 15m, 12h or 3d."""
+    """Convert 90, 90s, 15m, 12h or 3d to seconds. Raises argparse.ArgumentTypeError for any other form."""
     if match := re.fullmatch(r"(\d+)([smhd]?)", text):
         return int(match[1]) * _UNITS[match[2] or "s"]
     raise argparse.ArgumentTypeError(f"{text} must be a whole number of seconds, or one with s, m, h or d")
 
 
 def mounts_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the folders that all replicas share: buckets, by Cloud Storage FUSE, and NFS."""
+    """Return the folders that all replicas share: buckets (mounted by Cloud Storage FUSE) and NFS shares."""
     return ("/gcs/", *(f"/mnt/nfs/{each.rpartition(':')[2]}/" for each in options.nfs))
 
 
@@ -113,7 +113,10 @@ def _url(path: str, options: argparse.Namespace) -> str:
 
 
 def _staged(path: str, options: argparse.Namespace) -> str | None:
-    """Return where replicas find a file of --config that is put into the staging bucket; None for one that they see."""
+    """Return the path at which replicas find a --config file that is staged in the bucket; None for a shared file.
+
+    Raises UserError for a local file if no staging bucket is given.
+    """
     if path.startswith(mounts_of(options)):
         return None
     if options.staging_bucket is None:
@@ -126,14 +129,17 @@ def _parent(options: argparse.Namespace) -> str:
 
 
 def _default_project() -> str:
-    """Return the project of this machine's credentials, or words for it where they are not to be read here."""
+    """Return the project of this machine's credentials, "PROJECT" if google.auth is missing or knows no project.
+
+    Raises UserError if google.auth finds no credentials.
+    """
     try:
         import google.auth
 
         return google.auth.default()[1] or "PROJECT"
     except (ImportError, OSError, ValueError):
         return "PROJECT"
-    except Exception as error:  # google.auth's own
+    except Exception as error:  # google.auth's own exceptions
         raise UserError(f"--project is not given, and no other is known: {str(error).partition('.')[0]}") from None
 
 
@@ -154,7 +160,7 @@ def _submit(described: Mapping[str, Any], options: argparse.Namespace, uploads: 
 
 
 def run_dir_of(options: argparse.Namespace) -> str | None:
-    """Return the path of the run folder, which lies in the base output directory."""
+    """Return the path of the run folder in the base output directory; None if no base output directory is given."""
     return None if options.base_output_dir is None else in_container(f"{options.base_output_dir.rstrip('/')}/run")
 
 
@@ -164,8 +170,9 @@ def in_container(url: str) -> str:
 
 
 def complaints(config: Config, job: Job, options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each reason for which Vertex AI would refuse a job after its queue, or run it to no avail. What
-    is wrong with a name, Vertex AI says when the job is sent.
+    """Yield a line for each mistake with which Vertex AI would refuse a job after its queue, or run it in vain.
+
+    Vertex AI itself reports wrong names when the job is submitted.
     """
     machine = MACHINES.get(options.machine)
     if machine is None:
@@ -202,7 +209,7 @@ def _of_storage(config: Config, options: argparse.Namespace) -> Iterator[str]:
 
 
 def custom_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the CustomJob, as JSON of the REST API. Pool 0 has one replica, pool 1 the others that train."""
+    """Return the CustomJob as JSON of the REST API. Worker pool 0 has one replica, pool 1 all other replicas."""
     machine = MACHINES[options.machine]
     pools = [_training(job, options, machine, replicas=1)]
     if job.nodes > 1:
