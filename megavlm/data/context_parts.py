@@ -1,8 +1,9 @@
 """Split the rows of micro-batches into the parts of context-parallel ranks: index arithmetic, without communication.
 
-`RowSplit` says which positions a rank has. Labels were shifted before, so no part needs its neighbour's tokens; only
-attention does (`model/context_attention.py`), and layers that predict further tokens, which read the embeddings of
-later positions: the few at the ends of parts are exchanged (`followers`).
+`RowSplit` assigns positions to ranks. Labels are shifted before the split, so a part does not need its neighbour's
+tokens. Two layers need data of other parts: attention (`model/context_attention.py`), and layers that predict further
+tokens, which read the embeddings of later positions. The few such embeddings at the ends of parts are exchanged
+(`followers`).
 
 Legend: B rows, S positions per row, F image features.
 """
@@ -22,7 +23,7 @@ from megavlm.inputs.batch import ContextPart, MicroBatch, TextBatch
 
 @lru_cache(maxsize=16)
 def order_of(split: RowSplit, length: int) -> Tensor:
-    """Return [S], the positions of a row as ranks have them: those of rank 0 in order, then those of rank 1, …"""
+    """Return the positions [S] of a row, grouped by rank: those of rank 0 in order, then those of rank 1, …"""
     runs = torch.arange(length).view(split.runs, -1)
     if split.groups > 1:
         runs = torch.stack([runs[: split.groups], runs[split.groups :].flip(0)], dim=1)
@@ -31,13 +32,13 @@ def order_of(split: RowSplit, length: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _places(split: RowSplit, length: int) -> Tensor:
-    """Return [S], the place of each position in `order_of`."""
+    """Return the index [S] of each position in `order_of` (its inverse permutation)."""
     return order_of(split, length).argsort()
 
 
 @dataclass(frozen=True, eq=False)
 class Followers:
-    """Where each of n positions of a part finds the embedding of a later position of its row."""
+    """Gather indices with which each part of n positions reads the embeddings of later positions of its row."""
 
     rows: Tensor  # [parts, n] int64: among the part's own n rows, followed by the rows that all parts send
     sent: Tensor  # [parts, K] int64: the rows that a part sends to all others
@@ -45,12 +46,12 @@ class Followers:
 
 @lru_cache(maxsize=16)
 def followers(split: RowSplit, length: int, *, parts: int, steps: int) -> Followers:
-    """Return where parts find the position `steps` later, if a row's positions, as context-parallel ranks have them,
-    are divided into `parts` (also by sequence parallelism). After the last position of a row comes its first.
+    """Return the indices with which each part reads the embedding `steps` positions later in a row.
 
-    A part sends `steps` rows for each run of positions that begins in it: some kilobytes, where whole rows would be as
-    many bytes as the hidden states. Embeddings are sent, since a rank without the embedding's weight has no use for
-    token ids.
+    A row's positions, in the order of `order_of`, are divided into `parts` (also by sequence parallelism). The row is
+    cyclic: its first position follows its last. A part sends `steps` embeddings for each run of positions that begins
+    in it. These are some kilobytes, whereas a whole row has as many bytes as the hidden states. Embeddings are sent
+    rather than token ids, since a rank may lack the embedding's weight.
     """
     order, own = order_of(split, length), length // parts
     follower = _places(split, length)[(order + steps) % length]  # as places in `order`
@@ -67,10 +68,11 @@ def followers(split: RowSplit, length: int, *, parts: int, steps: int) -> Follow
 
 
 def with_further_tokens(batch: MicroBatch, depths: int) -> MicroBatch:
-    """Return a micro-batch of whole rows with labels, mask and positions for layers that predict further tokens.
+    """Return a micro-batch of whole rows with labels, masks and positions added for layers that predict further tokens.
 
-    At depth k (from 1; DeepSeek-V3, DeepSeek-AI 2024, section 2.2) position t reads token t + k, and predicts token
-    t + k + 1: what t + k predicts by itself. It has a loss where t + k has one and is of the same sample.
+    At depth k (from 1; DeepSeek-V3, DeepSeek-AI 2024, section 2.2) position t reads token t + k and predicts token
+    t + k + 1, the token that position t + k predicts in the main model. Position t has a loss if position t + k has
+    one and is of the same sample.
     """
     text = batch.text
     if not depths:
@@ -99,7 +101,7 @@ def with_further_tokens(batch: MicroBatch, depths: int) -> MicroBatch:
 
 
 def part_of(batch: MicroBatch, split: RowSplit, *, rank: int) -> MicroBatch:
-    """Return the micro-batch on the host as one of the context-parallel ranks computes it; images stay as they are."""
+    """Return the part of a micro-batch (on the host) of one context-parallel rank; images are unchanged."""
     if split.ranks == 1:
         return batch
     text, length = batch.text, batch.text.tokens.shape[1]
@@ -118,7 +120,7 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
     if trained is not None:
         trained = local_positions(trained, split, rank=rank, length=length)
         if not len(trained):
-            trained = torch.zeros(1, dtype=torch.int64)  # one whose loss the mask leaves out
+            trained = torch.zeros(1, dtype=torch.int64)  # a position whose loss mask is 0
 
     def cut(values: Tensor) -> Tensor:
         return in_memory_of(values, values.index_select(-1, own))
@@ -138,7 +140,7 @@ def _part_of_text(text: TextBatch, feature_positions: Tensor, split: RowSplit, *
 
 
 def _part_of_pool(text: TextBatch, split: RowSplit, *, rank: int, length: int) -> dict[str, Any]:
-    """Return the pooled positions that lie in a rank's part, with the texts that they are of and their weights."""
+    """Return the pooled positions in a rank's part with their text numbers (`pool`), and their `pool_weights`."""
     if text.pool is None or text.pool_weights is None:
         return {}
     owner, found = in_parts(text.pool[0], split, length=length)
@@ -148,7 +150,7 @@ def _part_of_pool(text: TextBatch, split: RowSplit, *, rank: int, length: int) -
 
 
 def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: int) -> Tensor:
-    """Return those of the indices [F] into the flattened [B·S] that lie in a rank's part, as indices into [B·S/ranks].
+    """Select the indices [F] into the flattened [B·S] that lie in a rank's part, as indices into its [B·S/ranks].
 
     `length` is S.
     """
@@ -157,11 +159,11 @@ def local_positions(positions: Tensor, split: RowSplit, *, rank: int, length: in
 
 
 def in_parts(positions: Tensor, split: RowSplit, *, length: int) -> tuple[Tensor, Tensor]:
-    """Return of each index [F] into the flattened [B·S] the rank that has it, and its index there into [B·S/ranks]."""
+    """Return, for each index [F] into the flattened [B·S], its rank and its index into that rank's [B·S/ranks]."""
     own, places = length // split.ranks, _places(split, length)[positions % length]
     return places // own, positions // length * own + places % own
 
 
 def in_memory_of(like: Tensor, values: Tensor) -> Tensor:
-    """Return contiguous values, in pinned memory if `like` is, so that the host does not wait for copies to a GPU."""
+    """Return `values` contiguous, and pinned if `like` is pinned, so that copies to a GPU do not block the host."""
     return values.pin_memory() if like.is_pinned() else values.contiguous()

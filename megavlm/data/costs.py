@@ -1,6 +1,6 @@
-"""Compute the forward FLOPs of samples and images from their sizes, and assign images to encoders by them.
+"""Compute the forward FLOPs of samples and images from their sizes, and balance images over encoders by FLOPs.
 
-Plans and MFU count the same. Pure arithmetic: every rank computes the same, so nothing is communicated for it.
+Plans and MFU use the same FLOP counts. Every rank computes the same result, so the ranks do not communicate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_TEXT = ("tokens", "token_squares", "sliding_squares", "trained_tokens")
 
 @dataclass(frozen=True)
 class CostModel:
-    """The FLOPs of one unit of each field of a workload, of which all FLOPs are a linear function."""
+    """Coefficients of the forward FLOPs, a linear function of the fields of a workload."""
 
     model: ModelConfig
     vision: tuple[float, ...]  # in the order of `_OF_IMAGES`
@@ -47,9 +47,9 @@ class CostModel:
         )
 
     def cost(self, *, length: int, grids: Sequence[Grid], images: int) -> SampleCost:
-        """Return the cost of a sample of `length` tokens with `images` images of these grids."""
+        """Return the cost of a sample of `length` tokens with `images` images, whose patches are in `grids`."""
         work = image_workload(grids, self.model)
-        # Which tokens are trained is not known yet: all are counted.
+        # The number of trained tokens is not known yet: all tokens are counted.
         text = (length, length * length, sliding_squares(length, self.model.language.window_size), length)
         return SampleCost(
             length=length,
@@ -80,26 +80,26 @@ class ImageAssignment:
         return np.split(encoders, np.cumsum([each.num_images for each in sizes])[:-1])
 
     def by_rank(self, sizes: Sequence[ImageSizes]) -> list[list[Mask]]:
-        """Return, for each micro-batch of a step and each rank, which of its images [N] the rank encodes."""
+        """Return, for each micro-batch of a step and each rank, the mask [N] of the images that the rank encodes."""
         return [[encoders == rank // self.width for rank in range(self.ranks)] for encoders in self.encoders(sizes)]
 
     def own(self, sizes: Sequence[ImageSizes], *, rank: int) -> list[Mask]:
-        """Return, for each micro-batch of a step, which of its images [N] one rank encodes."""
+        """Return, for each micro-batch of a step, the mask [N] of the images that one rank encodes."""
         return [masks[rank] for masks in self.by_rank(sizes)]
 
 
 @lru_cache(maxsize=4096)
 def encoder_flops(grids: tuple[tuple[int, int], ...], model: ModelConfig) -> float:
-    """Return the forward FLOPs of the encoder for one image of these grids."""
+    """Return the forward FLOPs of the vision encoder for one image of the given grids of patches."""
     work = image_workload(grids, model)
     return sum(layer_cost(name, model, work).forward_flops for name in encoder_names(model))
 
 
 def assign_longest_first(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Return the rank of each item: the costliest goes first, always to the least loaded rank (LPT; Graham 1969).
+    """Return the rank of each item: items go to the least loaded rank, the costliest first (LPT; Graham 1969).
 
-    The largest load is at most 4/3 of the best possible. Every rank computes the same assignment from the same costs:
-    items of equal cost go in order, and of equally loaded ranks the lowest takes the item.
+    The largest load is at most 4/3 of the optimum. Every rank computes the same assignment from the same costs: items
+    of equal cost are assigned in order, and the lowest of equally loaded ranks takes the item.
     """
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)

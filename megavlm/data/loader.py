@@ -1,7 +1,7 @@
 """Load the data of each step, one step ahead of training.
 
-`RankLoader` assigns the sequences of global batches to data-parallel ranks and micro-batches on a rank that reads;
-`DataLoader` gives them to every rank of a replica, of which one reads and the others receive.
+`RankLoader`, on a rank that reads, assigns the sequences of global batches to data-parallel ranks and micro-batches.
+`DataLoader` returns the step's data on every rank of a replica: one rank reads, the others receive by broadcast.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megavlm.data.types import Imbalance, LoaderState, Segments, StepData
 from megavlm.errors import UserError
 from megavlm.inputs.batch import MicroBatch
 
-_LOOK = 0.1  # seconds between two looks at data that are not ready
+_LOOK = 0.1  # seconds between checks of `unless` while the prefetched step is not ready
 _CLOSE = 10.0  # seconds that a thread has to end
 
 
 class RankLoader:
     """Returns, step by step, this rank's micro-batches of consecutive global batches.
 
-    Global batch k is the same for every layout, and so is its state, so that a run may resume with any other layout.
+    Global batch k and its state are the same for every layout, so that a run may resume with another layout.
     Sequence j of a global batch goes to micro-batch j // (D·M) of data-parallel rank (j // M) % D, where M is the
     micro-batch size and D the data-parallel size; with `balance`, sequences are assigned so that cost is even.
 
@@ -48,7 +48,7 @@ class RankLoader:
         balance: bool = False,
         stage: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
     ) -> None:
-        """Prepare the loader; it begins to read at the first `next_step`.
+        """Prepare the loader; reading begins at the first `next_step`.
 
         `stage` prepares micro-batches for the copy to the device, in the loader's thread.
         """
@@ -75,7 +75,7 @@ class RankLoader:
         return step
 
     def is_ahead(self) -> bool:
-        """Return whether the next step is prefetched, or failed to be."""
+        """Return whether no prefetch is in progress: the next step is ready, has failed or has not been started."""
         return self._prefetched is None or self._prefetched.done()
 
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
@@ -86,11 +86,11 @@ class RankLoader:
         return None
 
     def state_dict(self) -> LoaderState:
-        """Return the state at which the next step begins."""
+        """Return the state (position in the data) at which the next step begins."""
         return dict(self._state)
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continue at a state. Raises UserError for the state of another kind of data."""
+        """Continue at a saved state. Raises UserError for the state of another kind of data."""
         if state.keys() != self._sampler.start.keys():
             raise UserError(
                 "the checkpoint is of a run on other data, or with --epochs in place of --train-iters, whose position "
@@ -106,8 +106,8 @@ class RankLoader:
         self._state = self._sampler.start
 
     def close(self) -> None:
-        """Stop the workers and the thread; a step that is being prefetched is dropped, and a read that hangs is left
-        to itself.
+        """Stop the workers and the thread. The step being prefetched is dropped; a hanging read is abandoned after a
+        timeout.
         """
         pending = self._prefetched
         self._drop_prefetched()
@@ -140,7 +140,7 @@ class RankLoader:
         return step, batch.after
 
     def _assigned(self, sequences: Sequence[Segments]) -> tuple[list[list[Segments]], Imbalance | None]:
-        """Return the sequences of each of this rank's micro-batches, and the imbalance if costs are known."""
+        """Return the sequences of each micro-batch of this rank, and the load imbalance if costs are known."""
         size, ranks = self._micro_batch_size, self._dp_size
         assert len(sequences) % (size * ranks) == 0, "the configuration rules refuse this"
         costs, in_turn = costs_of(sequences), of_ranks(len(sequences), ranks, size)
@@ -159,7 +159,7 @@ class RankLoader:
 
 
 class DataLoader:
-    """Returns the data of each step, on every rank of a replica, and the state to resume from."""
+    """Returns the data of each step on every rank of a model replica, and the state to resume from."""
 
     def __init__(self, loader: RankLoader | None, *, broadcast: ReplicaBroadcast | None = None) -> None:
         """Prepare the loader of a rank; `loader` is None on a rank that does not read."""
@@ -169,17 +169,17 @@ class DataLoader:
         self._peeked: tuple[LoaderState | None, StepData] | None = None
 
     def peek(self) -> StepData:
-        """Return the data that `next_step` will return, without a change of state. Every rank of a replica calls it."""
+        """Return the data of the next step without advancing. Every rank of a replica must call it."""
         if self._peeked is None:
             state = self._own_state()
             self._peeked = state, self._read()
         return self._peeked[1]
 
     def share_ahead(self, *, ready: bool) -> None:
-        """Send the next step's data now if they are there, so that `next_step` waits for no rank.
+        """Broadcast the next step's data now if they are prefetched, so that `next_step` does not wait for other ranks.
 
-        Every rank of a replica calls it while its device computes. `ready` is the answer of the rank that reads: its
-        data are prefetched, without an error.
+        Every rank of a replica calls it while its device computes. `ready` counts on the reading rank only: it says
+        that the data are prefetched without an error.
         """
         if self._peeked is None and self._broadcast is not None and self._broadcast.replica.size() > 1:
             state = self._own_state()
@@ -187,7 +187,7 @@ class DataLoader:
             self._peeked = None if step is None else (state, step)
 
     def next_step(self) -> StepData:
-        """Return the data of the next optimizer step. Raises UserError on every rank of a replica alike."""
+        """Return the data of the next optimizer step. A UserError of the reader is raised on all ranks of a replica."""
         if self._peeked is None:
             return self._read()
         (_, step), self._peeked = self._peeked, None
@@ -199,7 +199,7 @@ class DataLoader:
             self._loader.rewind()
 
     def is_ahead(self) -> bool:
-        """Return whether the next step's data are prefetched, or could not be; true on a rank that does not read."""
+        """Return whether no prefetch is in progress (see `RankLoader.is_ahead`); True on a rank that does not read."""
         return self._loader is None or self._loader.is_ahead()
 
     def failure_ahead(self, *, unless: Callable[[], bool]) -> BaseException | None:
@@ -217,7 +217,7 @@ class DataLoader:
         return step
 
     def state_dict(self) -> LoaderState:
-        """Return the state at which the next step begins. Every rank must call it, since ranks communicate in it."""
+        """Return the state at which the next step begins. Every rank must call it, since it is broadcast."""
         own = self._own_state() if self._peeked is None else self._peeked[0]
         if self._broadcast is not None:
             own = self._broadcast.share_state(own)
@@ -225,13 +225,13 @@ class DataLoader:
         return own
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continue at a state. Raises UserError for one of other data."""
+        """Continue at a saved state. Raises UserError for the state of another kind of data."""
         self._peeked = None
         if self._loader is not None:
             self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop prefetching."""
+        """Stop prefetching, and the workers."""
         if self._loader is not None:
             self._loader.close()
 
@@ -246,7 +246,7 @@ class DataLoader:
 
 
 def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
-    """Return the forward FLOPs [sequences, 2] of vision and of language; None if samples were not encoded."""
+    """Return the forward FLOPs [sequences, 2] of vision and of language; None if a sample was not encoded."""
     encoded = [[segment.encoded for segment in segments] for segments in sequences]
     known = [[each.cost for each in row if each is not None] for row in encoded]
     if any(len(row) < len(all_) for row, all_ in zip(known, encoded, strict=True)):
@@ -255,7 +255,7 @@ def costs_of(sequences: Sequence[Segments]) -> NDArray[np.float64] | None:
 
 
 def pinned(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return a micro-batch as it is copied to the device: for a GPU in pinned memory, so that the copy overlaps with
+    """Return a micro-batch ready for the copy to `device`: for a GPU in pinned memory, so that the copy overlaps with
     computation.
     """
     pins = device.type == "cuda"

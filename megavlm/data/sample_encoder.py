@@ -1,4 +1,4 @@
-"""`Encoder`: a record becomes tokens with a mask of what is trained, its images layouts and later patches."""
+"""Encode a record: tokens, a mask of trained tokens, and the layouts of its images, later their patches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROLES = {"query": QUERY, "positive": POSITIVE, "negative": NEGATIVE}
 
 
 class Encoder:
-    """Encodes conversations and texts as the model reads them: template, tokens, image processor."""
+    """Encodes conversations and texts for a model: chat template, tokenizer and image processor."""
 
     def __init__(self, config: Config) -> None:
         """Load the tokenizer, the chat template and the image processor.
@@ -70,9 +70,7 @@ class Encoder:
     def encoded(self, record: Conversation, *, source: int) -> tuple[tuple[EncodedSample, ...], str]:
         """Return the samples of a record, and a description of the parts that were dropped because they are too long.
 
-        The description is "" where nothing was dropped.
-
-        Raises BadSample for a record of which no part can be used.
+        The description is "" if nothing was dropped. Raises BadSample if no part of the record can be used.
         """
         if 0 in record.answers and not self.rates:
             raise BadSample(Reason.NOT_A_RECORD, "it has one rated answer, which --objective kto reads")
@@ -92,10 +90,10 @@ class Encoder:
     def _encoded_pairs(
         self, record: Conversation, layouts: Sequence[Layout], *, source: int
     ) -> tuple[EncodedSample, int]:
-        """Return the texts of a record of pairs as one sample, and how many of its negatives do not fit a sequence.
+        """Return the texts of a record of pairs as one sample, and the number of negatives that do not fit a sequence.
 
-        Each text has its instruction before it and the end token behind it. Raises BadSample if the query and the
-        positives are longer than a sequence together.
+        Each text follows its instruction and ends with the end token. Raises BadSample if the query and the positives
+        together are longer than a sequence.
         """
         if not record.identities:
             raise BadSample(Reason.NOT_A_RECORD, "it has no query and positives, which --objective compares")
@@ -121,9 +119,9 @@ class Encoder:
         return self._of_members(piece, layouts, members, source=source), len(record.turns) - len(members)
 
     def _encoded_answers(self, record: Conversation, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
-        """Return the conversations of a preference as one sample, of which the last answers are trained.
+        """Return the conversations of a preference as one sample; only the last answer of each is trained.
 
-        Raises BadSample if they do not fit a sequence together.
+        Raises BadSample if the conversations together do not fit a sequence.
         """
         if not record.answers:
             raise BadSample(Reason.NOT_A_RECORD, "it has no chosen and rejected answer, which --objective compares")
@@ -144,15 +142,15 @@ class Encoder:
     def _of_members(
         self, piece: Piece, layouts: Sequence[Layout], members: Sequence[Member], *, source: int
     ) -> EncodedSample:
-        """Return a sample of several texts, which do not attend to one another."""
+        """Return a sample of several texts (`members`), which do not attend to one another."""
         whole = self._encoded(piece, layouts, source=source)
         language = sum(self._costs.cost(length=each.length, grids=(), images=0).language for each in members)
         return replace(whole, members=tuple(members), cost=replace(whole.cost, language=language))
 
     def _text_tokens(self, text: Turn, layouts: Sequence[Layout]) -> NDArray[np.int64]:
-        """Return the tokens [L] of a query or a document behind its instruction, the end token included.
+        """Return the tokens [L] of a query or document: its instruction, the text and the end token.
 
-        Raises BadSample for a text that has none.
+        Raises BadSample for a text without content.
         """
         options = self.config.model.objective
         prefix = options.query_prefix if text.role == "query" else options.document_prefix
@@ -161,17 +159,16 @@ class Encoder:
         return self.chat.encode(Conversation((Turn("text", parts),)), prompts).tokens
 
     def prompt(self, conversation: Conversation) -> Sample:
-        """Return a conversation that ends with a question as the sample that a model continues with its answer.
-
-        Raises BadSample.
-        """
+        """Encode a conversation that ends with a question as a prompt, with its images. Raises BadSample."""
         layouts = self.visuals.layouts(conversation.images)
         tokens = self.chat.prompt(conversation, [layout.prompt for layout in layouts])
         return self._loaded(tokens, conversation.images, layouts)
 
     def prompt_tokens(self, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens of a conversation that ends with a question in two forms: with what the chat template
-        writes for an image or video, which servers take and expand, and as this model reads it. Raises BadSample.
+        """Return the tokens of a conversation that ends with a question, unexpanded and expanded.
+
+        In the unexpanded form, each image or video is the chat template's placeholder, which servers expand. The
+        expanded form is the model's input. Raises BadSample.
         """
         expanded = [layout.prompt for layout in self.visuals.layouts(conversation.images)]
         around = tuple(self.chat.placeholder.split(self.tokenizer.image_text))
@@ -179,14 +176,14 @@ class Encoder:
         return self.chat.prompt(conversation, single), self.chat.prompt(conversation, expanded)
 
     def embedded(self, text: Turn) -> Sample:
-        """Encode a query or a document (its role says which) as a sample to embed. Raises BadSample."""
+        """Encode a query or a document, depending on the turn's role, as a sample to embed. Raises BadSample."""
         layouts = self.visuals.layouts(text.images)
         tokens = self._text_tokens(text, layouts)
         sample = self._loaded(tokens, text.images, layouts)
         return replace(sample, members=(Member(QUERY, 0, len(tokens), len(layouts)),))
 
     def _loaded(self, tokens: NDArray[np.int64], images: Sequence[Visual], layouts: Sequence[Layout]) -> Sample:
-        """Return tokens of which none is trained and the patches of all their images. Raises BadSample."""
+        """Return a sample without trained tokens, with the patches of all its images. Raises BadSample."""
         return Sample(
             tokens=tokens,
             trained=np.zeros(len(tokens), dtype=np.bool_),
@@ -195,20 +192,23 @@ class Encoder:
         )
 
     def film_of(self, video: VideoRef) -> Film:
-        """Return the frames of a video that the model receives. Raises BadSample if it reads none, or not this one."""
+        """Return the frames of a video that the model receives.
+
+        Raises BadSample if the model does not read videos or the video cannot be read.
+        """
         (layout,) = self.visuals.layouts([video])
         assert layout.film is not None
         return layout.film
 
     @property
     def answer_ends(self) -> tuple[int, ...]:
-        """Return the tokens before which an answer ends: the tokenizer's, and that of the chat template."""
+        """Return the tokens that end an answer: the tokenizer's end token and the chat template's end-of-turn token."""
         mark = self.chat.end_of_turn.strip()
         ids = self.tokenizer.encode(mark).ids.tolist() if mark else []
         return tuple(sorted({self.tokenizer.eos, *(ids if len(ids) == 1 else [])}))
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens without special ones."""
+        """Return the text of generated tokens, without special tokens."""
         return self.tokenizer.decode(token_ids, special=False).strip()
 
     def _encoded(self, piece: Piece, layouts: Sequence[Layout], *, source: int) -> EncodedSample:
@@ -226,14 +226,14 @@ class Encoder:
         )
 
     def _tile_groups(self, layouts: Sequence[Layout]) -> tuple[TileGroup, ...]:
-        """Return the tiles of each image, for a model that reads images as tiles of several resolutions."""
+        """Return the tile group of each image for a model that tiles images (AnyRes), else ()."""
         if not self.processor.anyres:
             return ()
         return tuple(group for layout in layouts for group in layout.tile_groups)
 
 
 def _budget(processor: Processor, config: Config) -> Budget:
-    """Return the budget of each video: what the options say, else what is usual for the model."""
+    """Return the budget of each video: frame rate, frames and tokens from the options, else the model's defaults."""
     usual, data = Budget() if processor.video is None else processor.video.usual, config.data
     return replace(
         usual,

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of the seed and a sample's number, so a position in the data is one integer."""
+"""Define the order of samples as a pure function of the seed and the sample number, so a position is one integer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class RecordRef:
-    """A record: the index of its data set, its number in it, and how often it has been used before."""
+    """Address of a use of a record: the index of its data set, its number there, and the epoch, counted from 0."""
 
     source: int
     record: int
@@ -29,9 +29,9 @@ class RecordRef:
 class Order:
     """The endless sequence of samples of several data sets, which are reshuffled in every epoch.
 
-    Without weights, an epoch has every record of all data sets once. With them, data sets alternate in blocks of
-    `BLOCK` samples, and each has epochs of its own. Any sample is found in constant time and memory: the permutation of
-    records is computed, not stored.
+    Without weights, an epoch has every record of all data sets once. With weights, each block of `BLOCK` samples mixes
+    the data sets in proportion, and each data set has its own epochs. Any sample is found in constant time and memory:
+    the permutation of records is computed, not stored.
     """
 
     lengths: tuple[int, ...]  # the number of records of each data set
@@ -64,7 +64,7 @@ class Order:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Return how many records precede each data set, and all."""
+        """Return the number of records before each data set, and the total at the end."""
         return [0, *accumulate(self.lengths)]
 
     @cached_property
@@ -74,9 +74,9 @@ class Order:
 
     @cached_property
     def _block(self) -> list[tuple[int, int]]:
-        """Return, for each sample of a block, its data set and how many samples of that data set precede it.
+        """Return, for each sample of a block, its data set and the number of earlier samples of that data set.
 
-        The samples of each data set are spread evenly.
+        The samples of each data set are spread evenly over the block.
         """
         spread = [
             ((number + 0.5) / count, source, number)
@@ -87,7 +87,7 @@ class Order:
 
 
 def weights_of(given: Sequence[float | None]) -> tuple[float, ...] | None:
-    """Return the weights of data sets, 1 where none is given beside others; None if none is given at all."""
+    """Return the weights of data sets, with 1 for a missing weight; None if no weight is given."""
     if all(weight is None for weight in given):
         return None
     return tuple(1.0 if weight is None else weight for weight in given)
@@ -126,10 +126,10 @@ def permuted(place: int, length: int, *, key: str) -> int:
 
 
 def spread(parts: Sequence[Sequence[int]]) -> tuple[HeldOut, ...]:
-    """Return the records of several data sets in one order, of which every beginning is a fair sample.
+    """Return the records of several data sets in one order, so that every prefix is a representative sample.
 
-    Each data set is evenly spread over the order, and its records come in a shuffled order that only depends on their
-    number.
+    Each data set is evenly spread over the order. Its records are shuffled, which depends only on the index of the data
+    set and the number of its records.
     """
     placed = [
         ((place + 0.5) / len(records), source, records[permuted(place, len(records), key=f"validation/{source}")])
@@ -140,7 +140,7 @@ def spread(parts: Sequence[Sequence[int]]) -> tuple[HeldOut, ...]:
 
 
 def in_turn(samples: Sequence[HeldOut]) -> Iterator[HeldOut]:
-    """Yield the samples of several data sets, one of each in turn."""
+    """Yield the samples round-robin over their data sets."""
     parts: dict[int, list[HeldOut]] = {}
     for sample in samples:
         parts.setdefault(sample.source, []).append(sample)

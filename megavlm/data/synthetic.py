@@ -1,4 +1,4 @@
-"""Random images and text of any size, for benchmarks and tests.
+"""Generate samples of random images and text of any size, for benchmarks and tests.
 
 The text is a Markov chain: with probability 3/4 a token is the successor of the previous token in the vocabulary, else
 it is drawn uniformly. A model cannot have a loss below the chain's `entropy`. Images are noise and carry no information
@@ -28,40 +28,44 @@ VOCABULARY = 256  # number of tokens if model.language.vocab_size is not given
 # The random streams of a sample: whether it has images, its text, and one for each image.
 _IMAGELESS, _TEXT, _FIRST_IMAGE = 0, 1, 2
 
-_PARTS = 4  # of a sequence of `SyntheticPairs`, which is cut evenly: a text has one or two of them
-_SAME = 5  # one of so many records has the document of the record before it
+_PARTS = 4  # a text of `SyntheticPairs` has at most 1 / 4 of `--seq-length` tokens; a record has two or three texts
+_SAME = 5  # one in so many records gives its document the identity of the previous record's
 
 _FOLLOWS = 0.75  # the probability that the previous token determines the next one
 
 
 def entropy(entries: int) -> float:
-    """Return the entropy in nats of a token given the previous one, over so many entries: a perfect model's loss."""
+    """Return the chain's conditional entropy in nats for a vocabulary of `entries`: the lowest loss of any model."""
     other = (1 - _FOLLOWS) / entries
     next_one = _FOLLOWS + other
     return -next_one * math.log(next_one) - (entries - 1) * other * math.log(other)
 
 
 def chain(drawn: NDArray[np.int64], follows: NDArray[np.bool_], entries: int) -> NDArray[np.int64]:
-    """Return [L] numbers below `entries`: the previous number plus 1 where `follows` is True, else that of `drawn`."""
+    """Return a chain [L] of numbers below `entries`: the previous number plus 1 if `follows`, else the drawn number.
+
+    Numbers wrap around at `entries`.
+    """
     places = np.arange(len(drawn))
     fresh = np.maximum.accumulate(np.where(follows, 0, places))  # the last index at or before each that was drawn
     return (drawn[fresh] + places - fresh) % entries
 
 
 class SyntheticSource(ComputedSource):
-    """Samples of exactly `--seq-length` tokens: a prompt with images in it, then an answer of varying length.
+    """Samples of exactly `--seq-length` tokens: a prompt that contains images, then an answer of varying length.
 
     `--images-per-sample` cycles over samples and `--image-sizes` over images, so shapes do not depend on the seed. The
-    image token is `--image-token` or the last of the vocabulary, token 0 is padding, and text consists of all others.
+    image token is `--image-token` or the last token of the vocabulary, token 0 is padding, and text consists of all
+    other tokens (except a video token).
 
-    If the model tiles images, the only image of a sample has a base tile and k × k others, where k is its side divided
-    by `model.vision.image_size`. Images of a sample with several have their base tiles only.
+    If the model tiles images, an image that is alone in its sample has a base tile and k × k others, where k is the
+    image's side divided by `model.vision.image_size`. If a sample has several images, each has a base tile only.
     """
 
     pad_token = 0
 
     def __init__(self, config: Config, *, tiling: Tiling | None = None) -> None:
-        """`tiling` returns the (rows, columns) of tiles for a (height, width) in pixels; by default the quotients of
+        """Check the options. `tiling` maps (height, width) in pixels to (rows, columns) of tiles; by default it divides
         the sides by `model.vision.image_size`.
 
         Raises UserError if `--seq-length` is too short for the images, or the vocabulary does not fit.
@@ -102,7 +106,7 @@ class SyntheticSource(ComputedSource):
             )
 
     def sample(self, index: int) -> Sample:
-        """Return sample `index`. Its answer has half to one and a half times `data.answer_share` of the text."""
+        """Return sample `index`. Its answer is 0.5 to 1.5 times `data.answer_share` of the text tokens."""
         sides = () if self._is_imageless(index) else self._sides_of(index)
         feature_counts = self._features(sides)
         rng = generator(seed=self._seed, index=index, stream=_TEXT)
@@ -141,7 +145,7 @@ class SyntheticSource(ComputedSource):
     def _tiled(self, sides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[TileGroup, ...]]:
         """Return the sides in pixels of all tiles of a sample's images, and the tile group of each image.
 
-        Without tiling, an image is its only tile, and there are no tile groups.
+        If the model does not tile images, these are the sides of the images, without tile groups.
         """
         if self._projector.anyres_max_tiles is None:
             return sides, ()
@@ -164,14 +168,15 @@ class SyntheticSource(ComputedSource):
 
 
 class SyntheticPairs(ComputedSource):
-    """Records of samples of `SyntheticSource` with shorter sequences.
+    """Records of pairs whose texts are samples of a `SyntheticSource` with a quarter of `--seq-length`.
 
-    The query is one of them without images, the document one with its images. Each second record also has a negative,
-    whose images are another sample's. Now and then a document is said to be the same as that of the record before.
+    The positive document keeps its images; the query keeps them in every third record only. Every second record also
+    has a negative with images of its own. In every fifth record, the document has the identity of the previous record's
+    document.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError if a fourth of `--seq-length` is too short for a document."""
+        """Check the options. Raises UserError if a fourth of `--seq-length` is too short for a document."""
         config = resolve(config, vocab_size=VOCABULARY)
         length = config.train.seq_length // _PARTS
         self._with_images = SyntheticSource(replace(config, train=replace(config.train, seq_length=length)))
@@ -180,7 +185,7 @@ class SyntheticPairs(ComputedSource):
         self.pad_token = self._with_images.pad_token
 
     def sample(self, index: int) -> Sample:
-        """Return record `index`. Its query is as long as fits beside its documents, or shorter."""
+        """Return record `index`: its query, its document and, if `index` is odd, a negative."""
         document = self._with_images.sample(3 * index)
         other = self._with_images.sample(3 * index + 1)
         query = self._with_images.sample(3 * index + 2)
@@ -192,7 +197,7 @@ class SyntheticPairs(ComputedSource):
 
 
 def joined(texts: list[tuple[int, Sample, int]], *, source: int = 0) -> Sample:
-    """Return a record of pairs of texts with their roles and identities, the query first."""
+    """Return a record of pairs as one sample, given its texts as (role, text, identity), the query first."""
     return Sample(
         tokens=np.concatenate([text.tokens for _, text, _ in texts]),
         trained=np.concatenate([text.trained for _, text, _ in texts]),

@@ -1,4 +1,4 @@
-"""Read the images and videos of a record with a model's processor: sizes first, pixels when they are needed."""
+"""Read the images and videos of a record with a model's image processor: first their sizes, later their pixels."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from megavlm.inputs.resize import Pixels
 from megavlm.inputs.video import Budget, Clip, VideoProcessor
 from megavlm.inputs.vision_inputs import RGB
 
-# How texts name places in an image: marks of boxes and points, and four numbers in brackets.
+# Notations for places in an image: tags of boxes and points, and four numbers in brackets.
 _PLACES = re.compile(r"<\|?(box|loc|point|ref|bbox)|\bbbox|[\[(]\s*[\d.]+(\s*,\s*[\d.]+){3}\s*[\])]", re.IGNORECASE)
 _COLORS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
 @dataclass(frozen=True)
 class Visuals:
-    """Reads images and videos; `budget` holds for each video."""
+    """Reads images and videos with `processor`; `budget` limits the frames and tokens of each video."""
 
     processor: Processor
     max_pixels: int
     budget: Budget
 
     def layouts(self, visuals: Sequence[Visual]) -> list[Layout]:
-        """Return the layout of each, of which only the header is read. Raises BadSample."""
+        """Return the layouts of a record's images and videos, of which only the headers are read. Raises BadSample."""
         images = sum(isinstance(visual, ImageRef) for visual in visuals)
         numbers = {ImageRef: count(), VideoRef: count()}
         return [
@@ -50,7 +50,7 @@ class Visuals:
     def load(
         self, visuals: Sequence[Visual], wanted: StoredImage, augmentation: Augmentation | None = None
     ) -> LoadedImage:
-        """Return one of a record's images and videos with its patches. Raises BadSample."""
+        """Return the image or video `wanted` of a record's `visuals` as patches. Raises BadSample."""
         visual = visuals[wanted.number]
         if isinstance(visual, VideoRef):
             patches = self._film(visual, wanted)
@@ -65,7 +65,7 @@ class Visuals:
     def _layout(self, visual: Visual, images: int) -> Layout:
         if isinstance(visual, ImageRef):
             return self.processor.layout(*self._size(visual), images=images)
-        if isinstance(visual.source, tuple):  # frames that were extracted before: all of them, if the budget allows it
+        if isinstance(visual.source, tuple):  # extracted frames: all are used, if the budget allows it
             rate = visual.fps or self.budget.rate_of_images
             height, width = size_of(visual.source[0].source, max_pixels=self.max_pixels)
             clip = Clip(height, width, tuple(number / rate for number in range(len(visual.source))), rate)
@@ -86,7 +86,7 @@ class Visuals:
         return read_array(image.source, channels=channels, max_pixels=self.max_pixels)
 
     def _film(self, video: VideoRef, wanted: StoredImage) -> Tensor:
-        """Return the patches of a video, of which one whole frame at a time is in memory."""
+        """Return the patches of a video; only one decoded frame at a time is in memory."""
         assert wanted.film is not None
         numbers, frame = wanted.film.frames, partial(self._videos.frame, grid=wanted.grids[0])
         if isinstance(video.source, tuple):
@@ -107,7 +107,7 @@ class Visuals:
 
 
 def first_frame(visual: Visual, *, max_pixels: int = MAX_PIXELS) -> Pixels:
-    """Return an image, or the first frame of a video, as RGB bytes to look at. Raises BadSample if it is damaged."""
+    """Return an image, or the first frame of a video, as RGB bytes for display. Raises BadSample if it is damaged."""
     if isinstance(visual, ImageRef) and is_array(visual.source):
         return as_picture(read_array(visual.source, channels=None, max_pixels=max_pixels))
     if isinstance(visual, ImageRef):
@@ -118,8 +118,10 @@ def first_frame(visual: Visual, *, max_pixels: int = MAX_PIXELS) -> Pixels:
 
 
 def seen(processor: Processor, sample: Sample, number: int) -> tuple[Film | None, list[Pixels]]:
-    """Return the pictures of image `number` of a sample that the vision tower receives, uint8 [height, width, 3]; of a
-    video its frames, and which they are.
+    """Return image or video `number` of a sample as the vision tower receives it: pictures uint8 [height, width, 3].
+
+    An image has no `Film`, and its tiles are joined to pictures; a video has the `Film` with its frame numbers, and a
+    picture per frame.
     """
     image = sample.images[number]
     if image.film is None:
@@ -128,9 +130,9 @@ def seen(processor: Processor, sample: Sample, number: int) -> tuple[Film | None
 
 
 def _pictures(processor: Processor, image: Picture, *, whole_first: bool) -> list[Pixels]:
-    """Return the pixels of an image that the tower receives, as pictures uint8 [height, width, 3].
+    """Return an image as the vision tower receives it, as pictures uint8 [height, width, 3].
 
-    A tiled image gives its tiles joined and, if there is one, the tile with the whole image.
+    A tiled image that includes a tile of the whole image gives two pictures: its other tiles joined, and that tile.
     """
     patches = image.patches().split([rows * columns for rows, columns in image.grids])
     pictures = [
@@ -146,7 +148,7 @@ def _pictures(processor: Processor, image: Picture, *, whole_first: bool) -> lis
 
 
 def _frames(processor: Processor, video: Picture) -> list[Pixels]:
-    """Return the frames of a video that the tower receives, as pictures."""
+    """Return the frames of a video as the vision tower receives them, as pictures uint8 [height, width, 3]."""
     assert processor.video is not None
     assert video.film is not None
     span, patch = processor.video.frames_per_patch, processor.patch_size
@@ -172,14 +174,16 @@ def unpatchified(
 
 
 def stored(number: int, layout: Layout) -> StoredImage:
-    """Return what is kept of the layout of image or video `number` of a record until its pixels are read."""
+    """Return the `StoredImage` of image or video `number` of a record, from its layout."""
     return StoredImage(number, tuple(tile.grid for tile in layout.tiles), layout.arrangement, layout.film)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Changes the images of a sample that is trained on, at random: alike for a record, epoch and seed (`place`) at
-    every layout. `crop` and `color` are the options. Sizes stay, as packing knows them before a pixel is read.
+    """Random crops and color changes of training images, determined by seed, record and epoch (`place`) alone.
+
+    `crop` is the least share of a side that is kept; `color` the largest relative change of brightness, contrast and
+    color. The size of an image does not change, since packing uses it before pixels are read.
     """
 
     crop: float
@@ -187,9 +191,7 @@ class Augmentation:
     place: str
 
     def changed(self, pixels: Pixels, number: int) -> Pixels:
-        """Return the pixels uint8 [height, width, 3] of image `number` of the record, changed; other arrays as they
-        are.
-        """
+        """Return image `number` of the record, augmented; an array other than uint8 [height, width, 3] is unchanged."""
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
             return pixels
         digest = hashlib.sha256(f"{self.place}/{number}".encode()).digest()
@@ -206,6 +208,6 @@ class Augmentation:
 
 
 def names_places(conversation: Conversation) -> bool:
-    """Return whether a conversation's text has boxes or points, which a crop would move."""
+    """Return whether a conversation's text mentions boxes or points, which a crop would invalidate."""
     parts = (part for turn in conversation.turns for part in turn.parts if isinstance(part, str))
     return any(_PLACES.search(part) for part in parts)
