@@ -183,6 +183,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, help="folder of the record (default: runs/test-all-COMMIT)")
     parser.add_argument("--only", nargs="+", help="run these pieces only (default: all)")
     options, arguments = parser.parse_known_args(argv)
+    if unknown := set(options.only or ()) - set(pieces()):
+        parser.error(f"--only {' '.join(sorted(unknown))}: pieces are {' '.join(pieces())}")
     record = (options.to or ROOT / f"runs/test-all-{commit_of(ROOT)}").resolve()
     passed = run_all(options.only or pieces(), record, arguments)
     print(f"{'All passed' if passed else 'NOT all passed'}: {record}/summary.md")
