@@ -23,14 +23,21 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit status: 0 done, 2 a file or an argument is wrong (reported in one line)."""
     asked = _parser().parse_args(argv)
     if asked.to is None:
-        _migrate(asked.files, asked.kind, asked.world_size, asked.out or Path("config.yaml"))
+        _migrate(asked.files, asked.kind, asked.world_size, _out(asked.out, "config.yaml"))
         return 0
     if len(asked.files) > 1:
         raise UserError("--to takes one file, the config.yaml of a run")
     lines, data, name = migration.sent_back(asked.files[0], asked.to)
     _print_lines({each: [line for line in lines if line.status == each] for each in migration.STATUSES})
-    _write(asked.out or Path(name), data, as_json=name.endswith(".json"))
+    _write(_out(asked.out, name), data, as_json=name.endswith(".json"))
     return 0
+
+
+def _out(given: Path | None, default: str) -> Path:
+    """Return the file to write. Raises UserError if it is not given and the default is there: it may be the user's."""
+    if given is None and Path(default).exists():
+        raise UserError(f"{default} is there: name the file to write with --out")
+    return given or Path(default)
 
 
 def _parser() -> argparse.ArgumentParser:

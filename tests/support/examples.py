@@ -144,6 +144,8 @@ def write_folder(folder: Path) -> None:
         "model: {vision: {num_attention_heads: 8}, language: {num_attention_heads: 8}}\n"
         "train: {global_batch_size: 128}\n"
     )
+    shutil.copy(ROOT / "tests/unit/programs/migrate/llama-factory.yaml", folder / "train.yaml")
+    (folder / "ds_config.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
     (folder / "CONFIG.yaml").write_text("checkpoint: {init_from: HF_DIR}\ndata: {datasets: [{path: train.jsonl}]}\n")
 
 

@@ -67,6 +67,18 @@ def test_processes_and_files_that_belong_together_make_the_batch(tmp_path):
     assert (config.train.train_iters, config.train.epochs) == (50, None)
 
 
+def test_a_file_that_is_not_named_is_not_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    assert main(["ds.json"]) == 0
+    before = Path("config.yaml").read_text()
+    assert main(["ds.json", "--world-size", "2"]) == 2
+    assert "config.yaml is there: name the file to write with --out" in capsys.readouterr().err
+    assert Path("config.yaml").read_text() == before
+    assert main(["ds.json", "--world-size", "2", "--out", "config.yaml"]) == 0
+    assert Path("config.yaml").read_text() != before
+
+
 def test_a_value_that_comes_later_counts(tmp_path, capsys):
     (tmp_path / "b.json").write_text('{"train_batch_size": 16}')
     config = converted(tmp_path, '{"train_batch_size": 8, "gradient_clipping": 1.0}', str(tmp_path / "b.json"))
