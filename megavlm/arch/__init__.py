@@ -1,3 +1,3 @@
-"""Layers of a model without torch: what each computes and holds. Importing the package registers the connectors."""
+"""Torch-free descriptions of a model's layers: sizes, FLOPs and communication. The import registers the connectors."""
 
 import megavlm.arch.connectors  # noqa: F401

@@ -1,4 +1,4 @@
-"""`Connector`: all that the program must know of a kind of projector. The package's own are in `connectors/`.
+"""`Connector`: the torch-free interface of a kind of projector. The package's own connectors are in `connectors/`.
 
 A connector turns the patches of each image into features for the language model. The rest of the program asks this
 class: the planner for FLOPs, bytes and communication, the data for tokens per image, checkpoints for how its weights
@@ -49,7 +49,7 @@ class Split:
 
 
 class Block(Protocol):
-    """A part of a connector whose weights are sharded over tensor-parallel ranks, such as those of `resampler.py`."""
+    """Interface of a part of a connector with weights sharded over tensor-parallel ranks, such as an `MlpBlock`."""
 
     def splits(self, name: str) -> Mapping[str, Split]: ...
 
@@ -112,7 +112,7 @@ class Connector(ABC):
         return {key: weight for weights in mappings for key, weight in weights.items()}
 
     def products(self, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """Return how many times the forward FLOPs a forward pass and a backward pass take (`LayerKind.products`)."""
+        """Return the FLOPs of a forward and a backward pass, as multiples of forward FLOPs (`LayerKind.products`)."""
         return 1, trained + reached
 
     @abstractmethod
@@ -120,17 +120,17 @@ class Connector(ABC):
         """Return the bytes that autograd saves for the backward pass of a micro-batch, on one rank."""
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return what a forward pass communicates under tensor parallelism.
+        """Return the tensors that a forward pass communicates under tensor parallelism.
 
-        By default that is the all-gather of the patches, which sequence parallelism has sharded.
+        The default is the all-gather of the patches, which sequence parallelism has sharded.
         """
         return Communication((stream_bytes(Stream.PATCHES, scenario),) * scenario.sequence_parallel)
 
     def splits(self, model: ModelConfig) -> Mapping[str, Split]:
         """Return how weights are sharded, by their names in the module.
 
-        All other weights are replicated. Each rank computes the same with them, so their gradients are equal and need
-        no all-reduce.
+        All other weights are replicated. All ranks do the same computation with them, so their gradients are equal and
+        need no all-reduce.
         """
         mappings = (block.splits(name) for name, block in self.blocks(model).items())
         return {key: split for splits in mappings for key, split in splits.items()}

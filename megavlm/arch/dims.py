@@ -1,4 +1,4 @@
-"""Parallel degrees, and which ranks and chunks belong together. Arithmetic alone, without torch.
+"""Parallel degrees, and the arithmetic of ranks, replicas and pipeline chunks. Without torch.
 
 Ranks are laid out as megatron-core does ("tp-cp-ep-dp-pp"): TP varies fastest, then CP, DP and PP, so the ranks of
 a tensor-parallel group are neighbours (one node) and pipeline neighbours are furthest apart.
@@ -21,10 +21,11 @@ ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1"]
 class RowSplit:
     """How the rows of a batch are sharded over context-parallel ranks.
 
-    `heads` neighbouring ranks exchange heads, and `groups` of such ranks gather one another's keys and values: rank
-    h + heads·g is number h of group g. One group has each row whole, and each of its ranks a run of equally many
-    positions. Later positions attend to more keys, so each of several groups has two runs of a row: the g-th of
-    2·groups from the beginning and the g-th from the end (zig-zag; Llama 3, Grattafiori et al. 2024).
+    Ranks form `groups` groups of `heads` neighbouring ranks: rank h + heads·g is number h of group g. The ranks of a
+    group exchange heads, and groups gather one another's keys and values. A single group has whole rows, and each of
+    its ranks a run of equally many positions. Later positions attend to more keys, so with several groups each group
+    has two of the 2·groups runs of a row: the g-th from the beginning and the g-th from the end (zig-zag; Llama 3,
+    Grattafiori et al. 2024).
     """
 
     heads: int = 1
@@ -37,7 +38,7 @@ class RowSplit:
 
     @property
     def runs(self) -> int:
-        """Return the number of runs that a row is cut into."""
+        """Return the number of runs into which a row is cut."""
         return 2 * self.groups if self.groups > 1 else 1
 
     @property
@@ -73,7 +74,7 @@ class Dims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Return the degrees by the names that tables show. CP, EP and ETP are left out at their defaults."""
+        """Return the degrees by their names in tables. CP, EP and ETP are left out at their defaults."""
         context = {"CP": self.cp} if self.cp > 1 else {}
         experts = {"EP": self.ep} if self.ep > 1 else {}
         if self.etp is not None:

@@ -81,7 +81,7 @@ class VisionMerger(LayerKind):
         return self._count(model, 1, merger_width(model.vision))
 
     def _count(self, model: ModelConfig, tp: int, ffn: int) -> int:
-        """Return a vision layer's number with an MLP `ffn` wide, whose norm and first layer read a whole block."""
+        """Return the parameters of a vision layer whose MLP is `ffn` wide and reads, with its norm, whole blocks."""
         vision, more = model.vision, tower_merge(model.vision) ** 2 - 1
         gates = 2 if vision.activation == "swiglu" else 1
         wider = more * (gates * ffn * vision.hidden_size + norm_parameters(vision))
@@ -107,7 +107,7 @@ class VisionMerger(LayerKind):
         return LayerCost(projections + mlp, flops, attention)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        """Return what a vision layer saves: a quarter of the tokens, each four times as wide, is as much."""
+        """Return the bytes that a vision layer saves: the MLP has a quarter of the tokens, each four times as wide."""
         return LayerSizes(scenario.model.vision, scenario).saved(trained=trained, core_attention=core_attention)
 
     def communication(self, scenario: Scenario) -> Communication:
@@ -136,12 +136,12 @@ class VisionNorm(LayerKind):
 
 
 class Projector(LayerKind):
-    """The connector that `--projector-kind` names, which gives all answers."""
+    """The projector, which delegates all methods to the connector of `--projector-kind`."""
 
     reads = Stream.PATCHES
 
     def connector(self, model: ModelConfig) -> Connector:
-        """Return the connector whose layer this is."""
+        """Return the connector that the layer delegates to."""
         return connector_of(model.projector)
 
     def kernels(self, model: ModelConfig) -> tuple[float, float]:
@@ -221,7 +221,7 @@ class LanguageNorm(LayerKind):
 
 
 class MtpInput(LayerKind):
-    """Join of hidden states and the embeddings of later tokens: a norm of each, and a matrix that no rank shards."""
+    """Input of multi-token prediction: norms of hidden states and of later embeddings, and a replicated matrix."""
 
     reads = Stream.TEXT
     launches = (4, 7)
@@ -240,14 +240,14 @@ class MtpInput(LayerKind):
         return LayerCost(weights, 2.0 * weights * work.tokens)
 
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes of the inputs of both norms, and of the matrix's, which they make together."""
+        """Return the bytes that both norms save, and those of the matrix's input, the two norms' outputs."""
         language, tokens = scenario.model.language, scenario.work.tokens / scenario.sequence_shards
         norm = norm_bytes(scenario, tokens, language.hidden_size, language.normalization)
         return 2 * norm + 2 * tokens * language.hidden_size * scenario.bytes_each
 
 
 class Output(LayerKind):
-    """Output layer with its cross entropy. In a model that embeds texts it is a pooling, at next to no cost."""
+    """Output layer with its cross entropy. A model that embeds texts has a pooling instead, at next to no cost."""
 
     reads = Stream.TEXT
     cpu_calls = 8
@@ -255,7 +255,7 @@ class Output(LayerKind):
     def parameters(self, model: ModelConfig, tp: int) -> int:
         """Return the parameters on one rank.
 
-        They are 0 if weights are tied: then the embedding counts them, and a copy on another chunk takes
+        The number is 0 if weights are tied: the embedding counts them, and a copy on another chunk takes
         `vocabulary_shard` more.
         """
         if objective_of(model).embeds:
@@ -270,10 +270,10 @@ class Output(LayerKind):
         return LayerCost(0 if model.language.tie_embeddings else weights, 2.0 * weights * predicted)
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """Return how many times the forward FLOPs a forward pass and a backward pass take.
+        """Return the FLOPs of a forward pass and of a backward pass, as multiples of the forward FLOPs.
 
-        The gradient of the input is computed in the forward pass, that of the weight in the backward pass, where the
-        logits may be recomputed.
+        The forward pass computes the gradient of the input. The backward pass computes the gradient of the weight, and
+        may recompute the logits.
         """
         return 1 + reached, trained * (1 + computes_logits_again(scenario))
 
@@ -312,7 +312,7 @@ def _pooled_bytes(scenario: Scenario) -> float:
 
 
 def predictions(scenario: Scenario) -> int:
-    """Return the number of tokens that a micro-batch's loss predicts: with further ones, each trained token again."""
+    """Return the number of predictions in a micro-batch's loss: 1 + `mtp_layers` for each trained token."""
     return scenario.work.trained_tokens * (1 + scenario.model.language.mtp_layers)
 
 

@@ -1,4 +1,4 @@
-"""Count of the image tokens of an image, for the model, the data, the planner and the image processors.
+"""Number of image tokens of an image, for the model, the data, the planner and the image processors.
 
 An image is one or more grids of patches (its tiles, if the model cuts images into tiles). The projector turns each grid
 into features, and each feature takes the place of one image token. `tokens_per_grid` says how many features a grid has;
@@ -27,7 +27,7 @@ from megavlm.errors import UserError
 # (height, width) of an image in pixels → (rows, columns) of the tiles of its grid.
 Tiling = Callable[[tuple[int, int]], tuple[int, int]]
 
-# Maps whose sides would shrink by no more than this are left as they are.
+# Maps whose sides would shrink by no more than this factor are left as they are.
 _TOLERATED = 1.1
 
 
@@ -35,7 +35,7 @@ _TOLERATED = 1.1
 class TileGroup:
     """Consecutive tiles of a micro-batch that are one image: the base tile, then the tiles of the grid, row by row.
 
-    Or one tile that is a frame of a video; `kind` tells whether it is the last.
+    A frame of a video is a group of one tile; `kind` says whether it is the last frame.
     """
 
     grid: tuple[int, int]  # (rows, columns) of tiles; (0, 0) if the image has only its base tile
@@ -138,9 +138,9 @@ def tokens_per_image(grids: Sequence[Grid], groups: Sequence[TileGroup], project
     """Return the number of image tokens of each image.
 
     Args:
-        grids: patches of all that the tower sees, in order.
-        groups: which consecutive grids are the tiles of one image; empty if the model does not cut images into tiles,
-            so that each grid is an image.
+        grids: rows and columns of patches of each image, tile or frame, in the order of the tower's inputs.
+        groups: for each image, how many consecutive grids are its tiles; empty if the model does not cut images
+            into tiles, so that each grid is an image.
     """
     features = [tokens_per_grid(grid, projector) for grid in grids]
     if projector.anyres_max_tiles is None:

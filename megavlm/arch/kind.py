@@ -1,4 +1,4 @@
-"""`LayerKind`: all that the program without torch must know of a kind of layer. `kinds.py` lists the kinds.
+"""`LayerKind`: the torch-free interface of a kind of layer. `kinds.py` lists the kinds.
 
 Legend: t tokens of a rank between tensor-parallel regions (sharded under sequence parallelism), T tokens inside them,
 e bytes of a number.
@@ -6,7 +6,7 @@ e bytes of a number.
 `HiddenWeight` says which weights are matrices between hidden states, and which of their rows are one matrix. An update
 rule that treats a matrix as a whole must know that `linear_qkv` holds queries, keys and values, that the first layer of
 a gated MLP holds gate and up, and that a tensor of experts holds one matrix of each. Embeddings, the output layer, the
-patch embedding and position tables are not of this sort: each of their rows (or columns) belongs to a token, a pixel or
+patch embedding and position tables are no such weights: each of their rows (or columns) belongs to a token, a pixel or
 a position, and not to a hidden channel.
 """
 
@@ -130,7 +130,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of `ranks` ranks, `stride` apart: each sends or receives all of a tensor but its own share."""
+    """A collective of `ranks` ranks, `stride` apart. Each rank sends or receives all of a tensor but its own share."""
 
     ranks: int
     stride: int
@@ -158,7 +158,7 @@ class LayerKind(ABC):
         return self.parameters(model, 1)
 
     def expert_parameters(self, model: ModelConfig, ranks: int) -> int:
-        """Return the number of parameters of routed experts on one of `ranks` (EP × ETP) ranks, beside `parameters`."""
+        """Return the parameters of routed experts on one of `ranks` (EP × ETP) ranks; `parameters` leaves them out."""
         return 0
 
     def hidden_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
@@ -186,9 +186,9 @@ class LayerKind(ABC):
         return 1.0, 1.0
 
     def products(self, scenario: Scenario, *, trained: bool, reached: bool) -> tuple[int, int]:
-        """Return how many times the forward FLOPs a forward pass and a backward pass take: 1, and 1 for each gradient.
+        """Return the FLOPs of a forward and a backward pass as multiples of the forward FLOPs: 1, and 1 per gradient.
 
-        `trained`: its own weights are trained. `reached`: its input needs a gradient.
+        `trained`: the layer's own weights are trained. `reached`: its input needs a gradient.
         """
         return 1, trained + reached
 
@@ -196,25 +196,25 @@ class LayerKind(ABC):
     def saved_bytes(self, scenario: Scenario, *, trained: bool, core_attention: bool) -> float:
         """Return the bytes that autograd saves for the backward pass of a micro-batch, on one tensor-parallel rank.
 
-        `trained`: its own weights are trained. `core_attention`: attention's products are computed again instead.
+        `trained`: the layer's own weights are trained. `core_attention`: attention's products are recomputed.
         """
 
     def waiting_bytes(self, scenario: Scenario) -> float:
         """Return the bytes that a micro-batch keeps from a backward pass to its delayed weight gradients.
 
-        These are the inputs of linear layers and the gradients of their outputs; 0 if the layer delays none.
+        They hold the inputs of linear layers and the gradients of their outputs; 0 if the layer delays no gradients.
         """
         return 0.0
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return what a forward pass communicates under tensor parallelism (TP > 1)."""
+        """Return the tensors that a forward pass communicates under tensor parallelism (TP > 1)."""
         return Communication()
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
         """Return the collectives of a forward pass among context-parallel ranks (CP > 1).
 
-        Each has a number of ranks, and the bytes of a tensor of which each rank sends or receives all but its own
-        share.
+        A collective is a pair: its number of ranks, and the bytes of a tensor. Each rank sends or receives all of the
+        tensor but its own share.
         """
         return ()
 
@@ -224,7 +224,7 @@ class LayerKind(ABC):
 
 
 def stream_bytes(stream: Stream, scenario: Scenario) -> float:
-    """Return the bytes of a whole tensor of this kind for one micro-batch."""
+    """Return the bytes of the whole tensor `stream` of one micro-batch."""
     work, model, e = scenario.work, scenario.model, scenario.bytes_each
     if stream is Stream.PATCHES:
         return work.patches * model.vision.hidden_size * e

@@ -1,11 +1,11 @@
-"""The table of layer kinds without torch, and facts about a layer by its name.
+"""Table of the torch-free layer kinds, and the parameters, FLOPs and bytes of a layer by its name.
 
-`model/layer_kinds.py` is the half with torch: how a kind is built and run. Both tables must have an entry for every
+`model/layer_kinds.py` is the torch half, which builds and runs layers. Both tables must have an entry for every
 kind of `layers.py`, or the import fails.
 
 FLOPs are counted here, by one formula for plans, throughput and MFU. A matrix product of an [n, k] weight with t tokens
 takes 2·n·k·t operations. Attention over a sequence of l tokens takes 2·l²·d for the scores and as much for the values
-(d = heads × head width), half of it where attention is causal. The backward pass takes as much again for the gradient
+(d = heads × head width), half of both where attention is causal. The backward pass takes as much again for the gradient
 of the weight (if it is trained) and for the gradient of the input (if anything before is trained): 2, 4 or 6 operations
 per parameter and token, by what actually runs.
 """
@@ -68,7 +68,7 @@ Entry = TypeVar("Entry")
 
 
 def for_every_kind(table: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Return `table`. Raises TypeError unless it has exactly one entry for each kind of layer."""
+    """Return `table` unchanged. Raises TypeError unless it has exactly one entry for each kind of layer."""
     if table.keys() != PART_OF_KIND.keys():
         raise TypeError(f"a table of layer kinds lacks or adds {sorted(table.keys() ^ PART_OF_KIND.keys())}")
     return table
@@ -101,12 +101,12 @@ _LANGUAGE = {
 
 
 def layer_kind(name: str) -> LayerKind:
-    """Return the kind of a layer by its name alone, which does not tell whether a language layer has experts."""
+    """Return the kind of a layer by its name alone, which does not tell a language layer's attention or experts."""
     return KINDS[kind_of(name)]
 
 
 def kind_in(model: ModelConfig, name: str) -> LayerKind:
-    """Return the kind of a layer of a model."""
+    """Return the kind of a model's layer, for language layers by their attention and experts."""
     if kind_of(name) != LANGUAGE_LAYER:
         return layer_kind(name)
     number = number_of(name)
@@ -114,7 +114,7 @@ def kind_in(model: ModelConfig, name: str) -> LayerKind:
 
 
 def _at(name: str, scenario: Scenario) -> Scenario:
-    """Return a scenario with the patches that a layer reads: behind the tower's merger they are fewer."""
+    """Return a scenario with the patches that a layer reads, which are fewer after the tower's merger."""
     vision = scenario.model.vision
     return replace(scenario, work=of_merged(scenario.work, vision)) if is_merged(name, vision) else scenario
 
@@ -145,7 +145,7 @@ def model_parameters(name: str, model: ModelConfig) -> int:
 
 
 def layout_parameters(name: str, layout: Scenario) -> int:
-    """Return a rank's number of parameters of a layer by one of `Scenario.layouts`: routed experts, or all others."""
+    """Return a layer's parameters on a rank that one of `Scenario.layouts` covers: routed experts, or all others."""
     count = _expert_parameters if layout.experts_alone else _own_parameters
     return count(name, layout.model, layout.dims.tp)
 
@@ -166,9 +166,9 @@ def _expert_parameters(name: str, model: ModelConfig, ranks: int) -> int:
 
 
 def hidden_weight_of(key: str, model: ModelConfig) -> HiddenWeight | None:
-    """Return the matrices that a parameter consists of, by its global name; None if it is none between hidden states.
+    """Return the matrices in the parameter of this global name; None if it has no matrix between hidden states.
 
-    Adapters are none: their scale is that of recipes for elementwise rules.
+    Adapters count as having none: the scale of their updates is that of recipes for elementwise rules.
     """
     name, path = name_and_path(key)
     return _hidden_weights(name, model).get(path)
@@ -188,8 +188,8 @@ def layer_cost(name: str, model: ModelConfig, work: Workload) -> LayerCost:
 def saved_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
     """Return the bytes that one micro-batch keeps until a layer's backward pass, on one tensor-parallel rank.
 
-    They follow what autograd saves in `model/`; a test counts the tensors that torch keeps. Where no gradient passes
-    the layer they are 0.
+    The formulas follow what autograd saves in `model/`; a test counts the tensors that torch keeps. The bytes are 0
+    if no gradient passes the layer.
     """
     trained = scenario.trains(name)
     if not trained and not scenario.gradient_reaches[scenario.names.index(name)]:
@@ -208,7 +208,7 @@ def leaves_weight_gradient(name: str, scenario: Scenario) -> bool:
 
 
 def waiting_bytes(name: str, scenario: Scenario) -> float:
-    """Return the bytes that one micro-batch keeps for a layer's delayed weight gradients after its backward pass."""
+    """Return the bytes that a micro-batch keeps after a layer's backward pass for its delayed weight gradients."""
     waits = leaves_weight_gradient(name, scenario)
     return kind_in(scenario.model, name).waiting_bytes(_at(name, scenario)) if waits else 0.0
 
@@ -221,26 +221,26 @@ def hidden_bytes(name: str, scenario: Scenario) -> float:
 
 
 def carried_bytes(scenario: Scenario) -> list[float]:
-    """Return the bytes that a cut before each layer and after the last passes on beside hidden states, on each rank."""
+    """Return the bytes per rank that a cut before each layer, and after the last, sends besides hidden states."""
     each = stream_bytes(Stream.FEATURES, scenario)
     features = (count * each for count in carried_before(scenario.names))
     return [sum(pair) for pair in zip(features, state_bytes(scenario), strict=True)]
 
 
 def state_bytes(scenario: Scenario) -> list[float]:
-    """Return of `carried_bytes` those of the states that layers which predict further tokens read."""
+    """Return the part of `carried_bytes` that multi-token prediction takes (`layers.states_before`)."""
     each = stream_bytes(Stream.TEXT, scenario) / scenario.sequence_shards
     return [count * each for count in states_before(scenario.names)]
 
 
 def communication(name: str, scenario: Scenario) -> Communication:
-    """Return what a layer's forward pass communicates among tensor-parallel ranks."""
+    """Return the tensors that a layer's forward pass communicates among tensor-parallel ranks."""
     kind = kind_in(scenario.model, name)
     return kind.communication(_at(name, scenario)) if scenario.dims.tp > 1 else Communication()
 
 
 def step_flops(config: Config, work: Workload) -> float:
-    """Return the FLOPs of one training step over a workload, with its backward pass; frozen layers count as they run.
+    """Return the forward and backward FLOPs of one training step over a workload, with only the products that run.
 
     Not counted are the adapters' own products (LoRA), a share of about rank / width, and the gradients between the
     matrices of the first trained layer.
@@ -251,8 +251,8 @@ def step_flops(config: Config, work: Workload) -> float:
 def layer_flops(config: Config, work: Workload) -> dict[str, float]:
     """Return each layer's FLOPs of one training step.
 
-    They are those of its forward passes (two with a gradient cache), as many again if its own weights are trained, and
-    as many again if anything before it is.
+    They are the FLOPs of its forward passes (two with a gradient cache, but one in a colocated encoder), those of one
+    pass if its own weights are trained, and those of one pass if anything before it is trained.
     """
     names, trained = layer_names(config.model), trained_layers(config)
     once = set(encoder_names(config.model)) if config.placement.encoder == "colocated" else set[str]()

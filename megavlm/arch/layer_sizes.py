@@ -1,4 +1,4 @@
-"""Sizes of a transformer layer's tensors on one rank, what it saves for its backward pass, and its masks.
+"""Sizes of a transformer layer's tensors on one rank, the bytes saved for its backward pass, and spans of masks.
 
 Masked attention runs in spans: some consecutive queries with the keys that they may attend to. A kernel with a mask
 computes all scores in the mask's rectangle. With spans, the scores of a causal mask are little more than half of a
@@ -73,7 +73,7 @@ class LayerSizes:
         both = self.width + self.value_width
         attention = (T * (self.heads + self.keys_kept) * both) * e  # q, k, v and the output
         attention += T * self.heads * FP32 * (not core_attention)  # log of the sums that softmax divides by
-        if scenario.dims.cp > 1 and not core_attention:  # after the exchange: repeated keys, and another output
+        if scenario.dims.cp > 1 and not core_attention:  # tensors after the exchange: repeated keys, and another output
             keys = self.keys_kept * (self.copies * scenario.dims.cp_groups - 1)
             attention += T * (keys * both + self.heads * trained * self.value_width) * e
         if self.discards and not core_attention:  # the output before padding heads are discarded
@@ -120,11 +120,12 @@ class LanguageLayerSizes(LayerSizes):
         self.norms, self.read = norms_of_layer(language), 2 - language.parallel_block
         exchanging = scenario.dims.row_split.heads
         self.copies = exchanging // gcd(self.groups, exchanging)
-        self.keys_kept = self.heads if masks_attention(language) else self.groups  # masks repeat them for their queries
+        self.keys_kept = self.heads if masks_attention(language) else self.groups  # with masks, one for each query head
 
     def attention_saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return also what linear attention saves: what the convolution and the rule read, and around its norm; or what
-        the norms of latents save and the projections that read them.
+        """Return the bytes that attention saves between its projections. Linear attention saves the inputs of the
+        convolution, of the rule and of its norm; latent attention adds the inputs of the norms and projections of
+        latents.
         """
         if self.delta is None:
             usual = super().attention_saved(trained=trained, core_attention=core_attention)
@@ -152,7 +153,7 @@ class LanguageLayerSizes(LayerSizes):
         return norms + read * trained * scenario.bytes_each
 
     def waiting(self) -> float:
-        """Return the bytes with projections from latents in place of the fused one; those to latents do not wait."""
+        """Return the bytes of delayed weight gradients; latent attention delays its up-projections alone."""
         if not self.latents:
             return super().waiting()
         T, t = self.tokens, self.tokens / (1 if self.scenario.te else self.scenario.sequence_shards)
@@ -164,7 +165,7 @@ class LanguageLayerSizes(LayerSizes):
 
 
 class MixtureSizes(LanguageLayerSizes):
-    """Sizes of a layer whose MLP is a shared expert beside routed experts."""
+    """Sizes of the tensors of a language layer with routed experts, and maybe a shared expert, on one rank."""
 
     def __init__(self, scenario: Scenario, *, linear: bool) -> None:
         model, dims = scenario.model, scenario.dims
@@ -181,8 +182,8 @@ class MixtureSizes(LanguageLayerSizes):
         )
 
     def saved(self, *, trained: bool, core_attention: bool) -> float:
-        """Return the bytes with a shared expert as the MLP, and beside it for each row the inputs of both products and
-        of the activation, output, weight and index; for each token, the router's choice and scores.
+        """Return the bytes with the shared expert as the MLP, plus those of routed experts: for each row the inputs of
+        both products and of the activation, output, weight and index; for each token the router's choice and scores.
         """
         rest, routed = super().saved(trained=trained, core_attention=core_attention), self.routed
         assert routed is not None
@@ -218,7 +219,7 @@ def spans_of(bounds: Sequence[int], *, window: int | None, longest: int, step: i
 
     Args:
         window: how many tokens a token attends to at most, itself and those before it; None: all before it.
-        longest: tokens of the longest run in which tokens attend to later ones as well; 0 where none do.
+        longest: tokens of the longest run of bidirectional attention (an image or prefix); 0 without one.
         step: queries of a span.
     """
     for first in range(0, bounds[-1], step):
@@ -236,9 +237,9 @@ def mask_bytes(scenario: Scenario) -> float:
 
 
 def score_bytes(scenario: Scenario, heads: int) -> float:
-    """Return the bytes of attention scores that a backward pass holds at a time where `attention_softcap` bounds them.
+    """Return the bytes of attention scores that a backward pass holds at a time with `attention_softcap`; 0 without.
 
-    These are tanh, softmax, its gradient and their product, of the largest span, in fp32. Without a bound it is 0.
+    These are tanh, softmax, its gradient and their product, of the largest span, in fp32.
     """
     if scenario.model.language.attention_softcap is None:
         return 0.0

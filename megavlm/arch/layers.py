@@ -28,7 +28,7 @@ LANGUAGE_LAYER = "language.layers."
 MTP_INPUT = "language.mtp."
 MTP_NORM = "language.mtp_norm."
 
-# Each kind of layer, and the part of the model that it belongs to: what `--freeze` refers to.
+# The part of the model, as `--freeze` names it, that each kind of layer belongs to.
 PART_OF_KIND = {
     PATCH_EMBED: "vision",
     VISION_LAYER: "vision",
@@ -44,7 +44,7 @@ PART_OF_KIND = {
     OUTPUT: "language",
 }
 TRANSFORMER_LAYERS = (VISION_LAYER, LANGUAGE_LAYER)
-_CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # DeepStack features that a layer adds to those carried, or takes
+_CARRIED = {DEEPSTACK: 1, LANGUAGE_LAYER: -1}  # by how many DeepStack features a layer changes the carried ones
 _NAME = re.compile("|".join(rf"({re.escape(kind)})" + r"(\d+)" * kind.endswith(".") for kind in PART_OF_KIND))
 
 
@@ -108,7 +108,7 @@ def _predictors(model: ModelConfig) -> Iterator[str]:
 
 
 def is_merged(name: str, vision: VisionConfig) -> bool:
-    """Return whether a layer reads patches that the tower's merger has merged."""
+    """Return whether a layer comes after the tower's merger, so that it reads merged patches."""
     kind, number = split_name(name)
     behind = kind in (VISION_NORM, PROJECTOR) or (kind == VISION_LAYER and number > (vision.merger_layer or 0))
     return vision.merger_layer is not None and behind
@@ -121,7 +121,7 @@ def encoder_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def _tower(vision: VisionConfig) -> Iterator[str]:
-    """Yield the vision layers, each followed by the merger of its output if DeepStack uses it, or by the tower's."""
+    """Yield the vision layers, each followed by the DeepStack merger of its output and by the tower's, if any."""
     for number in range(vision_layers_run(vision)):
         yield f"{VISION_LAYER}{number}"
         if number in vision.deepstack_layers:
@@ -136,18 +136,18 @@ def trains_weights(name: str, config: Config) -> bool:
 
 
 def is_trained(key: str, config: Config) -> bool:
-    """Return whether a run trains the model's weight of this global name; with adapters, only routers are trained."""
+    """Return whether the model's weight of this global name is trained; in parts with adapters, only routers can be."""
     return trains_weights(key, config) or (".mlp.router." in key and trains_router(config, number_of(key)))
 
 
 def keeps_fp8(name: str, config: Config) -> bool:
-    """Return whether the linear layers of a layer hold their weights in FP8 alone (`--fp8-param-gather`)."""
+    """Return whether a layer's linear layers store their weights only in FP8 (`--fp8-param-gather`)."""
     in_fp8 = config.precision.fp8_param_gather and layer_precision(name, config) == "fp8"
     return in_fp8 and trains_weights(name, config)
 
 
 def trained_layers(config: Config) -> frozenset[str]:
-    """Return the layers with trained weights: their own, adapters, or a router beside adapters."""
+    """Return the names of layers with anything trained: own weights, adapters, or the router of an adapted layer."""
     return frozenset(
         name for name in layer_names(config.model) if trains_weights(name, config) or _has_adapters(name, config)
     )
@@ -172,7 +172,7 @@ def trained_below(name: str, earlier: Sequence[str], trained: Collection[str]) -
 
 
 def carried_features(earlier: Sequence[str]) -> int:
-    """Return how many DeepStack features the `earlier` layers pass on beside the hidden states.
+    """Return how many DeepStack features the `earlier` layers pass on together with the hidden states.
 
     Each merger adds one, and each language layer takes one, in order.
     """
@@ -189,11 +189,11 @@ def carried_before(names: tuple[str, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def states_before(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return how many states of all text positions a cut before each layer, and after the last, passes on beside the
-    hidden states, for layers that predict further tokens.
+    """Return how many states of all text positions a cut before each layer, and after the last, passes on together
+    with the hidden states, for multi-token prediction.
 
-    These are the embeddings, until the last such layer has read them, and what each of them has read: the output layer
-    predicts from all.
+    These are the embeddings, until the last `MTP_INPUT` layer has read them, and the hidden states that each of these
+    layers has read: the output layer predicts from all of them.
     """
     depths = sum(kind_of(name) == MTP_INPUT for name in names)
     added = {EMBEDDING: depths > 0, MTP_INPUT: True}

@@ -1,9 +1,9 @@
-"""What mixes the tokens of a language layer: softmax attention, latent attention, or linear attention (GatedDeltaNet).
+"""Token mixers of language layers: softmax attention, latent attention and linear attention (GatedDeltaNet).
 
 Multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI 2024) projects the hidden states of a token to a latent of L
 channels, from which keys and values of all heads are projected, and to R channels of a key that rotate, which all heads
-share. Queries may come from a latent, too. Projections to latents are whole on every tensor-parallel rank, each of
-which projects its own tokens: latents are gathered in place of hidden states, which are wider.
+share. Queries may come from a latent, too. Projections to latents are replicated on all tensor-parallel ranks, and each
+rank projects its own tokens: latents are gathered in place of hidden states, which are wider.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ CHUNK = 64  # tokens that linear attention computes together (`model/delta_rule.
 
 
 def attention_rows(split: HeadSplit) -> int:
-    """Return the rows, each as wide as the hidden states, of a rank's matrices of softmax attention."""
+    """Return the number of rows, each as wide as the hidden states, of softmax attention's matrices on a rank."""
     return split.local_rows + split.local_heads * split.width
 
 
 class Mixer(ABC):
-    """Torch-free arithmetic of one kind of attention in a language layer."""
+    """Torch-free arithmetic of one kind of attention in language layers: shards, parameters and FLOPs."""
 
     linear = False
 
     @abstractmethod
     def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
-        """Return how its heads are sharded over `tp` ranks."""
+        """Return how attention heads are sharded over `tp` ranks."""
 
     @abstractmethod
     def weights(self, language: LanguageConfig, tp: int) -> int:
-        """Return the number of weights of its matrices on one of `tp` ranks."""
+        """Return the number of weights of attention's matrices on one of `tp` ranks."""
 
     def multiplied(self, language: LanguageConfig, tp: int) -> float:
-        """Return how many weights one of `tp` ranks multiplies with each token: `weights`, but of those that it
-        multiplies with its own part of the tokens alone only that share.
+        """Return how many weights one of `tp` ranks multiplies with each token on average. This is `weights`, but a
+        matrix that the rank multiplies only with its own part of the tokens counts 1/tp.
         """
         return self.weights(language, tp)
 
@@ -50,23 +50,23 @@ class Mixer(ABC):
 
     @abstractmethod
     def others(self, language: LanguageConfig, tp: int) -> int:
-        """Return the number of its other parameters on one of `tp` ranks."""
+        """Return the number of attention's parameters outside its matrices on one of `tp` ranks."""
 
     @abstractmethod
     def model_weights(self, language: LanguageConfig) -> int:
-        """Return the number of weights of its matrices in the model, without padding."""
+        """Return the number of weights of attention's matrices in the model, without padding."""
 
     @abstractmethod
     def hidden_weights(self, language: LanguageConfig) -> Mapping[str, HiddenWeight]:
-        """Return its matrices between hidden states, by their names within the layer."""
+        """Return attention's matrices between hidden states, by their names within the layer."""
 
     @abstractmethod
     def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
-        """Return the forward FLOPs of layer `number` beside the products with its matrices."""
+        """Return the forward FLOPs of attention in layer `number`, without the products with its matrices."""
 
 
 class SoftmaxAttention(Mixer):
-    """Grouped-query attention: queries, keys and values, an output, and with an output gate a matrix more."""
+    """Grouped-query attention: matrices of queries, keys, values and output, and of the output gate if it has one."""
 
     def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
         return language_split(language, tp)
@@ -131,8 +131,8 @@ class LinearAttention(Mixer):
         }
 
     def flops(self, language: LanguageConfig, work: Workload, number: int) -> float:
-        """Return the FLOPs of the rule by chunks of C tokens, K the width of a key and V of a value: of each token and
-        head 2·C·K for keys with keys, 2·C·K for queries with keys, C·(K + V) for the triangular system, 2·C·V for what
+        """Return the FLOPs of the rule by chunks of C tokens, with keys K and values V wide: for each token and head,
+        2·C·K for keys with keys, 2·C·K for queries with keys, C·(K + V) for the triangular system, 2·C·V for what
         the chunk itself adds, and 6·K·V for reading the state twice and writing it.
         """
         key, value = language.linear_key_head_dim, language.linear_value_head_dim
@@ -141,7 +141,7 @@ class LinearAttention(Mixer):
 
 
 class LatentAttention(Mixer):
-    """Attention of which all heads project their keys and values from one latent of a token."""
+    """Latent attention: all heads project their keys and values from one latent per token."""
 
     def split(self, language: LanguageConfig, tp: int) -> HeadSplit:
         return language_split(language, tp)
@@ -188,7 +188,7 @@ class LatentAttention(Mixer):
         return latent
 
     def _latents(self, language: LanguageConfig) -> int:
-        """Return the channels of the latent of keys and values and of the rotated part of keys."""
+        """Return the number of channels of the key/value latent and of the rotated part of keys."""
         return (language.kv_lora_rank or 0) + language.qk_pos_emb_head_dim
 
     def _down(self, language: LanguageConfig) -> int:
@@ -205,7 +205,7 @@ SOFTMAX, LATENT, LINEAR = SoftmaxAttention(), LatentAttention(), LinearAttention
 
 
 def mixer_of(language: LanguageConfig, number: int) -> Mixer:
-    """Return what mixes the tokens of language layer number `number`."""
+    """Return the token mixer of language layer `number`."""
     if is_linear(language, number):
         return LINEAR
     return LATENT if is_latent(language) else SOFTMAX

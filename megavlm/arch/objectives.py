@@ -1,8 +1,8 @@
-"""The table of training objectives, without torch. Their losses are in `megavlm/objective/`.
+"""Torch-free table of the training objectives. Their losses are in `megavlm/objective/`.
 
 Next-token prediction forms its loss token by token, so a micro-batch is enough for it. A loss of embeddings compares
 each text with all others of the global batch. Its gradient needs all representations before any backward pass, which
-a gradient cache provides at the price of one more forward pass (`pipeline/gradient_cache.py`).
+a gradient cache computes at the price of one more forward pass (`pipeline/gradient_cache.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from megavlm.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Objective:
-    """What the output layer computes, which parameters the loss has, and what the loss is a mean over."""
+    """A training objective: the output layer's result, the loss's parameters, and the terms that it averages over."""
 
     embeds: bool  # the output layer pools hidden states into one vector for each text; else it computes logits
     learned: tuple[str, ...] = ()  # parameters of the loss that may be trained
-    counted: str = "tokens"  # the loss is the mean over these
+    counted: str = "tokens"  # terms that the loss is a mean over
     compares: bool = False  # a sample is two answers to a prompt, of which the first is preferred
     rates: bool = False  # one of the two may be missing
-    refers: bool = False  # it compares with log-probabilities of the model that the run begins with
-    measured: tuple[str, ...] = ()  # means over what is counted that a step reports beside the loss
+    refers: bool = False  # the loss reads log-probabilities of the model that the run begins with
+    measured: tuple[str, ...] = ()  # means over the `counted` terms that a step reports in addition to the loss
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Return what is `measured` from its sums over so many terms of the loss.
+        """Return the means of the `measured` quantities, from their sums over `count` terms of the loss.
 
-        Where answers are rated one by one, the rewards are means over those of one kind, if there are any.
+        If answers are rated one by one, the reward of chosen (rejected) answers is a mean over these answers, and left
+        out if there are none.
         """
         found = {name: value / max(count, 1.0) for name, value in zip(self.measured, sums, strict=True)}
         if self.rates:

@@ -1,6 +1,6 @@
 """Packing of samples into sequences, and balanced assignment of sequences to ranks.
 
-A sequence has a cost for each part of the model (vision, language). Each of them must be even, because ranks wait for
+A sequence has a cost for each part of the model (vision, language). Each cost must be balanced, because ranks wait for
 one another after each part: a rank with little text cannot catch up on many images.
 """
 
@@ -19,9 +19,9 @@ _EVEN = 1.005  # largest load over mean load at which swapping ends
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into few bins of `capacity` by best-fit decreasing (Johnson et al. 1974).
 
-    The longest item goes first, each into the fullest bin that it fits into. That takes at most 11/9 of the smallest
-    possible number of bins plus 4, and within 1 % of it if many items are short. The time is O(n log n), apart from
-    insertions into the list of open bins.
+    Items are placed from the longest to the shortest, each in the fullest bin with room for it. The number of bins is
+    at most 11/9 of the smallest possible one plus 4, and within 1 % of the smallest if many items are short. The time
+    is O(n log n), apart from insertions into the list of open bins.
 
     Returns:
         The item numbers of each bin, ascending. Bins are in the order of their first items, so that shuffled samples
@@ -47,12 +47,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
-    """Assign as many items to each rank, so that the largest load over ranks and kinds of cost is small.
+    """Assign equally many items to each rank, with a small largest load over ranks and kinds of cost.
 
     Costs are relative to the mean load of their kind. First each item, the costliest first, goes to the rank that is
     not full and whose largest load stays smallest (Graham 1969, for several dimensions). Then the rank with the largest
-    load swaps an item with another rank, by the swap that lowers the larger load of the two most. That is repeated
-    until no swap lowers it, or the largest load is within 0.5 % of the mean.
+    load swaps an item with another rank, by the swap that lowers the larger load of the two most. Swaps are repeated
+    until none lowers it, or the largest load is within 0.5 % of the mean.
 
     Args:
         costs: [N, K] ≥ 0: K kinds of cost of each of N items; `ranks` divides N.
@@ -81,9 +81,9 @@ def assign(costs: NDArray[np.float64], ranks: int) -> list[list[int]]:
 
 
 def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return the numbers of each rank's sequences of a global batch.
+    """Return the indices of the sequences of a global batch that go to each rank.
 
-    Ranks take turns of one micro-batch of `size`, or sequences are balanced by `costs` [count, K].
+    Micro-batches of `size` are dealt to ranks in turn, or sequences are balanced by `costs` [count, K].
     """
     if costs is not None:
         return assign(costs, ranks)
@@ -92,9 +92,9 @@ def of_ranks(count: int, ranks: int, size: int, costs: NDArray[np.float64] | Non
 
 
 def of_micro_batches(own: Sequence[int], size: int, costs: NDArray[np.float64] | None = None) -> list[list[int]]:
-    """Return the numbers of the sequences of each micro-batch of a rank, from those of the rank, `own`.
+    """Return the indices of the sequences of each micro-batch of a rank, whose sequences are `own`.
 
-    They stay in order, or are balanced by the `costs` [count, K] of the global batch.
+    Sequences stay in order, or are balanced by the `costs` [count, K] of the global batch.
     """
     groups = [list(range(start, start + size)) for start in range(0, len(own), size)]
     if costs is not None:

@@ -1,4 +1,4 @@
-"""`Plan`: the layers of each pipeline chunk, for all parts of the program."""
+"""`Plan`: the assignment of layers to pipeline chunks, and the cuts that balance the chunks' FLOPs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RARE = ("cp", "cp_groups", "ep", "etp", "schedule")  # degrees that `plan.json`
 
 @dataclass(frozen=True)
 class Plan:
-    """Layers of each pipeline chunk, and of the colocated encoder."""
+    """Layers of each pipeline chunk and of the colocated encoder, and the parallel degrees."""
 
     dims: Dims
     chunks: tuple[tuple[str, ...], ...]  # layer names of chunk 0, 1, … in pipeline order
@@ -37,7 +37,7 @@ class Plan:
         return self.dims.owner_of(next(i for i, names in enumerate(self.chunks) if layer in names))
 
     def trained_before(self, chunk: int, trained: Collection[str]) -> bool:
-        """Return whether any of the `trained` layers is in an earlier chunk, so that it needs gradients."""
+        """Return whether a `trained` layer runs before a chunk, so that the chunk must send gradients back."""
         return any(name in trained for name in self.before(chunk))
 
     def before(self, chunk: int) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def _check_cuts(cuts: Sequence[int], *, count: int, chunks: int) -> None:
 
 
 def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
-    """Return the cuts into contiguous non-empty chunks with the least largest cost (exact dynamic programming).
+    """Return the cuts into contiguous non-empty chunks that minimise the largest cost (exact dynamic programming).
 
     best[k][j] = min over i of max(best[k−1][i], cost of layers i…j): O(chunks · layers²), layers in the hundreds.
     A tiny cost per layer breaks ties towards equal layer counts.
@@ -127,7 +127,7 @@ def even_cuts(costs: Sequence[float], chunks: int) -> tuple[int, ...]:
 
 
 def start_line(config: Config, *, continued: Path | None) -> str:
-    """Return a line that says which weights a run starts from, and whether it trains on synthetic samples.
+    """Return a line for the log: the weights that a run starts from, and whether samples are synthetic.
 
     `continued` is the checkpoint that the run resumes from.
     """
@@ -144,7 +144,7 @@ def start_line(config: Config, *, continued: Path | None) -> str:
 
 
 def table(plan: Plan, config: Config) -> str:
-    """Return the plan as a table for people: chunk, rank, layers with their indices, parameters, share of the FLOPs.
+    """Return the plan as a printable table: chunk, rank, layers with their indices, parameters, share of the FLOPs.
 
     A colocated encoder comes first, with "all" as its rank, or "all / N" if N ranks hold one copy together.
     """

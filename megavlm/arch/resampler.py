@@ -1,6 +1,6 @@
-"""Blocks that resamplers consist of: attention of queries to patches or to one another, and MLPs.
+"""Torch-free blocks of resamplers: attention of queries to patches or to one another, and MLPs.
 
-`megavlm/model/resampler.py` is the half with torch. Attention heads and the inner channels of MLPs are sharded over
+`megavlm/model/resampler.py` is the torch half. Attention heads and the inner channels of MLPs are sharded over
 tensor-parallel ranks; all else is replicated.
 """
 
@@ -72,7 +72,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class MlpBlock:
-    """Linear, activation, linear; `gated`: two linear layers at first, one with the activation, and their product."""
+    """An MLP: linear, activation, linear. If `gated`, activation(gate) · up takes the place of the first two."""
 
     width: int
     inner: int
@@ -120,7 +120,7 @@ class MlpBlock:
 def norm_saved(scenario: Scenario, tokens: float, width: int, kind: str, *, trained: bool) -> float:
     """Return the bytes that a norm saves, with its output if the following linear layers are trained.
 
-    An RMS norm on a CPU keeps x̂ for its weight alone.
+    On a CPU, an RMS norm saves x̂ only if its weight is trained.
     """
     kept = norm_bytes(scenario, tokens, width, kind) + tokens * width * scenario.bytes_each * trained
     spared = kind == "RMSNorm" and not scenario.on_gpu and not trained

@@ -1,4 +1,4 @@
-"""`Scenario`: one way to run a model, from which memory and time follow."""
+"""`Scenario`: a model, a micro-batch and a layout, the input of the models of memory and time."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Scenario:
 
     @cached_property
     def gradient_reaches(self) -> tuple[bool, ...]:
-        """Return for each layer whether something before it is trained, so that its input needs a gradient."""
+        """Return for each layer whether a layer before it is trained, so that its input needs a gradient."""
         return _gradient_reaches(self.names, self.trained)
 
 
@@ -144,7 +144,7 @@ def _gradient_reaches(names: tuple[str, ...], trained: frozenset[str]) -> tuple[
 
 
 def encoder_scenario(scenario: Scenario, vision_tp: int) -> Scenario:
-    """Return the scenario of a colocated encoder, of which every `vision_tp` ranks hold one copy."""
+    """Return the scenario of a colocated encoder, with one copy on every `vision_tp` ranks."""
     dims = Dims(tp=vision_tp, dp=scenario.dims.world // vision_tp)
     sharding: Sharding = "none" if scenario.sharding == "none" else "optimizer"
     return replace(scenario, dims=dims, sharding=sharding, shard_size=None, sequence_parallel=vision_tp > 1)
@@ -166,8 +166,8 @@ def scenario_of(
 ) -> Scenario:
     """Return the scenario of a configuration with these degrees.
 
-    `colocated` and `imbalance` override what follows from the configuration. `like` is the scenario of another layout
-    of the same configuration: which layers are trained and which are in FP8 is taken from there.
+    `colocated` and `imbalance` override the values that follow from the configuration. `like` is the scenario of
+    another layout of the same configuration: its sets of trained layers and of FP8 layers are taken over.
     """
     train, size = config.train, config.train.micro_batch_size
     if colocated is None:

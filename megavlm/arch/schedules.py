@@ -49,7 +49,7 @@ class PipelineShape:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether weight gradients have passes of their own."""
+        """Return whether the schedule has separate passes for weight gradients."""
         return self.schedule == "zb-h1"
 
 
@@ -117,7 +117,7 @@ _ROUNDS = 4  # of PP micro-batches: more do not raise the peak, as forward and b
 def peak_in_flight(shape: PipelineShape) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the largest number of micro-batches that each of its chunks holds for a backward pass.
 
-    Where a rank has several chunks, the counts are those at the moment when their sum is largest.
+    For a rank with several chunks, the counts are taken at the moment when their sum is largest.
     """
     enough = _ROUNDS * shape.pp
     if shape.schedule in ("1f1b", "interleaved") and shape.micro_batches > enough:
@@ -177,7 +177,8 @@ Times = Array  # [chunks, micro-batches] seconds
 class Durations:
     """Seconds of each chunk's passes (`Times`), and of the transfer between chunks c and c+1.
 
-    `weight` is only read by schedules that run weight gradients apart; their `backward` is the input's half.
+    Only schedules with separate passes for weight gradients read `weight`; their `backward` is the time of the input's
+    gradient alone.
     """
 
     forward: Times
@@ -211,7 +212,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the ranks' time in which they compute nothing, 0 to 1."""
+        """Return the idle share of the ranks' time, 0 to 1."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
@@ -223,7 +224,7 @@ def uniform(
     weight: Sequence[float] | None = None,
     transfer: Sequence[float] = (),
 ) -> Durations:
-    """Return the durations of equal micro-batches, from one number of seconds per chunk."""
+    """Return the durations of equal micro-batches, from the seconds of one micro-batch for each chunk."""
 
     def spread(values: Sequence[float]) -> Times:
         return np.repeat(np.array(values, dtype=float)[:, None], micro_batches, axis=1)
@@ -235,7 +236,7 @@ def simulate(shape: PipelineShape, durations: Durations, *, keep_events: bool = 
     """Simulate a step in which each pass starts as soon as its rank is free and its input has arrived.
 
     F of chunk c waits for F of c−1 and its transfer, B for its own F and for B of c+1 and its transfer. Sending takes
-    none of the sender's time: transfers run beside computation, as megatron-core's do on a GPU.
+    none of the sender's time: transfers overlap with computation, as megatron-core's do on a GPU.
     """
     assert durations.weight is not None or not shape.splits_backward, "weight gradients run apart: give their times"
     program = _program(shape)

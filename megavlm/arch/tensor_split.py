@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks shard any number of attention heads and any MLP width. Without torch.
+"""Sharding of any number of attention heads and any MLP width over tensor-parallel ranks. Without torch.
 
 All ranks hold equally many rows of a weight. Where TP does not divide the rows of the model, some ranks hold padding:
 rows of zeros, which stay zero and are left out of checkpoints. `RowRun`s map the rows of a rank to those of the model.
@@ -45,8 +45,8 @@ def share_of(size: int, tp: int) -> int:
 def mlp_share(width: int, tp: int) -> int:
     """Return the width of an MLP on each of `tp` ranks, padding included.
 
-    It is aligned for tensor cores where that adds little and leaves no rank with padding alone. Qwen2.5-VL's tower has
-    3,424 channels for its 3,420.
+    The width is aligned for tensor cores if that adds at most 1/16 and leaves no rank with padding alone. Qwen2.5-VL's
+    tower has 3,424 channels for its 3,420.
     """
     share = share_of(width, tp)
     aligned = share_of(share, MLP_MULTIPLE) * MLP_MULTIPLE
@@ -55,7 +55,7 @@ def mlp_share(width: int, tp: int) -> int:
 
 
 def merger_width(vision: VisionConfig) -> int:
-    """Return the width of the MLP of the tower's merger: a vision layer's for each patch of a block."""
+    """Return the width of the MLP of the tower's merger: a vision layer's times the patches of a block."""
     return vision.ffn_hidden_size * tower_merge(vision) ** 2
 
 
@@ -74,7 +74,7 @@ def share_runs(
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for a key/value head on a rank: query heads from `first` on attend to key/value head `group`.
+    """A place for a key/value head on a rank: `count` query heads from `first` on attend to key/value head `group`.
 
     The slots of a head project equal parts of its key and value; this one projects part `piece` (None: it is padding).
     """
@@ -87,7 +87,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What tensor-parallel ranks send one another, so that each slot gets its whole key and value."""
+    """Parts that tensor-parallel ranks send one another, so that each slot gets its whole key and value."""
 
     sends: tuple[tuple[int, ...], ...]  # for each rank: the slots of this rank whose parts it gets
     receives: tuple[int, ...]  # for each rank: the number of parts that come from it
@@ -96,7 +96,7 @@ class HeadExchange:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a weight: so many of each query head, or of each key/value head."""
+    """Rows of a weight: `width` rows of each query head, or of each key/value head if `of_keys`."""
 
     width: int
     of_keys: bool = False
@@ -104,8 +104,8 @@ class Block:
 
 @dataclass(frozen=True)
 class LatentHead:
-    """Channels of a head of latent attention: of queries and keys those that do not rotate and those that do, of a
-    value.
+    """Channels of a head of latent attention: without (`still`) and with (`turning`) rotary embedding in queries and
+    keys, and those of values.
     """
 
     still: int
@@ -114,7 +114,7 @@ class LatentHead:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return the rows of a head in each weight that ranks divide by heads; columns of the last."""
+        """Return the rows of a head in each weight that is sharded by heads; columns for `linear_proj`."""
         queries = self.still + self.turning
         return {
             "linear_q_proj": queries,
@@ -168,7 +168,7 @@ class HeadSplit:
 
     @property
     def part_width(self) -> int:
-        """Return the number of key channels that a slot projects, which is also that of value channels."""
+        """Return the number of key channels that a slot projects, which equals that of value channels."""
         return share_of(self.width, self.copies)
 
     @property
@@ -188,7 +188,7 @@ class HeadSplit:
         return Slot(group, piece, group * self.per_group + first, end - first)
 
     def padded_heads(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's query heads that are padding beside keys that are not: their output must be discarded."""
+        """Return a rank's padding query heads that attend to real keys, so that their output must be discarded."""
         if self.copies == 1:  # their keys and values are zeros too, and so is their output
             return ()
         return tuple(
@@ -198,15 +198,15 @@ class HeadSplit:
         )
 
     def query_part(self, rank: int, *, axis: int) -> Part:
-        """Return what a rank holds of a weight of all query heads."""
+        """Return a rank's shard of a weight of all query heads."""
         return self.part(rank, Block(self.width), axis=axis)
 
     def key_part(self, rank: int) -> Part:
-        """Return what a rank holds of a weight of all keys, or of all values."""
+        """Return a rank's shard of a weight of all keys, or of all values."""
         return self.part(rank, Block(self.width, of_keys=True))
 
     def qkv_part(self, rank: int) -> Part:
-        """Return what a rank holds of the fused weight, which has each key/value head's queries, key and value."""
+        """Return a rank's shard of the fused weight, which has each key/value head's queries, key and value."""
         return self.part(rank, *self.fused)
 
     @property
@@ -220,7 +220,7 @@ class HeadSplit:
         return sum(share_of(each.width, self.copies) if each.of_keys else self.queries * each.width for each in blocks)
 
     def part(self, rank: int, *blocks: Block, axis: int = 0) -> Part:
-        """Return what a rank holds of a weight that has these blocks of each key/value head, one after the other."""
+        """Return a rank's shard of a weight that has these blocks of each key/value head, one after the other."""
         size = sum(each.width * (self.groups if each.of_keys else self.heads) for each in blocks)
         return Part(axis, size, _joined(self._runs(rank, blocks)))
 
@@ -235,7 +235,7 @@ class HeadSplit:
                 real += block.width * (1 if block.of_keys else self.per_group)
 
     def _held(self, slot: Slot, block: Block) -> tuple[int, int]:
-        """Return the first of the rows that a slot has of its key/value head's block, and their number."""
+        """Return the first row and the number of rows of its key/value head's block that a slot holds."""
         if not block.of_keys:
             return (slot.first - slot.group * self.per_group) * block.width, slot.count * block.width
         if slot.piece is None:
@@ -245,7 +245,7 @@ class HeadSplit:
         return first, max(0, min(share, block.width - first))
 
     def exchange(self, rank: int) -> HeadExchange:
-        """Return what a rank sends and receives where key/value heads have several slots."""
+        """Return the exchange of a rank, for key/value heads with several slots."""
         sends = tuple(self._sent(rank, other) for other in range(self.tp))
         arriving = [
             (slot.group, slot.piece)
@@ -275,7 +275,7 @@ class HeadSplit:
 
     @property
     def discards(self) -> bool:
-        """Return whether some rank has query heads that are padding beside keys that are not (`padded_heads`)."""
+        """Return whether some rank has padding query heads that attend to real keys (`padded_heads`)."""
         filled = self.queries * self.copies == self.per_group and self.groups * self.copies == self.slots * self.tp
         return self.copies > 1 and not filled
 
@@ -296,7 +296,7 @@ def head_split(heads: int, groups: int, width: int, tp: int) -> HeadSplit:
 
 
 def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
-    """Return how `tp` ranks divide the heads of the language model's attention."""
+    """Return how the heads of the language model's attention are sharded over `tp` ranks."""
     split = head_split(language.num_attention_heads, language.num_query_groups, language.kv_channels, tp)
     if is_latent(language):
         turning = language.qk_pos_emb_head_dim
@@ -306,7 +306,7 @@ def language_split(language: LanguageConfig, tp: int) -> HeadSplit:
 
 @dataclass(frozen=True)
 class DeltaSplit:
-    """How tensor-parallel ranks divide a layer of linear attention: as attention whose query heads are value heads.
+    """Sharding of linear attention over tensor-parallel ranks: like attention, with value heads as its query heads.
 
     A key head serves some value heads in order, as a key/value head serves query heads, and ranks may share it.
     """
@@ -316,31 +316,31 @@ class DeltaSplit:
 
     @property
     def convolved(self) -> tuple[Block, ...]:
-        """Return the blocks of what the convolution reads: values, queries and keys."""
+        """Return the blocks of the convolution's input: values, queries and keys."""
         key = Block(self.heads.width, of_keys=True)
         return Block(self.width), key, key
 
     @property
     def projected(self) -> tuple[Block, ...]:
-        """Return the blocks of the fused projection: those, the gate of each output channel, and β and decay."""
+        """Return the blocks of the fused projection: those of `convolved`, the output's gate, and β and decay."""
         return *self.convolved, Block(self.width), Block(1), Block(1)
 
     @property
     def local_rows(self) -> int:
-        """Return the rows of a rank in the fused projection, aligned for tensor cores."""
+        """Return the number of a rank's rows in the fused projection, aligned for tensor cores."""
         rows = self.heads.slots * self.heads.rows(*self.projected)
         return share_of(rows, MLP_MULTIPLE) * MLP_MULTIPLE
 
 
 @lru_cache(maxsize=1024)
 def delta_split(language: LanguageConfig, tp: int) -> DeltaSplit:
-    """Return how `tp` ranks divide the heads of the language model's linear attention."""
+    """Return how the heads of the language model's linear attention are sharded over `tp` ranks."""
     values, keys = language.linear_num_value_heads, language.linear_num_key_heads
     return DeltaSplit(head_split(values, keys, language.linear_key_head_dim, tp), language.linear_value_head_dim)
 
 
 def context_heads(config: Config) -> int:
-    """Return the number of context-parallel ranks that exchange heads. Groups of so many gather keys and values."""
+    """Return how many context-parallel ranks exchange heads; groups of this size gather keys and values."""
     parallel = config.parallel
     if parallel.cp_comm_type == "all_gather":
         return 1
@@ -355,7 +355,7 @@ def gathering_latents_moves_less(config: Config) -> bool:
     """Return whether context-parallel ranks send less if they gather latents than if they exchange heads.
 
     Of C ranks, each receives the latent and the rotated part of a key of all tokens but its own, C·(L + R) numbers for
-    each of its own tokens, of whichever number of heads; each then projects all keys and values. An exchange takes
+    each of its own tokens, whatever the number of heads; each then projects all keys and values. An exchange takes
     query, key, value and output of each of N heads, 2·N·(D + V). With 64 heads as in Kimi K2 that is 576·C against
     40,960, and 5,120 on each of eight tensor-parallel ranks. Masks need whole rows.
     """
@@ -368,8 +368,8 @@ def gathering_latents_moves_less(config: Config) -> bool:
 
 
 def local_heads(config: Config) -> tuple[int, ...]:
-    """Return the query heads of the language model on each tensor-parallel rank, padding included, and where it has
-    linear attention the value heads.
+    """Return the number of query heads of the language model on each tensor-parallel rank, padding included, and with
+    linear attention also that of value heads.
     """
     language, tp = config.model.language, config.parallel.tensor_model_parallel_size
     heads, groups = language.num_attention_heads, language.num_query_groups or language.num_attention_heads

@@ -30,7 +30,7 @@ from megavlm.config.schema import ModelConfig, VisionConfig
 
 
 class TransformerKind(LayerKind):
-    """A layer of attention and MLP, the layers that recomputation, offloading and LoRA apply to."""
+    """A layer of attention and MLP: the kinds that recomputation, offloading and LoRA apply to."""
 
     cpu_calls = 20
 
@@ -67,15 +67,15 @@ class TransformerKind(LayerKind):
 
     @abstractmethod
     def split(self, model: ModelConfig, tp: int) -> HeadSplit:
-        """Return how its heads are sharded over `tp` ranks."""
+        """Return how attention heads are sharded over `tp` ranks."""
 
     def gathered(self, model: ModelConfig) -> float:
-        """Return the channels that attention gathers of each token, relative to the width of the hidden states."""
+        """Return the channels per token that attention gathers, relative to the width of the hidden states."""
         return 1.0
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return gathers and reductions, as many bytes as the all-reduces without sequence parallelism, and the
-        exchange of key and value parts among ranks that share a key/value head.
+        """Return gathers and reductions, which move as many bytes as the all-reduces without sequence parallelism, and
+        the exchange of key and value parts among ranks that share a key/value head.
         """
         size, split = stream_bytes(self.reads, scenario), self.split(scenario.model, scenario.dims.tp)
         usual = Communication((size * self.gathered(scenario.model), size), (size, size))
@@ -127,7 +127,7 @@ class VisionLayer(TransformerKind):
         return LayerCost(params, 2.0 * params * work.patches + attention, attention)
 
     def padding(self, model: ModelConfig, tp: int) -> tuple[float, float]:
-        """Return what the padding of the MLP adds; that of heads is not counted."""
+        """Return the relative work with the MLP's padding; padding heads are not counted."""
         vision = model.vision
         gates = 3 if vision.activation == "swiglu" else 2
         attention, width = attention_rows(self.split(model, 1)), gates * vision.ffn_hidden_size
@@ -193,7 +193,7 @@ class LanguageLayer(TransformerKind):
         return LanguageLayerSizes(scenario.model.language, scenario, linear=self.mixer.linear)
 
     def context_exchange(self, scenario: Scenario) -> tuple[tuple[int, float], ...]:
-        """Return the exchanges of queries, keys and values, of keys and values among groups, and of outputs."""
+        """Return the exchange of queries, keys and values, the gather among groups, and the exchange of outputs."""
         sizes, split = self.sizes(scenario), scenario.dims.row_split
         moved = sizes.tokens * scenario.bytes_each
         keys = sizes.groups * sizes.copies * (sizes.width + sizes.value_width)
@@ -234,7 +234,7 @@ class MixtureLayer(LanguageLayer):
         return super().mlp_parameters(model, ffn) + whole * model.language.hidden_size
 
     def mlp_weights(self, model: ModelConfig) -> Mapping[str, HiddenWeight]:
-        """Return the matrices of the router, of each expert and of the shared expert; its gate is a vector."""
+        """Return the matrices of the router, of routed experts and of the shared expert, whose gate is a vector."""
         experts, hidden = model.experts, model.language.hidden_size
         count, shared = experts.num_experts, experts.shared_ffn_hidden_size
         return {
@@ -263,7 +263,7 @@ class MixtureLayer(LanguageLayer):
         return MixtureSizes(scenario, linear=self.mixer.linear)
 
     def communication(self, scenario: Scenario) -> Communication:
-        """Return a gather and a reduction around attention and a shared expert, without those of routed experts."""
+        """Return a gather and a reduction each for attention and a shared expert; routed experts are not counted."""
         usual, blocks = super().communication(scenario), 1 + bool(scenario.model.experts.shared_ffn_hidden_size)
         return replace(usual, gathers=usual.gathers[:blocks], reductions=usual.reductions[:blocks])
 
@@ -271,7 +271,7 @@ class MixtureLayer(LanguageLayer):
         """Return the collectives that send tokens to their experts and back.
 
         All-to-all: each row goes to the rank of its expert, whose ETP ranks then gather one another's rows and sum
-        their outputs. Gathered: all tokens go to all ranks, once, and outputs are summed.
+        their outputs. All-gather: all tokens go to all ranks, once, and outputs are summed.
         """
         sizes, dims = self.sizes(scenario), scenario.dims
         assert sizes.routed is not None

@@ -17,7 +17,7 @@ class Workload:
     patches: int  # all images' patches (class tokens included)
     patch_squares: int  # Σ over images of patches²
     window_squares: int  # Σ over their windows of patches²; used if the tower has windows
-    features: int  # what the projector makes of the patches, before the tiles of an image are merged
+    features: int  # outputs of the projector, before the tiles of an image are merged
     tokens: int  # language positions that are not padding
     token_squares: int  # Σ over samples of length²
     sliding_squares: int  # the same with a sliding window; used if the language model has one
@@ -25,7 +25,7 @@ class Workload:
 
 
 def times(work: Workload, samples: int) -> Workload:
-    """Return `samples` times a workload."""
+    """Return a workload multiplied by a number of samples."""
     return Workload(**{name: value * samples for name, value in vars(work).items()})
 
 
@@ -48,7 +48,7 @@ def of_context_part(work: Workload, ranks: int, *, images: int = 0) -> Workload:
 
 
 def of_merged(work: Workload, vision: VisionConfig) -> Workload:
-    """Return the workload of layers behind the tower's merger."""
+    """Return the workload of layers after the tower's merger."""
     block = tower_merge(vision) ** 2
     return replace(work, patches=work.patches // block, patch_squares=work.patch_squares // block**2)
 
@@ -72,7 +72,8 @@ def image_workload(grids: Sequence[Grid], model: ModelConfig) -> Workload:
 def typical_workload(config: Config) -> Workload:
     """Return the workload of one sample with the configured lengths and image sizes.
 
-    All of its tokens are trained: which are is known only once data are read, and memory must suffice for all.
+    All of its tokens count as trained: which tokens are trained is known only when data are read, and memory must
+    suffice for all.
     """
     vision, data, images = config.model.vision, config.data, typical_images(config)
     sides = data.image_sizes or (usual_side(config.model),)
@@ -104,7 +105,7 @@ def typical_images(config: Config) -> int:
 def window_patches(model: ModelConfig) -> int:
     """Return the side of the tower's windows in patches, rounded down to whole features; 0 if it has no windows.
 
-    Those of a tower that merges patches are the blocks that it merges.
+    In a tower that merges patches, the windows are the blocks that it merges.
     """
     if model.vision.merger_layer is not None:
         return tower_merge(model.vision)
@@ -120,7 +121,7 @@ def attends_in_windows(vision: VisionConfig, layer: int) -> bool:
 
 
 def sliding_squares(length: int, window: int | None) -> int:
-    """Return twice the number of pairs that attention with a sliding window scores, for length²; 0 without one.
+    """Return twice the number of scores of sliding-window attention, comparable to length²; 0 without a window.
 
     Token i attends to min(i, W) tokens. The sum is l²/2 − (l − W)²/2 where l > W, as triangles: Σ i over all of them
     less Σ (i − W) over those behind the first W.
@@ -129,7 +130,7 @@ def sliding_squares(length: int, window: int | None) -> int:
 
 
 def window_squares(grid: tuple[int, int], side: int) -> int:
-    """Return Σ patches² over the windows of an image. Windows are products, so the sum is one too: Σr² · Σc²."""
+    """Return Σ patches² over the windows of an image. A window has r·c patches, so the sum is Σr² · Σc²."""
 
     def squares(length: int) -> int:
         return length // side * side**2 + (length % side) ** 2

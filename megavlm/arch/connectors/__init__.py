@@ -1,4 +1,4 @@
-"""The package's own connectors. A new one is a module here and one in `megavlm/model/connectors`."""
+"""The package's own connectors. A new connector needs a module here and one in `megavlm/model/connectors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Average pooling to a fixed number of tokens, or by a fixed factor, and an MLP."""
+"""Connector `adaptive_pool`: average pooling to a fixed number of tokens, or by a fixed factor, then an MLP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdaptivePoolConfig:
 
 
 class AdaptivePool(Connector):
-    """Means over rectangles of patches, as equal as the grid allows, then linear, GELU, linear."""
+    """Average pooling over rectangles of patches, as equal as the grid allows, then linear, GELU, linear."""
 
     name = "adaptive_pool"
     options = AdaptivePoolConfig

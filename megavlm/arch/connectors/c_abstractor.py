@@ -52,7 +52,7 @@ class ConvBlock:
     """A RegNet block (Radosavovic et al. 2020): 1 × 1 convolution, depthwise 3 × 3 convolution, squeeze-and-excitation,
     1 × 1 convolution, with layer norms over channels. A shortcut projects inputs of another width.
 
-    Tensor-parallel ranks divide the channels between the 1 × 1 convolutions.
+    From the first 1 × 1 convolution to the second, channels are sharded over tensor-parallel ranks.
     """
 
     inputs: int
@@ -61,7 +61,7 @@ class ConvBlock:
 
     @property
     def projects(self) -> bool:
-        """Return whether the shortcut projects the inputs, because their width is not that of the block."""
+        """Return whether the shortcut projects the inputs, because their width differs from the block's."""
         return self.inputs != self.width
 
     def splits(self, name: str) -> dict[str, Split]:
@@ -110,7 +110,7 @@ class ConvBlock:
         """Return the bytes that the block saves for the backward pass, its inputs included."""
         e, own = scenario.bytes_each, share_of(self.width, scenario.dims.tp)
         # A norm saves its input and statistics; SiLU, the 3 × 3 convolution and the gate save their inputs; the 1 × 1
-        # convolutions do if their weights are trained.
+        # convolutions save theirs if their weights are trained.
         inner = 2 * norm_bytes(scenario, positions, own, "LayerNorm") + (4 + trained) * positions * own * e
         outer = (1 + self.projects) * norm_bytes(scenario, positions, self.width, "LayerNorm")
         outer += positions * (self.width + self.inputs * trained) * e
@@ -146,7 +146,7 @@ class CAbstractor(Connector):
         return side**2
 
     def table(self, model: ModelConfig) -> int:
-        """Return the side of the table of learned positions: that of an image of the tower's size, in patches."""
+        """Return the side of the table of learned positions: the patches along a side of `vision.image_size`."""
         return model.vision.image_size // model.vision.patch_size
 
     def blocks(self, model: ModelConfig) -> Mapping[str, Block]:
@@ -170,7 +170,7 @@ class CAbstractor(Connector):
         return MlpBlock(own.hidden_size, own.ffn_hidden_size, model.language.hidden_size, gated=False, bias=True)
 
     def hf_names(self, model: ModelConfig) -> tuple[HfNames, ...]:
-        # A folder does not say how wide its tower is, so whether it has a shortcut shows in its weights.
+        # A folder does not say how wide its tower is: only its weights tell whether the first block has a shortcut.
         return tuple(self._names(model, projects=projects) for projects in (False, True))
 
     def exported(self, model: ModelConfig) -> int:

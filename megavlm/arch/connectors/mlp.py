@@ -1,4 +1,4 @@
-"""Projectors of most models: one linear layer, an MLP, a SwiGLU MLP, or a gated MLP, on merged patches."""
+"""The common projectors on merged patches: a linear layer, an MLP, a SwiGLU MLP, or a gated MLP."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _LAYERS = {
 
 
 class Mlp(Connector):
-    """A linear layer or an MLP on merged patches. Sequences are whole on each rank, only inner channels are sharded."""
+    """A linear layer or an MLP on merged patches. Each rank has whole sequences; linear layers shard channels alone."""
 
     module = "megavlm.model.connector:Projector"
     reads = tuple(field.name for field in fields(ProjectorConfig) if field.name not in ("kind", "connectors"))
     keeps_grid = True
 
     def __init__(self, name: str, *, normed: bool = False) -> None:
-        """Make the connector `name`; with `normed`, features are normalised whatever the configuration says."""
+        """Make the connector `name`; `normed` adds the norm of patches or merged features in any configuration."""
         self.name, self.normed = name, normed  # type: ignore[misc]
 
     def tokens_per_grid(self, grid: Grid, projector: ProjectorConfig) -> int:
         """Return rows × columns ÷ N²: pixel shuffle merges N × N neighbouring patches into one feature.
 
-        A convolution leaves out rows and columns at the end that fill no block, as one without padding does. Raises
-        UserError when it finds no block, and for other merges when N does not divide both sides of the grid.
+        A convolution without padding leaves out rows and columns at the end that fill no block. Raises UserError if a
+        side of the grid is shorter than N, and for other merges if N does not divide both sides.
         """
         rows, columns = grid
         side = projector.pixel_shuffle
@@ -55,7 +55,7 @@ class Mlp(Connector):
         return projector.pixel_shuffle, projector.pixel_shuffle
 
     def has_norm(self, model: ModelConfig) -> bool:
-        """Return whether patches or merged features are normalised."""
+        """Return whether there is a norm of patches or of merged features."""
         return self.normed or model.projector.input_norm
 
     def convolution(self, model: ModelConfig) -> int:
@@ -106,7 +106,7 @@ class Mlp(Connector):
         normed = (patches if projector.norm_before_merge else merged) * self.has_norm(model)
         widths = features * share_of(projector.hidden_size, scenario.dims.tp) * e
         inner = {"linear": 0.0, "mlp": 2 * widths, "swiglu": 3 * widths, "gated": 4 * widths}[projector.kind]
-        if projector.kind == "gated":  # what norm, GELU and the gated MLP read
+        if projector.kind == "gated":  # inputs of the norm, of GELU and of the gated MLP
             inner += features * model.language.hidden_size * e * (2 + trained)
         return (merged + convolved) * trained + normed + inner + scenario.work.patches * 8
 

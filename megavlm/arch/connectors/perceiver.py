@@ -173,7 +173,7 @@ class Perceiver(Connector):
     def hf_config(self, model: ModelConfig) -> dict[str, Any] | None:
         own: PerceiverConfig = self.own(model)
         width = model.language.hidden_size
-        if own.ffn_hidden_size != 4 * width:  # Idefics2PerceiverResampler has no other
+        if own.ffn_hidden_size != 4 * width:  # Idefics2PerceiverResampler has no other width
             return None
         return {
             "architectures": ["Idefics2PerceiverResampler"],

@@ -71,7 +71,7 @@ class QFormer(Connector):
         return queries
 
     def crossing(self, model: ModelConfig) -> range:
-        """Return the layers with attention to the patches."""
+        """Return the indices of the layers with cross-attention to the patches."""
         return range(0, self.own(model).num_layers, self.own(model).cross_attention_frequency)
 
     def attention(self, model: ModelConfig, *, cross: bool) -> AttentionBlock:
