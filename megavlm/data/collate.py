@@ -22,36 +22,36 @@ from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextB
 if TYPE_CHECKING:
     from megavlm.data.source import Source
 
-# A run of features: (rows, columns) of a grid of patches, and the moments at which it is seen.
+# A run of features: (rows, columns) of a grid of patches, and the time positions at which the grid occurs.
 Run = tuple[tuple[int, int], tuple[int, ...]]
-Crop = tuple[int, int, int, int]  # the first feature of a picture, the place behind the last, their rows and columns
+Crop = tuple[int, int, int, int]  # token range [start, end) of a picture's features, and their rows and columns
 
 
 @dataclass(frozen=True)
 class CollateSpec:
-    """The facts of a model and its data that determine the shape and contents of a micro-batch."""
+    """Properties of a model and its data that determine the shape and contents of a micro-batch."""
 
     seq_length: int
     image_token: int
     pad_token: int
-    projector: ProjectorConfig  # decides how many image tokens an image becomes
+    projector: ProjectorConfig  # determines the number of image tokens of an image
     patch_dim: int  # values of a patch: channels × patch side²
-    video_token: int | None = None  # takes the place of the image token where features are a video's
+    video_token: int | None = None  # token of a video's features, if it differs from the image token
     channels: int = 3
     frames_per_patch: int = 1  # of a video; a patch of an image always has one
     mrope: bool = False  # three rotary positions per token
-    canvas_tokens: tuple[int, ...] = ()  # marks around slices; M-RoPE's positions are then those on a canvas
+    canvas_tokens: tuple[int, ...] = ()  # marker tokens around slices; if set, M-RoPE uses positions on a canvas
     num_sources: int = 0  # data sets whose losses are reported separately
-    # how a text becomes a vector, if it does: of its `last` token, or the `mean`; its `answer` has a log-probability
+    # Pooling of a text: the `last` token or the `mean` for an embedding, `answer` for the log-probability of an answer.
     pooling: str | None = None
     dtype: torch.dtype = torch.float32  # of patches: the model's, to which its first layer would cast them
-    counted: str = "tokens"  # what the loss is a mean over (`Objective.counted`)
+    counted: str = "tokens"  # the unit over which the loss is averaged (`Objective.counted`)
 
     @classmethod
     def of(cls, config: Config, source: Source, *, seq_length: int | None = None) -> CollateSpec:
-        """Return the specification of a run: the tokens are the source's, the rest is the model's.
+        """Return the specification of a run, with the tokens of `source` and the model of `config`.
 
-        `seq_length` is that of the configuration if not given.
+        `seq_length` defaults to the configuration's.
         """
         model, objective = config.model, objective_of(config.model)
         return cls(
@@ -74,7 +74,7 @@ class CollateSpec:
         assert self.image_token != self.pad_token, "padding would be taken for image features"
 
     def are_features(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which tokens features of images and videos take the place of."""
+        """Return a mask of the tokens that are replaced by features of images and videos."""
         return np.isin(tokens, self.feature_tokens)
 
     @property
@@ -83,7 +83,7 @@ class CollateSpec:
 
 
 def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True) -> MicroBatch:
-    """Return the micro-batch of B rows with all of their images, or with `with_patches=False` without pixels.
+    """Return the micro-batch of B rows with all their images, or with `with_patches=False` without pixels.
 
     Images are in the order of their tokens: row by row, sample by sample.
 
@@ -98,9 +98,9 @@ def collate(rows: Sequence[Row], spec: CollateSpec, *, with_patches: bool = True
 
 
 def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None = None) -> ImageBatch:
-    """Return the images of rows as patches, or only those that are True in `chosen` [N]; no others are rendered.
+    """Return the images of rows as patches, or only the images chosen by the mask [N]; no others are rendered.
 
-    If there is a video whose patches span several frames, the patches of images repeat their one frame as often.
+    If the patches of a video span several frames, the patches of images repeat their one frame to the same size.
     """
     samples = [sample for row in _texts_of(rows) for sample in row]
     pictures, sizes = [image for sample in samples for image in sample.images], _sizes_of(samples)
@@ -123,7 +123,7 @@ def collate_images(rows: Sequence[Row], spec: CollateSpec, chosen: Mask | None =
 
 
 def _repeated(patches: Tensor, spec: CollateSpec) -> Tensor:
-    """Return the patches of an image as those of a video in which nothing moves."""
+    """Return the patches of an image as patches of a still video, with the frame repeated."""
     frames = patches.view(len(patches), spec.channels, 1, -1).expand(-1, -1, spec.frames_per_patch, -1)
     return frames.flatten(1)
 
@@ -156,7 +156,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
             bounds.append(number * seq_length + end)
             prefix = int(sample.trained.argmax()) if sample.trained.any() else len(sample)
             prefixes.append((number * seq_length + start, prefix))
-        # Padding goes on counting, as a sequence of its own where others are kept apart.
+        # Padding continues the positions; in packed rows it is a segment of its own in `cu_seqlens`.
         positions[:, number, end:] = (
             positions[:, number, end - 1 : end].max(initial=-1) + 1 + np.arange(seq_length - end)
         )
@@ -186,7 +186,7 @@ def collate_text(rows: Sequence[Row], spec: CollateSpec) -> TextBatch:
 
 
 def _terms(row: Row, spec: CollateSpec) -> int:
-    """Return how many terms of the loss begin in a row: its queries, its answers, or its positives, each a pair."""
+    """Return the number of loss terms of a row: queries, answers or positives, depending on `spec.counted`."""
     roles = {"queries": (QUERY,), "answers": (POSITIVE, NEGATIVE)}.get(spec.counted, (POSITIVE,))
     return sum(member.role in roles for text in row for member in text.members)
 
@@ -197,9 +197,9 @@ def _texts_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def _embedded(rows: Sequence[Row], spec: CollateSpec) -> dict[str, Tensor]:
-    """Return `members`, `pool` and `pool_weights` of rows of texts that are embedded, or of answers.
+    """Return `members`, `pool` and `pool_weights` for rows of texts to embed, or of answers to score.
 
-    Pooled of an answer are the positions that predict its tokens, each with weight 1.
+    For an answer, `pool` has the positions that predict its tokens, each with weight 1.
     """
     members: list[tuple[int, int, int, int]] = []
     positions: list[NDArray[np.int64]] = []
@@ -252,9 +252,10 @@ def _positions(sample: Sample, spec: CollateSpec) -> NDArray[np.int64]:
 
 
 def runs_of(sample: Sample) -> list[Run]:
-    """Return the runs of neighbouring features of a sample, in order.
+    """Return the runs of contiguous features of a sample, in order.
 
-    An image is one run of one moment, and so is each group of a video's frames if there is text between them.
+    An image is one run at one time position, and so is each group of a video's frames if there is text between the
+    groups. Otherwise a video is one run with the time positions of its groups.
     """
     return [
         run
@@ -270,15 +271,16 @@ def runs_of(sample: Sample) -> list[Run]:
 def mrope_positions(are_features: NDArray[np.bool_], runs: Sequence[Run], *, merge: int) -> NDArray[np.int64]:
     """Return (time, row, column) of each token of one sequence (M-RoPE; Wang et al. 2024, Qwen2-VL): [S] → [3, S].
 
-    Text moves all three on by one per token. A still image takes one moment: its feature in row r and column c of the
-    merged grid stands at (t, t + r, t + c), where t is the next free position, and text goes on at t + its longer side,
-    the first position that none of its features reached. A group of a video's frames stands at t + its own moment in
-    time; text after the video goes on as after an image, as in Transformers from 5.3 on. Padding counts as text.
+    Each text token advances all three by one. A still image takes one time position: its feature in row r and column c
+    of the merged grid has the position (t, t + r, t + c), where t is the next free position. Text continues at t + the
+    image's longer side, the first position that none of its features reached. In a video, a group of frames has the
+    time t + its own moment; text after the video continues as after an image, as in Transformers from 5.3 on. Padding
+    counts as text.
 
     Args:
-        are_features: [S] which tokens are features of images and videos.
-        runs: (rows, columns) in patches and the moments of each run of features, in order; `merge`² patches make one
-            feature.
+        are_features: [S] mask of the tokens that are features of images and videos.
+        runs: (rows, columns) in patches and the moments (time positions) of each run of features, in order; `merge`²
+            patches make one feature.
     """
     positions = np.empty((3, len(are_features)), dtype=np.int64)
     starts = np.flatnonzero(are_features)
@@ -307,16 +309,18 @@ def canvas_positions(
 ) -> NDArray[np.int64]:
     """Return (time, row, column) of each token of one sequence (MiniCPM-V 4.7, as in Transformers): [S] → [3, S].
 
-    Text moves all three on by one per token. An image is a copy of the whole, which slices may follow, with a line
-    break between their rows. All stand at one time t, the next free position, on a canvas from (t, t) on, as large as
-    the slices together, or as the copy alone. A slice's features lie where the slice does, the copy's are spread over
-    the canvas. Marks lie at corners: before the image at (t − 1, t − 1), behind the copy past the far corner, those of
-    a slice at its first and last feature, and a line break right of its row. Text goes on past the longer side.
+    Each text token advances all three by one. An image is a copy of the whole image, optionally followed by slices,
+    with a line break between rows of slices. All features of an image have one time t, the next free position. Their
+    rows and columns are positions on a canvas that begins at (t, t) and is as large as the slices together, or as the
+    copy if there are no slices. A slice's features are at the slice's place; the copy's are spread over the canvas.
+    Marker tokens are at corners: the marker before the image at (t − 1, t − 1), the marker after the copy past the far
+    corner, a slice's markers at its first and last feature, and a line break right of its row. Text continues past the
+    longer side.
 
     Args:
-        are_features: [S] which tokens are features of images and videos.
+        are_features: [S] mask of the tokens that are features of images and videos.
         grids: (rows, columns) in patches of each run of features, in order; `merge`² patches make one feature.
-        marks: tokens around features, that before a slice first.
+        marks: marker tokens around features; the first is the marker before a slice.
     """
     positions = np.empty((3, len(tokens)), dtype=np.int64)
     place = moment = 0
@@ -346,7 +350,7 @@ def _images(
     before_slice: int,
     merge: int,
 ) -> list[list[Crop]]:
-    """Return the crops of each image or frame: the copy of the whole, then its slices."""
+    """Return the crops of each image or frame: the copy of the whole image, then its slices."""
     starts, images, taken = np.flatnonzero(are_features), list[list[Crop]](), 0
     for grid in grids:
         rows, columns = grid[0] // merge, grid[1] // merge
@@ -360,7 +364,7 @@ def _images(
 
 
 def _lay_out(place: NDArray[np.int64], copy: Crop, slices: Sequence[Crop], *, first: int) -> tuple[int, int]:
-    """Write the rows and columns on a canvas into `place` [3, …], whose tokens begin at `first`. Return its size."""
+    """Write the rows and columns of an image's tokens, from token `first` on, to `place` [3, …]; return canvas size."""
     breaks = [number for number, (one, other) in enumerate(pairwise(slices), 1) if other[0] - one[1] > 2]
     across = breaks[0] if breaks and len(slices) % breaks[0] == 0 else len(slices)
     _, _, rows, columns = (slices or [copy])[0]

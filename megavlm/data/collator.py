@@ -1,4 +1,4 @@
-"""Make the sequences of a window and the micro-batches of a step, in the calling thread or in worker processes."""
+"""Define collators: pack the samples of a window, and collate micro-batches, in this thread or in worker processes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Chooses which images of a step this rank encodes, from their sizes by micro-batch; None: all of a micro-batch.
+# Chooses the images of a step that this rank encodes, from their sizes per micro-batch; None: all of a micro-batch.
 OwnImages = Callable[[Sequence[ImageSizes]], Sequence[Mask | None]]
 
 
 def all_images(sizes: Sequence[ImageSizes]) -> list[None]:
-    """Choose all images, as on a rank that encodes those of all micro-batches."""
+    """Choose all images of every micro-batch, as an `OwnImages`."""
     return [None] * len(sizes)
 
 
-# A worker encodes this many samples per task, so that the time of sending the task does not count.
+# Samples that a worker encodes per task, so that the time of sending the task is negligible.
 _SAMPLES_PER_TASK = 32
 
 
 class Collator(Protocol):
-    """Makes the sequences of a window and the micro-batches of a step."""
+    """Packs the samples of a window into sequences, and collates the sequences of a step into micro-batches."""
 
     def window(self, samples: Sequence[SampleId]) -> Window:
-        """Return the sequences of a window of samples."""
+        """Return the window with its samples packed into sequences."""
         ...
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
@@ -45,12 +45,12 @@ class Collator(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the collator holds."""
+        """Free the collator's resources."""
         ...
 
 
 class ComputedCollator:
-    """Collates computed samples, each a sequence, with the images that this rank encodes. No other is rendered."""
+    """Collates computed samples, one per sequence; only the images that this rank encodes are rendered."""
 
     def __init__(self, source: Source, spec: CollateSpec, *, own_images: OwnImages | None = None) -> None:
         """`own_images` is None on a rank that encodes no images."""
@@ -81,9 +81,9 @@ class ComputedCollator:
 
 
 class FileCollator:
-    """Encodes the records of files (template, tokens, image sizes), and collates them with all of their images.
+    """Encodes the records of files (template, tokens, image sizes), and collates them with all their images.
 
-    An image that cannot be decoded is only detected here: its sample is left out of its sequence, and reported.
+    Images are decoded when they are collated. A sample with a damaged image is left out of its sequence and reported.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FileCollator:
         packing: bool,
         pool: WorkerPool | None = None,
     ) -> None:
-        """Without `pool` the calling thread does the work. `close` closes the pool."""
+        """Prepare the collator. Without `pool` the calling thread does the work. `close` closes the pool."""
         self._source = source
         self._spec = spec
         self._packing = packing
@@ -104,14 +104,14 @@ class FileCollator:
         return self.packed(self.encode(samples))
 
     def packed(self, records: Sequence[EncodedRecord]) -> Window:
-        """Return the sequences of the encoded records of a window."""
+        """Return the window with its encoded records packed into sequences."""
         return window_of(records, seq_length=self._spec.seq_length, packing=self._packing)
 
     def collate(self, micro_batches: Sequence[Sequence[Segments]]) -> list[CollatedBatch]:
         return self._map(partial(collate_segments, spec=self._spec), micro_batches)
 
     def encode(self, samples: Sequence[SampleId]) -> list[EncodedRecord]:
-        """Return the encoded records of samples, in order. A record that comes several times is encoded once."""
+        """Return the encoded records of samples, in order. A record that occurs several times is encoded once."""
         places = [self._source.place(sample) for sample in samples]
         distinct = dict(zip(places, samples, strict=True))
         once = list(distinct.values())
@@ -121,12 +121,12 @@ class FileCollator:
         return [replace(found[place], sample_id=sample) for place, sample in zip(places, samples, strict=True)]
 
     def close(self) -> None:
-        """End the workers; what they do is dropped."""
+        """Close the worker pool, which drops its tasks."""
         if self._pool is not None:
             self._pool.close()
 
     def _map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
-        """Return `function(source, task)` of each task."""
+        """Return `function(source, task)` for each task, in order, from the pool or the calling thread."""
         if self._pool is not None:
             return self._pool.map(function, tasks)
         return [function(self._source, task) for task in tasks]
@@ -137,7 +137,7 @@ def _encode_samples(source: FilesSource, samples: Sequence[SampleId]) -> list[En
 
 
 def collate_segments(source: FilesSource, rows: Sequence[Segments], *, spec: CollateSpec) -> CollatedBatch:
-    """Return one micro-batch; a sample whose images cannot be decoded is left out of its sequence."""
+    """Collate sequences into one micro-batch; a sample whose images cannot be decoded is left out and reported."""
     skipped: list[Skipped] = []
     kept: list[SampleId] = []
     loaded: list[list[Sample]] = []

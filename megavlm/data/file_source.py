@@ -1,4 +1,4 @@
-"""Read the user's data sets as samples: each record is read, templated and tokenised once."""
+"""Define the source of samples of users' data sets: records are read, rendered with the template and tokenised."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megavlm.errors import UserError, one_line
 from megavlm.inputs.bad_sample import BadSample, Reason, Skipped, SkipSummary
 from megavlm.resilience.events import record
 
-MEASURED = 8192  # records that are encoded at most to count sequences, and a window more: about ten seconds
-_LOOKED_AT = 100  # most validation samples that are encoded to find one that can be used
+MEASURED = 8192  # most records, plus one window, that are encoded to count sequences: about ten seconds
+_LOOKED_AT = 100  # most validation samples that are encoded to find a usable one
 
 
 class FilesSource(Encoder, Source):
@@ -41,7 +41,7 @@ class FilesSource(Encoder, Source):
     is_read = True
 
     def __init__(self, config: Config) -> None:
-        """Load what encodes records. Raises UserError if it is missing or does not fit the model."""
+        """Load the tokenizer, chat template and image processor. Raises UserError if one is missing or does not fit."""
         super().__init__(config)
         self.names = tuple(name_of(source) for source in config.data.datasets)
         self.validation_names = tuple(name_of(source) for source in self._validation)
@@ -70,18 +70,18 @@ class FilesSource(Encoder, Source):
 
     @cached_property
     def records(self) -> Sequence[Records]:
-        """Return the data sets. Raises UserError for one that cannot be opened."""
+        """Return the training data sets. Raises UserError for a data set that cannot be opened."""
         return [open_records(each, pairs=self.embeds, answers=self.compares) for each in self.config.data.datasets]
 
     @property
     def _validation(self) -> tuple[DatasetConfig, ...]:
-        """Return the data sets of which validation samples are part: `--validation`, or those of a split."""
+        """Return the data sets with validation samples: `--validation`, or `--datasets` with `--validation-split`."""
         data = self.config.data
         return data.datasets if data.validation_split else data.validation
 
     @cached_property
     def validation_records(self) -> Sequence[Records]:
-        """Return the validation data sets. Raises UserError for one that cannot be opened."""
+        """Return the validation data sets. Raises UserError for a data set that cannot be opened."""
         if self.config.data.validation_split:
             return self.records
         try:
@@ -90,8 +90,9 @@ class FilesSource(Encoder, Source):
             raise UserError(str(error).replace("--datasets", "--validation", 1)) from error
 
     def held_out(self, source: int, numbers: Sequence[int]) -> list[int]:
-        """Return those of the records of a validation data set that belong to its validation samples: all, or those of
-        a split that can be read.
+        """Return the record numbers of a validation data set that are validation samples.
+
+        These are all `numbers`, or with `--validation-split` those held out; unreadable records are not.
         """
         if not self.config.data.validation_split:
             return list(numbers)
@@ -101,7 +102,7 @@ class FilesSource(Encoder, Source):
     def _is_held_out(self, records: Records, number: int) -> bool:
         try:
             return is_held_out(records.key(number), self.config.data.validation_split)
-        except BadSample:  # it is skipped, and counted, where it is read
+        except BadSample:  # reading the record skips and counts it
             return False
 
     @cached_property
@@ -115,7 +116,7 @@ class FilesSource(Encoder, Source):
         )
 
     def _at(self, sample_id: int | HeldOut) -> tuple[Records, RecordRef]:
-        """Return the data set of a sample, and its place there."""
+        """Return the data set of a sample, and the address of its record."""
         if isinstance(sample_id, HeldOut):
             return self.validation_records[sample_id.source], RecordRef(sample_id.source, sample_id.record, 0)
         ref = self.order.record(sample_id)
@@ -127,15 +128,15 @@ class FilesSource(Encoder, Source):
         return records.read(ref.record), ref.source
 
     def place(self, sample_id: SampleId) -> tuple[int, int]:
-        """Return the data set and the record of a sample, alike for all samples of that record."""
+        """Return (data set, record number) of a sample; samples of the same record have the same place."""
         ref = self._at(sample_id)[1]
         return ref.source, ref.record
 
     def encode(self, sample_id: SampleId) -> EncodedRecord:
-        """Read a record and the headers of its images, and return its tokens and costs.
+        """Read a record and the headers of its images, and return its samples with tokens and costs.
 
-        A record is encoded once; a bad one is reported in `skipped`. Encoded images have a number and no bytes, so
-        that a window of encoded samples stays small. A sample of the training data that is held out has no tokens.
+        A bad record has no samples and is reported in `skipped`. Encoded images are numbers without bytes, so that a
+        window of encoded samples stays small. A training sample whose record is held out has no samples.
         """
         if isinstance(sample_id, int) and self.config.data.validation_split:
             records, ref = self._at(sample_id)
@@ -167,7 +168,7 @@ class FilesSource(Encoder, Source):
         )
 
     def _augmentation(self, sample_id: SampleId, conversation: Conversation) -> Augmentation | None:
-        """Return how images of a sample are changed: not at all where they are not trained on."""
+        """Return the augmentation of a sample's images; None for validation samples, or if none is set."""
         options = self.config.data
         if isinstance(sample_id, HeldOut) or (options.augment_crop == 1 and not options.augment_color):
             return None
@@ -182,7 +183,7 @@ class FilesSource(Encoder, Source):
         return [self.load(Segment(record.sample_id, encoded)) for encoded in record.samples]
 
     def sequences(self, lengths: Sequence[int]) -> int:
-        """Return how many sequences of the run samples of these lengths fill."""
+        """Return the number of sequences that samples of these lengths fill, packed as in the run."""
         return len(bins_of(lengths, seq_length=self.config.train.seq_length, packing=self.config.data.packing))
 
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
@@ -190,19 +191,19 @@ class FilesSource(Encoder, Source):
         return Skipped(label, source, error.reason, error.detail)
 
     def name(self, sample_id: SampleId) -> tuple[str, str]:
-        """Return the names of a sample's data set and of the sample in messages."""
+        """Return, for messages, the name of a sample's data set and the label of its record."""
         source, label = self.label(sample_id)
         return (self.validation_names if isinstance(sample_id, HeldOut) else self.names)[source], label
 
     def label(self, sample_id: SampleId) -> tuple[int, str]:
-        """Return the index of a sample's data set, and the sample's name in messages."""
+        """Return the index of a sample's data set, and the label of its record in messages."""
         records, ref = self._at(sample_id)
         return ref.source, records.label(ref.record)
 
-    # --- What other parts ask every source
+    # --- Interface of every source
 
     def worker_pool(self, device: torch.device) -> WorkerPool | None:
-        """Start the processes of `--num-workers`, whose replacements are printed and recorded; none for 0."""
+        """Start the worker processes of `--num-workers`; None for 0. Replaced workers are printed and recorded."""
         data, run_dir = self.config.data, Path(self.config.run.run_dir)
 
         def report(line: str) -> None:
@@ -236,7 +237,9 @@ class FilesSource(Encoder, Source):
         return Windows(config.data.packing_window, epoch, within_epochs=config.train.epochs is not None)
 
     def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
-        """Encode each record once, however often it comes, and end before the first window beyond MEASURED records."""
+        """Yield the number of samples and the sample lengths of each window, until more than MEASURED records were
+        encoded. Each record is encoded once, even if it occurs several times.
+        """
         known: dict[tuple[int, int], list[int]] = {}
         for number in count():
             lengths: list[int] = []
@@ -276,5 +279,5 @@ class FilesSource(Encoder, Source):
         return choose_prompts(config, self, samples)
 
     def prompts_as_tokens(self) -> Iterator[PromptTokens]:
-        """Yield the prompt of each record that has one."""
+        """Yield the prompt tokens of each record that has an answer."""
         return prompt_tokens(self)

@@ -1,8 +1,8 @@
-"""Build the data loaders of a rank: of the training data and, if there are any, of the validation samples.
+"""Build the data loaders of a rank, for training and validation, and choose the ranks that read.
 
-They decide which ranks read and which receive the data by broadcast. Each rank makes the samples of a source that is
-not read itself, and renders the images that it encodes. Else the first rank of each model replica reads, and sends the
-text to all of its ranks and each image to the ranks that encode it, so that no image is read or decoded twice.
+The samples of a computed source are made on every rank, which renders the images that it encodes. The samples of files
+are read by the first rank of each model replica. It broadcasts the text to all ranks of the replica and sends each
+image to the ranks that encode it, so that no image is read or decoded twice.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Loaders:
 
 
 class References:
-    """The log-probability of each answer by the model that the run begins with, in a file of RUN_DIR.
+    """Log-probabilities of the answers under the reference model (the run's initial weights), in a file of RUN_DIR.
 
-    The file is written before the run's first step, and has answers by what identifies their content.
+    The file is written before the run's first step. Answers are keyed by the identity of their content.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -53,13 +53,16 @@ class References:
         self._known: NDArray[np.void] | None = None
 
     def write(self, known: Mapping[int, float]) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file of log-probabilities, given by answer identity, atomically."""
         content = io.BytesIO()
         np.save(content, np.array(sorted(known.items()), dtype=[("answer", np.int64), ("logprob", np.float64)]))
         replace_file(self.path, content.getvalue())
 
     def added(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with its references; without, while there is no file. Raises UserError for new data."""
+        """Return a micro-batch with the reference log-probabilities of its answers; unchanged before the file exists.
+
+        Raises UserError for answers that the file lacks.
+        """
         assert batch.text.members is not None
         if self._known is None:
             if not self.path.exists():
@@ -86,8 +89,8 @@ def build_loaders(
 ) -> Loaders:
     """Return the data loaders of a run on this rank.
 
-    `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of them
-    encodes all images, or those that `assignment` gives it. Patches have the type `dtype`.
+    `vision_group` are the ranks of the replica that encode images; it is None on a rank that encodes none. Each of
+    these ranks encodes all images, or with `assignment` the images assigned to it. Patches have the type `dtype`.
     """
     at, dims = groups.coords, groups.dims
     broadcast: ReplicaBroadcast | None = None
@@ -136,7 +139,7 @@ def _validation_sampler(config: Config, samples: Sequence[HeldOut], collator: Co
         samples,
         collator.window,
         count=train.global_batch_size,
-        # Ranks have as many micro-batches as one another, which interleaved stages take in rounds of as many as stages.
+        # All ranks have equally many micro-batches; for interleaved stages, a multiple of the number of stages.
         multiple=train.micro_batch_size * dims.dp * (dims.pp if dims.vpp > 1 else 1),
         most=config.evaluation.eval_iters,
         size=config.data.packing_window,

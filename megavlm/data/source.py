@@ -1,7 +1,7 @@
-"""`Source`: the samples of a run, and everything that depends on where they come from.
+"""Define `Source`, the interface of the samples of a run and of everything that depends on their origin.
 
-Samples have numbers, and any rank of any layout can make any of them. They are computed (`ComputedSource`) or read
-(`FilesSource`). No caller asks which kind a source is; it asks the source.
+Samples have numbers, and any rank of any layout can make any sample. Samples are computed (`ComputedSource`) or read
+(`FilesSource`). Callers do not distinguish the two; they use the methods of `Source`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, eq=False)
 class HeldOutPrompt:
-    """A validation sample up to an answer of it, and that answer, the `reference`."""
+    """A prompt of a validation sample, which ends before an answer, and that answer as the `reference`."""
 
-    sample: Sample  # the tokens that the model continues, with the images in them
+    sample: Sample  # the tokens that the model continues, with their images
     label: str  # as in `chat.jsonl:18`
-    question: str  # what is asked, as a reader sees it
+    question: str  # the question as text, for readers
     reference: str
-    pictures: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each, for readers: reduced
-    kind: str = ""  # the group of its score, of questions that are scored by exact match
+    pictures: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each, reduced in size, for readers
+    kind: str = ""  # for questions scored by exact match, the group whose score it counts for
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class DataSetShare:
 
 
 class Source(ABC):
-    """The samples of a run, and the tokens that have a meaning to the model."""
+    """The samples of a run, its vocabulary size, and its image and padding tokens."""
 
     names: tuple[str, ...] = ()  # data sets whose losses are reported separately; empty if there is only one
     validation_names: tuple[str, ...] = ()  # data sets that are not trained on, whose losses are measured
     vocab_size: int
     image_token: int
     pad_token: int
-    max_answer_tokens = 0  # of `questions`, the token that ends an answer included
-    # Whether the first rank of each replica reads and sends the others what they need. Else each rank makes its own.
+    max_answer_tokens = 0  # most tokens of an answer to `questions`, including the end token
+    # Whether the first rank of each replica reads the samples and broadcasts them. Else each rank makes its own.
     is_read = False
 
     @abstractmethod
@@ -67,57 +67,57 @@ class Source(ABC):
 
     @abstractmethod
     def skipped(self, sample_id: SampleId, error: BadSample) -> Skipped:
-        """Return the report of a sample that is left out."""
+        """Return the report of a skipped sample."""
 
     def name(self, sample_id: SampleId) -> tuple[str, str]:
-        """Return the names of a sample's data set and of the sample in messages."""
+        """Return, for messages, the name of a sample's data set and the label of its record."""
         raise AssertionError("computed samples have no names")
 
     def worker_pool(self, device: torch.device) -> WorkerPool | None:
-        """Return the processes of `--num-workers`, if the source has a use for them; what they make is for `device`."""
+        """Return the worker processes of `--num-workers`, if the source uses any; micro-batches are for `device`."""
         return None
 
     @abstractmethod
     def collator(
         self, spec: CollateSpec, *, own_images: OwnImages | None = None, pool: WorkerPool | None = None
     ) -> Collator:
-        """Return what makes micro-batches. A source that is not read renders the images that `own_images` chooses, and
-        none without it; one that is read loads all, in the worker processes of `pool`.
+        """Return the collator. A computed source renders the images that `own_images` chooses, or none without it; a
+        source that is read loads all images, in the worker processes of `pool`.
         """
 
     @abstractmethod
     def sampler(self, config: Config, collator: Collator) -> BatchSampler:
-        """Return what chooses the samples of global batches."""
+        """Return the batch sampler, which composes global batches."""
 
     @abstractmethod
     def validation_samples(self, config: Config) -> tuple[HeldOut, ...]:
-        """Return the validation samples in the order in which they are read. One rank calls it: it may read all data.
+        """Return the validation samples in reading order. Only one rank calls it, since it may read all data.
 
-        Raises UserError if there are none, or none that can be used among the first.
+        Raises UserError if there are no validation samples, or if none of the first ones can be used.
         """
 
     @abstractmethod
     def prompts(self, config: Config, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
-        """Return `evaluation.sample_count` prompts of these samples, or fewer where there are no more.
+        """Return `evaluation.sample_count` prompts from these validation samples, or fewer if there are no more.
 
         Raises UserError if none of the first samples can be used.
         """
 
     def questions(self, per_kind: int) -> list[HeldOutPrompt]:
-        """Return `per_kind` held-out questions of each kind that a run scores by exact match, always the same ones."""
+        """Return `per_kind` held-out questions of each kind that is scored by exact match; the same at every call."""
         return []
 
     def with_shuffled_images(self, questions: Sequence[HeldOutPrompt]) -> list[HeldOutPrompt]:
-        """Return the same questions, each with the images of another one."""
+        """Return the questions with their images exchanged: each has the images of another question."""
         raise AssertionError("this source has no questions")
 
     @property
     def answer_ends(self) -> tuple[int, ...]:
-        """Return the tokens before which an answer ends."""
+        """Return the tokens that end an answer."""
         raise AssertionError("this source has no prompts")
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """Return the text of generated tokens."""
+        """Return the text of the generated tokens of an answer."""
         raise AssertionError("this source has no prompts")
 
     def warnings(self) -> list[str]:
@@ -125,31 +125,31 @@ class Source(ABC):
         return []
 
     def data_sets(self) -> list[DataSetShare]:
-        """Return the data sets that the samples come from, if they come from any."""
+        """Return the data sets of the blend; [] for a source without data sets."""
         return []
 
     def first_records(self, number: int) -> list[tuple[tuple[int, int], EncodedRecord]]:
-        """Return the first samples of data sets, each with its data set and its number there."""
+        """Return the encoded records of the first `number` samples, each with its (data set, record number)."""
         return []
 
     def windows(self, config: Config) -> Windows:
-        """Return the packing windows of data that are read, with the number of samples of an epoch."""
+        """Return the division of samples into packing windows, with the number of samples of an epoch."""
         raise AssertionError("computed samples have neither windows nor epochs")
 
     def window_lengths(self, windows: Windows) -> Iterator[tuple[int, list[int]]]:
-        """Yield how many samples each of the first windows has, and the lengths of those that can be used."""
+        """Yield, for the first packing windows, the number of samples and the lengths of the usable samples."""
         raise AssertionError("computed samples have neither windows nor epochs")
 
 
 class ComputedSource(Source):
-    """A map-style source whose samples are a pure function of their number."""
+    """A map-style source whose samples are computed as a pure function of their number."""
 
     @abstractmethod
     def sample(self, index: int) -> Sample:
         """Return sample `index`."""
 
     def validation_sample(self, held_out: HeldOut) -> Sample:
-        """Return a validation sample."""
+        """Compute a validation sample."""
         raise AssertionError("this source has none")
 
     def held_out_prompt(self, held_out: HeldOut) -> HeldOutPrompt:

@@ -1,9 +1,9 @@
 """Run data tasks in worker processes; replace a worker that dies or hangs, and repeat its task.
 
-Tasks have no side effects, so they can be repeated. Each worker has a pipe of its own, and a thread of this process
-that waits for it, so that no lock or queue is shared with a process that may be killed at any moment. That thread does
-next to nothing: micro-batches lie in memory that both have mapped, and the name of each sample that a
-worker begins is noted in such memory, so that a message can name the sample at which it died or hung.
+Tasks have no side effects, so they can be repeated. Each worker has its own pipe and a thread of this process that
+waits for the worker, so that no lock or queue is shared with a process that may be killed at any moment. The thread
+does little work: micro-batches are passed in shared memory. Each worker also writes the name of the sample that it
+begins to shared memory, so that a message can name the sample at which the worker died or hung.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 ATTEMPTS = 3  # workers that may be lost at one task before the run fails
-_NOTE = struct.Struct("d1016s")  # when a worker gave a sign of life, and the name of the sample that it works on
-_START = 300.0  # seconds that a worker may take for its imports, at least
+_NOTE = struct.Struct("d1016s")  # the time of a worker's last sign of life, and the name of its sample
+_START = 300.0  # least timeout in seconds for a worker's imports
 _CPU = torch.device("cpu")
-_SPARE = 8  # memory that has to grow gets this fraction more, so that it seldom does
+_SPARE = 8  # memory that has to grow gets 1 / _SPARE more than needed, so that it seldom grows
 _LOOK = 1.0  # seconds between checks for workers that hang
 _STARTING = threading.Lock()
-_SCRIPT = {"__file__", "__spec__"}  # by these, a process that Python starts finds the script of its parent
+_SCRIPT = {"__file__", "__spec__"}  # attributes of `__main__` by which a spawned process finds its parent's script
 
 
 class WorkerPool:
-    """Calls `function(source, task)` in worker processes, each of which has a copy of the source."""
+    """Pool of worker processes that call `function(source, task)`, each with its own copy of the source."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class WorkerPool:
         threading.Thread(target=self._end_hanging, name="worker-timeout", daemon=True).start()
 
     def map(self, function: Callable[[Any, Any], Result], tasks: Sequence[Any]) -> list[Result]:
-        """Return `function(source, task)` of each task, in order.
+        """Return `function(source, task)` for each task, in order.
 
         Raises UserError, with the name of the sample, if several workers die or hang at one task.
         """
         return list(self._threads.map(self._call, [function] * len(tasks), tasks))
 
     def close(self) -> None:
-        """Kill the workers and drop their tasks, once: loaders of training and of validation share them."""
+        """Kill the workers and drop their tasks. Further calls do nothing: two loaders may share the pool."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -134,7 +134,7 @@ class WorkerPool:
                 self._report_loss(worker, lost, last=losses == ATTEMPTS)
 
     def _report_loss(self, worker: _Worker, lost: _WorkerLost, *, last: bool) -> None:
-        """Report a worker that was lost; raise UserError if it was the last one of a task."""
+        """Report a lost worker; raise UserError if it was the last attempt at a task."""
         sample = worker.sample
         place = f"at sample {sample}" if sample else "before it began a sample"
         line = f"a data worker {lost} {place}"
@@ -148,7 +148,7 @@ class WorkerPool:
         ) from lost
 
     def _end_hanging(self) -> None:
-        """Kill workers that are silent for too long; the thread that waits for one then finds its pipe closed."""
+        """Kill workers that are silent for too long; the thread that waits for such a worker finds its pipe closed."""
         while not self._closed.wait(_LOOK):
             for worker in self._workers:
                 if self._timeout and worker.silence() > (self._timeout if worker.ready else max(self._timeout, _START)):
@@ -157,11 +157,11 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker has ended; the message says how."""
+    """Raised if a worker process has ended or hung; the message says how."""
 
 
 class _Worker:
-    """Owns a worker process, this process's end of its pipe, and the memory in which it notes what it does."""
+    """A worker process with the parent's end of its pipe, and its `Note` in shared memory."""
 
     def __init__(self, source: FilesSource) -> None:
         self._source = source
@@ -169,7 +169,7 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        """Start the process, in place of one that has ended."""
+        """Start the process, also in place of a process that has ended."""
         # Spawned, not forked: this process has threads of gloo and NCCL, and perhaps a CUDA context.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -178,16 +178,16 @@ class _Worker:
             process.start()
         self._process = process
         self._note.write("", at=0.0)
-        self._known: set[int] = set()  # the memories that it has mapped
+        self._known: set[int] = set()  # file descriptors of the memories that the process has mapped
         self._give(self._note.memory)
         theirs.close()  # so that the pipe ends with the process
         self.hangs = self.lost = False
-        self._asked: float | None = None  # when it was given its task; None while it has none
+        self._asked: float | None = None  # when the current task was sent; None without a task
 
     def call(self, function: Callable[[Any, Any], Any], task: Any, memory: SharedMemory) -> Any:
-        """Return `function(source, task)`; of a micro-batch, what `stored` returns, since it lies in the memory.
+        """Run a task and return `function(source, task)`; a `CollatedBatch` comes as a `StoredBatch` in `memory`.
 
-        Raises _WorkerLost if the process ends, and what the function raises.
+        Raises _WorkerLost if the process ends, and any error of the function.
         """
         self._asked = time.monotonic()
         try:
@@ -209,12 +209,12 @@ class _Worker:
 
     @property
     def sample(self) -> str:
-        """Return the name of the sample that it has begun; "" if it is between two tasks."""
+        """Return the name of the sample that the worker has begun; "" between two tasks."""
         return self._note.read()[1]
 
     @property
     def ready(self) -> bool:
-        """Return whether the process has done its imports."""
+        """Return whether the process has finished its imports."""
         return self._note.read()[0] > 0
 
     def silence(self) -> float:
@@ -240,9 +240,10 @@ class _Worker:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let processes that Python starts meanwhile look for modules where this one does, and never in the working
-    directory, which may have a `pickle.py` beside the data; and not run the script that was started once more, as they
-    otherwise do: one without `if __name__ == "__main__"` would start a run in each.
+    """Isolate processes that are spawned within this context from the working directory and the main script.
+
+    They do not import modules from the working directory, which may have a `pickle.py` next to the data. They do not
+    run the main script again: a script without `if __name__ == "__main__"` would start a run in each.
     """
     main = sys.modules["__main__"]
     with _STARTING:
@@ -261,7 +262,7 @@ def _alone() -> Iterator[None]:
 
 
 class Note:
-    """What a worker does now, in memory that it shares: nobody is woken up to be told."""
+    """The worker's current sample and last sign of life, in shared memory, so that no message has to be sent."""
 
     def __init__(self, memory: SharedMemory) -> None:
         memory.reserve(_NOTE.size)
@@ -269,18 +270,18 @@ class Note:
         self._bytes = memory.tensor(0, [_NOTE.size], torch.uint8).numpy().data
 
     def write(self, sample: str, *, at: float | None = None) -> None:
-        """Note the name of the sample that is begun, and the time."""
+        """Write the name of the sample that begins ("" for none), and the time."""
         _NOTE.pack_into(self._bytes, 0, time.monotonic() if at is None else at, sample.encode()[: _NOTE.size - 8])
 
     def read(self) -> tuple[float, str]:
-        """Return the time and the name."""
+        """Return the time of the last sign of life (0 before the first) and the sample's name."""
         at, sample = _NOTE.unpack_from(self._bytes)
         return at, sample.rstrip(b"\0").decode(errors="ignore")
 
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """What passes through a pipe in place of a `CollatedBatch` whose tensors lie in the memory."""
+    """Description of a `CollatedBatch` whose tensors are in shared memory; it is sent through the pipe instead."""
 
     description: bytes
     skipped: tuple[Skipped, ...]
@@ -288,8 +289,8 @@ class StoredBatch:
 
 
 def stored(collated: CollatedBatch, memory: SharedMemory) -> StoredBatch:
-    """Write a micro-batch into the memory, and return what describes it. Raises UserError if the memory cannot grow."""
-    batch = collated.batch.with_tensors(collated.batch.host_tensors())  # what is copied to a device is contiguous
+    """Write a micro-batch to shared memory and return its description. Raises UserError if the memory cannot grow."""
+    batch = collated.batch.with_tensors(collated.batch.host_tensors())  # contiguous, for the copy to a device
     step = StepData([batch], read=0, skipped=(), imbalance=None)
     description, tensors = serialize(step, pixels=True)
     if (size := size_of(tensors)) > memory.bytes:
@@ -300,7 +301,7 @@ def stored(collated: CollatedBatch, memory: SharedMemory) -> StoredBatch:
 
 
 def loaded(batch: StoredBatch, memories: SharedMemories, memory: SharedMemory) -> CollatedBatch:
-    """Return the micro-batch in the memory; its tensors are views, which are pinned for a GPU. Raises UserError."""
+    """Return the micro-batch in shared memory; its tensors are views, pinned for a GPU. Raises UserError."""
     with _room():
         whole = memories.lend(memory)
     return CollatedBatch(deserialize(batch.description, whole).batches[0], batch.skipped, batch.samples)
@@ -308,7 +309,7 @@ def loaded(batch: StoredBatch, memories: SharedMemories, memory: SharedMemory) -
 
 @contextlib.contextmanager
 def _room() -> Iterator[None]:
-    """Raise UserError where there is no memory to share."""
+    """Raise UserError for an OSError within this context: no memory can be shared with workers."""
     try:
         yield
     except OSError as error:
@@ -319,7 +320,7 @@ def _room() -> Iterator[None]:
 
 
 class TellingSource:
-    """Wraps a source: calls `tell` with the name of each sample before it is read."""
+    """Wrapper of a source that calls `tell` with the name of each sample before the sample is read."""
 
     def __init__(self, source: FilesSource, tell: Callable[[str], None]) -> None:
         self._source = source
@@ -367,7 +368,7 @@ def _answer(
 
 
 def _exit_with_parent() -> None:
-    """End this worker if its parent is killed while it computes."""
+    """Wait for the parent process to end, then end this worker, even while it computes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
