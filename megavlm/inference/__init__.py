@@ -1,1 +1,1 @@
-"""A trained model on one process: its answers, its vectors, and how far its logits are from Transformers'."""
+"""Run a trained model on one process: generate answers, embed texts and images, compare logits with Transformers."""

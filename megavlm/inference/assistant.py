@@ -1,4 +1,4 @@
-"""`Assistant`: a model that answers, in the format that it was trained in; `Talk`: a conversation with it."""
+"""`Assistant` generates answers with a trained model, in its training format; `Talk` keeps a conversation with it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megavlm.json_files import check, listed, number, read_json, whole
 
 _TOKEN = whole(0, 2**31 - 1)
 _GENERATION = {"eos_token_id": _TOKEN | listed(_TOKEN, 0, 2**16), "top_k": _TOKEN, "top_p": number(0, 1)}
-_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+_INCOMPLETE = "\ufffd"  # the tokenizer's text for an incomplete character
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are generated; with `temperature` 0 each token is the most likely one."""
+    """Options of generation; with `temperature` 0 each token is the most likely one."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -36,7 +36,7 @@ class Sampling:
 
 
 class Streamer:
-    """Receives tokens from `generate` (Transformers' streamer protocol) and shows the text that they add.
+    """Receives tokens from `generate` (Transformers' streamer protocol) and shows the text that each token adds.
 
     The whole answer is decoded each time, because spaces and characters may depend on neighbouring tokens.
     """
@@ -48,7 +48,7 @@ class Streamer:
         self._at_prompt = True
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, which is not shown, and then one token after the other."""
+        """Take the prompt in the first call, which is not shown, and one new token in each further call."""
         if self._at_prompt:
             self._at_prompt = False
             return
@@ -68,7 +68,7 @@ class Streamer:
 
 @dataclass(frozen=True)
 class Assistant:
-    """A model that answers. `generation` is the GenerationConfig of its folder: what ends an answer, top-k, top-p."""
+    """A model that answers prompts. `generation` is the GenerationConfig of its folder: end tokens, top-k, top-p."""
 
     model: TrainedModel
     generation: Any
@@ -76,7 +76,7 @@ class Assistant:
 
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto") -> Assistant:
-        """Return the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
+        """Load the model of a Hugging Face folder. Raises UserError for a folder that cannot be used."""
         model = TrainedModel.of(folder, data, device=device, dtype=dtype, said=ModelConfig())
         check_generation(folder / "language" if model.is_own else folder)
         if model.source.chat.template is None:
@@ -88,7 +88,7 @@ class Assistant:
 
     @property
     def source(self) -> FilesSource:
-        """Return what makes prompts."""
+        """Return the source that encodes prompts with the model's chat template and tokenizer."""
         return self.model.source
 
     def answers(self, samples: Sequence[Sample], sampling: Sampling) -> list[str]:
@@ -96,13 +96,13 @@ class Assistant:
         return [self.text(ids) for ids in self._generate(samples, sampling)]
 
     def stream(self, sample: Sample, sampling: Sampling, show: Callable[[str], None]) -> str:
-        """Return the answer to one prompt, and show each piece of it as soon as it is certain."""
+        """Generate the answer to one prompt, show each piece of text as soon as it is final, and return the answer."""
         streamer = Streamer(self.text, show)
         self._generate([sample], sampling, streamer)
         return streamer.text
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of generated tokens, up to the first that ends an answer, without special tokens."""
+        """Decode generated tokens up to the first end token, without special tokens."""
         end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
         return self.source.decode_answer(ids[:end])
 
@@ -113,7 +113,7 @@ class Assistant:
             raise BadSample(Reason.TOO_LONG, f"the prompt has {len(sample)} tokens and the model {longest} positions")
 
     def _room(self, samples: Sequence[Sample]) -> float:
-        """Return how many tokens fit after the longest of some prompts."""
+        """Return how many tokens fit after the longest prompt of a batch; infinity if positions are not limited."""
         longest = self.model.config.model.language.max_positions
         return math.inf if longest is None else longest - max(map(len, samples))
 
@@ -135,7 +135,7 @@ class Assistant:
             repetition_penalty=1.0,
             eos_token_id=list(self.ends),
             pad_token_id=self.source.pad_token,
-            suppress_tokens=list(self.source.feature_tokens),  # there would be no features for them
+            suppress_tokens=list(self.source.feature_tokens),  # generated image tokens would have no features
         )
         inputs = self.inputs(samples)
         made = self.model.module.generate(**inputs, generation_config=options, streamer=streamer)
@@ -144,10 +144,10 @@ class Assistant:
         return answers
 
     def inputs(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Return the arguments of the model for a batch of prompts, padded on the left: answers follow on the right."""
+        """Return the arguments of the model for a batch of prompts, padded on the left."""
         batch, width = self.model.batch(samples), max(map(len, samples))
         shifts = torch.tensor([width - len(sample) for sample in samples])[:, None]
-        places = (torch.arange(width) - shifts) % width  # [B, S]: where each came from
+        places = (torch.arange(width) - shifts) % width  # [B, S]: position of each token before the shift
         tokens, positions = (
             each.expand(*each.shape[:-2], *places.shape).gather(-1, places.expand(*each.shape[:-2], *places.shape))
             for each in (batch.text.tokens, batch.text.positions)
@@ -163,7 +163,7 @@ class Assistant:
     def _own_answers(
         self, samples: Sequence[Sample], most: int, temperature: float, streamer: Streamer | None
     ) -> list[list[int]]:
-        """Return up to `most` tokens after each prompt, of megavlm's model with a key/value cache."""
+        """Generate up to `most` tokens after each prompt with megavlm's own model and a key/value cache."""
         from megavlm.train.generate import following_tokens
 
         made: list[list[int]] = []
@@ -188,7 +188,7 @@ class Assistant:
         return [list(answer) for answer in zip(*made, strict=True)]
 
     def _chosen(self, scores: Tensor, temperature: float) -> Tensor:
-        """Return a token for each row of scores [B, vocabulary]: the likeliest, or with a temperature one drawn."""
+        """Choose a token per row of logits [B, vocabulary]: the most likely, or at temperature > 0 a sampled one."""
         if not temperature:
             return scores.argmax(-1)
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -205,7 +205,7 @@ class Assistant:
 
 
 class Talk:
-    """Keeps what was said. Each answer is generated from the whole conversation, with its images and videos."""
+    """A conversation with an assistant. Each answer is generated from all turns, with their images and videos."""
 
     def __init__(self, assistant: Assistant, sampling: Sampling, *, system: str | None = None) -> None:
         self._assistant = assistant
@@ -219,9 +219,9 @@ class Talk:
         self._images: list[Visual] = []
 
     def add(self, path: str, *, video: bool = False) -> str:
-        """Show an image, or a clip or a folder of frames, with the next message; return words on what the model sees.
+        """Add an image or a video (a clip or a folder of frames) to the next message; return its size in words.
 
-        Raises BadSample if it is none, or the model reads none.
+        Raises BadSample for a file that is no image or video, and for a video if the model reads none.
         """
         file = Path(path).expanduser().resolve()
         if not (file.exists() if video else file.is_file()):
@@ -240,9 +240,9 @@ class Talk:
         return words
 
     def answer(self, message: str, show: Callable[[str], None]) -> str:
-        """Return the answer to a message, and show it piece by piece.
+        """Generate the answer to a message, show it piece by piece, and return it.
 
-        Raises BadSample for a message that cannot be asked; the conversation is then as it was. An answer that Ctrl-C
+        Raises BadSample for a message that cannot be encoded; the conversation is then unchanged. An answer that Ctrl-C
         stops (KeyboardInterrupt) is not kept either.
         """
         question = Turn("user", (*self._images, message))
@@ -255,7 +255,7 @@ class Talk:
 
 
 def _generation(folder: Path) -> Any:
-    """Return the GenerationConfig of a folder; the default one where it has none."""
+    """Return the GenerationConfig of a folder; the default GenerationConfig if the folder has none."""
     from transformers import GenerationConfig
 
     try:
@@ -265,6 +265,6 @@ def _generation(folder: Path) -> Any:
 
 
 def check_generation(folder: Path) -> None:
-    """Raise UserError for a generation_config.json whose values are not what answers are generated with."""
+    """Raise UserError for a generation_config.json with wrong values of eos_token_id, top_k or top_p."""
     if (file := folder / "generation_config.json").exists():
         check(read_json(file), _GENERATION, str(file))

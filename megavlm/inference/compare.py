@@ -1,4 +1,4 @@
-"""Load two models for a comparison: of runs, checkpoints or Hugging Face folders, whatever layout wrote them."""
+"""Load two models (runs, checkpoints of any layout, or Hugging Face folders) and compare them layer by layer."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ from megavlm.rules.load import as_data, from_yaml_file
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_LOOKED_AT = 20  # records for each sample that is wanted, to find one that can be used
+_LOOKED_AT = 20  # records tried per wanted sample, because some may be unusable
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model to compare, and what its folder says of it."""
+    """One of two models to compare: configuration, weights as one chunk, and the types of its stored weights."""
 
     config: Config
     chunk: VLMChunk
     kept_in: frozenset[torch.dtype]  # types of its weights in the folder
-    pretrained: Pretrained | None  # None of a run
+    pretrained: Pretrained | None  # None for a run
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found: rows in the order in which they are computed, and options in which the models differ."""
+    """The result of a comparison: rows in the order of computation, and model options that differ."""
 
     rows: Sequence[Row]
     options: Mapping[str, tuple[Any, Any]]
@@ -84,9 +84,10 @@ def compare(
     gradients: bool = False,
     transformers: bool = False,
 ) -> Comparison:
-    """Compare the models of two folders on the same samples: the first of `data`, or random images and text.
+    """Compare the models of two folders on the same samples: the first usable of `data`, or random images and text.
 
-    With `transformers`, the second folder is run by Transformers. Raises UserError for folders that cannot be read so.
+    With `transformers`, the second folder is run by Transformers. Raises UserError for folders that cannot be
+    read so, and if none of the first records of `data` can be used.
     """
     groups = single_process_groups(backend)
     a, b = (
@@ -128,7 +129,7 @@ def side_of(
     precision: str = "fp32",
     seq_length: int | None = None,
 ) -> Side:
-    """Load the model of a folder. Raises UserError for one that has none."""
+    """Load the model of a run, checkpoint or Hugging Face folder. Raises UserError for a folder without a model."""
     is_folder = (path / "config.json").exists()
     pretrained: Pretrained | None = None
     config = Config(checkpoint=CheckpointConfig(init_from=str(path))) if is_folder else _of_run(path)
@@ -155,11 +156,11 @@ def side_of(
 
 
 def _of_run(path: Path) -> Config:
-    """Return the model of a run or checkpoint, with the data options and the length of the run's sequences."""
+    """Return the configuration of a run or checkpoint: model, adapters, and the run's data and training options."""
     checkpoint = folders.resolve(path)
     saved = model_of(read_summary(checkpoint), checkpoint)
     model = saved.model
-    if objective_of(model).compares:  # it is as any other, and samples of single answers are enough
+    if objective_of(model).compares:  # a model of pairs is like any other: samples of single answers are enough
         model = replace(model, objective=ObjectiveConfig())
     file = checkpoint.parent.parent / "config.yaml"
     run = from_yaml_file(file) if file.is_file() else Config()
@@ -169,7 +170,7 @@ def _of_run(path: Path) -> Config:
 
 @torch.no_grad()
 def _load_checkpoint(chunk: VLMChunk, checkpoint: Path) -> set[torch.dtype]:
-    """Give a model the weights of a checkpoint of any layout, main weights where there are any; return their types."""
+    """Load a checkpoint of any layout into a model, main weights where stored; return the types of its weights."""
     records = TrainedReader(checkpoint)
     shards = list(chunk.shards())
     if missing := [shard.key for shard in shards if shard.key not in records.stored]:
@@ -187,7 +188,7 @@ def _load_checkpoint(chunk: VLMChunk, checkpoint: Path) -> set[torch.dtype]:
 
 
 def _first_batches(config: Config, samples: int) -> Iterator[MicroBatch]:
-    """Yield the first samples of the data that can be used, each as a micro-batch."""
+    """Yield the first `samples` usable samples of the data, each as a micro-batch."""
     source = FilesSource(config)
 
     def usable() -> Iterator[MicroBatch]:
@@ -217,7 +218,7 @@ def length_of_a_sample(model: ModelConfig, tiling: Tiling | None) -> int:
 
 
 def _options(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
-    """Return each option of the model with its values in both."""
+    """Return each option of the model configuration with its values in `a` and `b`."""
 
     def leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(values, Mapping):

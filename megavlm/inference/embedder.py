@@ -1,4 +1,4 @@
-"""`Embedder`: a model that turns queries and documents, with their images and videos, into vectors."""
+"""`Embedder` computes the vectors of queries and documents, with their images and videos."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megavlm.inputs.batch import MicroBatch
 
 @dataclass(frozen=True)
 class Embedder:
-    """A model that embeds."""
+    """A trained embedding model."""
 
     model: TrainedModel
 
     @classmethod
     def load(cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str) -> Embedder:
-        """Return the model of an export. Raises UserError for a folder that cannot be used."""
+        """Load the model of an exported folder. Raises UserError for a folder that cannot be used."""
         return cls(TrainedModel.of(folder, data, device=device, dtype=dtype, said=read_embedding_file(folder)))
 
     @property
@@ -39,9 +39,9 @@ class Embedder:
         return self.model.config.model.language.hidden_size
 
     def samples(self, raw: RawRecords, role: Role) -> Iterator[tuple[Any, Sample]]:
-        """Yield the id and the tokens of each record, as a query or a document (`role`: positive).
+        """Yield the id and the encoded sample of each record, as a query or as a document (`role`: positive).
 
-        Raises UserError that names a wrong one.
+        Raises UserError, which names the record, for a record that cannot be used.
         """
         for number in range(len(raw.records)):
             try:
@@ -65,10 +65,10 @@ class Embedder:
 
     def _of_own_model(self, batch: MicroBatch, count: int) -> Tensor:
         output: Tensor = self.model.module(batch.to(self.model.device))
-        return output[: count * self.channels].unflatten(0, (-1, self.channels))  # scalars of the loss are behind
+        return output[: count * self.channels].unflatten(0, (-1, self.channels))  # scalars of the loss follow
 
     def _pooled(self, batch: MicroBatch, samples: Sequence[Sample]) -> Tensor:
-        """Return the last states of Transformers' model, pooled as in training: [samples, channels] fp32."""
+        """Return the last hidden states of Transformers' model, pooled as in training: [samples, channels] fp32."""
         lengths = torch.tensor([len(sample) for sample in samples])[:, None]
         inputs = self.model.inputs(batch, (torch.arange(int(lengths.max())) < lengths).long())
         states = self.model.module.base_model(**inputs, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""Find the Hugging Face folder of a model; a run is exported once for each checkpoint, beside it."""
+"""Find the Hugging Face folder of a model; a run's newest checkpoint is exported once, to RUN_DIR/exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megavlm.rules.load import from_yaml_file
 from megavlm.storage.cache import local_path
 
 EXPORTS = "exports"  # in a run folder
-# The options of the data that say what text and which pixels a model gets.
+# Data options on which the text and the pixels of a sample depend.
 _MAKE_SAMPLES = (
     *("tokenizer", "chat_template", "image_processor"),
     *("min_pixels", "max_pixels", "max_image_pixels", "fast_image_resize"),
@@ -32,20 +32,20 @@ _LARGEST = 2**28  # bytes of a manifest
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A Hugging Face folder, and the data options (chat template, tokenizer, image processor) it was trained with."""
+    """A Hugging Face folder, and the data options (chat template, tokenizer, image processor) of its training."""
 
     folder: Path
     data: DataConfig
-    digest: str  # tells its weights from others
-    results: Path  # where results about this model belong by default
+    digest: str  # hash that identifies the weights
+    results: Path  # default folder for results of this model
 
 
 def model_folder(path: Path, *, say: Callable[[str], None]) -> ModelFolder:
-    """Return the Hugging Face folder at `path` or of that name on the hub, which may be an export in parts, or the
-    export of the newest checkpoint of the run at `path`.
+    """Return the Hugging Face folder at `path`, or for a run the export of its newest checkpoint.
 
-    A run's export is `RUN_DIR/exports/iter_…`, adapters merged; it is written if it is missing or of other weights.
-    Raises UserError if there is neither, or if the run cannot be exported.
+    A Hugging Face folder may be an export in parts, or a name on the hub. The export of a run is
+    `RUN_DIR/exports/iter_…` with adapters merged; it is written if it is missing or has other weights. Raises UserError
+    if `path` is neither such a folder nor a run with a checkpoint, or if the run cannot be exported.
     """
     given, path = path, local_path(str(path), "MODEL")
     if (path / "config.json").is_file() or is_in_parts(path):
@@ -71,14 +71,14 @@ def _digest_of(checkpoint: Path) -> str:
 
 
 def _digest_of_files(folder: Path) -> str:
-    """Return a hash of the names, sizes and times of a folder's weights: to read all of them would take too long."""
+    """Return a hash of the names, sizes and times of a folder's weight files, without reading them."""
     files = sorted([*folder.glob("**/*.safetensors"), *folder.glob("**/config.json")])
     listed = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def _exported(checkpoint: Path, exports: Path, digest: str, say: Callable[[str], None]) -> Path:
-    """Return the folder in `exports` with a checkpoint's weights; write it, or write it again, where needed."""
+    """Return the export of a checkpoint in `exports`; write it if it is missing or has another digest."""
     out, mark = exports / checkpoint.name, exports / f"{checkpoint.name}.sha256"
     try:
         exports.mkdir(exist_ok=True)
@@ -111,12 +111,12 @@ def _export(checkpoint: Path, out: Path) -> None:
 
 
 def _data_options(run_dir: Path) -> DataConfig:
-    """Return the options by which the run made samples of records."""
+    """Return the data options with which the run encoded its records; defaults if it has no config.yaml."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return DataConfig()
     config = from_yaml_file(file)
     data = replace(DataConfig(), **{name: getattr(config.data, name) for name in _MAKE_SAMPLES})
     if data.video_max_tokens is None and config.train.seq_length is not None:
-        return replace(data, video_max_tokens=config.train.seq_length // 2)  # a chat has other sequences
+        return replace(data, video_max_tokens=config.train.seq_length // 2)  # fix the run's default
     return data

@@ -1,8 +1,8 @@
-"""`TrainedModel`: the model of a Hugging Face folder on one process, in Transformers' class for it, or in megavlm's own
-for an export in parts.
+"""`TrainedModel` is the model of a Hugging Face folder on one process, run by Transformers, or by megavlm for an
+export in parts.
 
-Chat template, tokens and patches are those of training (`FilesSource`), which equal those of Transformers' processors
-(`tests/parity/test_files_hf.py`) and need neither their code nor torchvision.
+Samples are encoded by the code of training (`FilesSource`: chat template, tokens, patches). The results equal those of
+Transformers' processors (`tests/parity/test_files_hf.py`), and need neither these processors nor torchvision.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _PRECISIONS: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-TYPES = ("auto", *(str(dtype).removeprefix("torch.") for dtype in _PRECISIONS))  # auto: those of the files
+TYPES = ("auto", *(str(dtype).removeprefix("torch.") for dtype in _PRECISIONS))  # auto: the types of the files
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model, and what makes its inputs."""
+    """The model of a folder, loaded at first use, and the source that encodes its samples."""
 
     folder: Path
     config: Config
     source: FilesSource
-    pretrained: Pretrained | None  # None where the model is megavlm's own
+    pretrained: Pretrained | None  # None for an export in parts, which megavlm runs
     asked: torch.device
     dtype: str  # of TYPES
 
@@ -51,8 +51,10 @@ class TrainedModel:
     def of(
         cls, folder: Path, data: DataConfig, *, device: torch.device, dtype: str = "auto", said: ModelConfig
     ) -> TrainedModel:
-        """Return the model of a folder, whose weights are read when it is first used. `said` is what the folder's own
-        configuration does not say. Raises UserError for a folder that cannot be used.
+        """Open the model of a folder; its weights are read at first use.
+
+        `said` has model options that the folder's own configuration lacks. Raises UserError for a folder that cannot be
+        used.
         """
         if is_in_parts(folder):
             config = _config_of_parts(folder, data, said, dtype)
@@ -69,7 +71,7 @@ class TrainedModel:
 
     @cached_property
     def module(self) -> Any:
-        """Return the model in evaluation mode on its device. Raises UserError for a device that it does not run on."""
+        """Load the model in evaluation mode on its device. Raises UserError for a device on which it cannot run."""
         if self.is_own:
             return _own_module(self.config, self.asked)
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
@@ -109,7 +111,7 @@ def _config_of_parts(folder: Path, data: DataConfig, said: ModelConfig, dtype: s
 
 
 def _own_module(config: Config, device: torch.device) -> Any:
-    """Return megavlm's model of the folders that a configuration names."""
+    """Load an export in parts into megavlm's own model. Raises UserError for a device other than the backend's."""
     from megavlm import backend
 
     chosen = backend.activate()

@@ -1,10 +1,10 @@
-"""Find the first layer at which two models, or two libraries, part by more than rounding explains.
+"""Find the first layer at which two models, or two libraries, differ by more than rounding explains.
 
-Values are compared by their norms: d = |a − b| / |b|. Each operation rounds what it gives by at most u of its size, the
-unit roundoff of the coarser type that either model computes in, or keeps its weights in where they differ in that. Sums
-are in fp32, in whatever order. Errors of n layers are independent and add as squares, so that rounding explains
+Values are compared by their norms: d = |a − b| / |b|. Each operation rounds its result by at most u relative to its
+size. u is the unit roundoff of the coarsest type in which either model computes, or in which only one of them stores
+weights. Sums are in fp32, in any order. Errors of n layers are independent and add as squares, so that rounding explains
 d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and the length of sums, and were measured on all
-families (`tests/parity/test_hf_parts.py` holds them). A layer that parts is looked at again, module by module.
+families (`tests/parity/test_hf_parts.py` checks them). The first layer that differs is compared module by module.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megavlm.model.vlm import VLMChunk
 
 OPERATIONS, SUMS = 8.0, 16.0  # C and S
 _FP32 = torch.finfo(torch.float32).eps / 2
-# Modules that give something else in Transformers: choices in place of scores, embeddings times their scale.
+# Modules whose output differs by design in Transformers: choices in place of scores, embeddings times their scale.
 _OTHERWISE = (".mlp.router", "embedding.word_embeddings")
-_DIRECTIONS = 4  # along which rows are compared whose order is not known
+_DIRECTIONS = 4  # random directions on which rows of unknown order are projected
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of both models: its relative difference, and the largest one that rounding explains."""
+    """The comparison of one tensor of both models: its relative difference, and the largest that rounding explains."""
 
     name: str
     difference: float
@@ -44,12 +44,12 @@ class Row:
 
     @property
     def parts(self) -> bool:
-        return not self.difference <= self.allowed  # also where it is no number
+        return not self.difference <= self.allowed  # NaN differs, too
 
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model on this process, and the unit roundoff of what it computes in and what its weights were kept in."""
+    """A whole model on this process, and the unit roundoff of its coarsest type (computation or stored weights)."""
 
     chunk: VLMChunk
     roundoff: float
@@ -63,14 +63,16 @@ def first_parting(rows: Sequence[Row]) -> Row | None:
 def compared(
     a: Model, b: Model, batches: Sequence[tuple[MicroBatch, MicroBatch]], *, gradients: bool = False
 ) -> list[Row]:
-    """Return inputs, then the outputs of all layers, and in place of the first layer that parts those of its modules,
-    each with its largest difference over the batches (one of `a` and one of `b`); then gradients, last layer first.
+    """Compare two models on pairs of batches, the first for `a` and the second for `b`; return rows in this order.
+
+    Inputs; outputs of all layers, with those of its modules before the first layer that differs; gradients, last layer
+    first. Each row has the largest difference over the batches. If shapes of inputs differ, only inputs are returned.
     """
     allowed = _Allowance(max(a.roundoff, b.roundoff))
     rows = _Rows()
     for ours, theirs in batches:
         _inputs(rows, ours, theirs)
-    if any(math.isinf(row.difference) for row in rows.rows()):  # of other shapes
+    if any(math.isinf(row.difference) for row in rows.rows()):  # inputs of different shapes
         return rows.rows()
     for ours, theirs in batches:
         layers = _layers(b.chunk, theirs)
@@ -83,7 +85,7 @@ def compared(
         for ours, theirs in batches:
             inside = _modules(b.chunk, theirs, below=parted)
             for name, value in _modules(a.chunk, ours, below=parted).items():
-                if name in inside:  # adapters may be in one of them alone
+                if name in inside:  # only one of the models may have adapters
                     found.add(name, difference(value, inside[name]), allowed.after(a.chunk.names.index(parted) + 1))
         rows.insert(before=parted, others=found.rows())
     if gradients:
@@ -94,10 +96,11 @@ def compared(
 def beside_transformers(
     ours: Model, theirs: nn.Module, table: Table, batches: Sequence[tuple[MicroBatch, Mapping[str, Any]]]
 ) -> list[Row]:
-    """Return the outputs of those modules that have one weight, under one name in either library (`table`).
+    """Compare our model with Transformers' (`theirs`): the outputs of modules whose weight is only renamed in `table`.
 
-    Rows of features have another order in Transformers, and so have batches: the sorted projections of all rows on some
-    directions are compared, which depend on no order. A module whose numbers of rows differ is left out.
+    Transformers orders the rows of features and the samples of a batch differently. So the sorted projections of all
+    rows on a few random directions are compared, which do not depend on the order. A module with another number of rows
+    or channels in Transformers is left out.
     """
     allowed = _Allowance(ours.roundoff)
     known, there = dict(ours.chunk.named_modules()), dict(theirs.named_modules())
@@ -120,7 +123,7 @@ def beside_transformers(
 
 
 def difference(a: Tensor, b: Tensor | None) -> float:
-    """Return |a − b| / |b|; infinity for tensors of different shapes, or where there is no b."""
+    """Return |a − b| / |b|; 0 if both are zero; infinity for different shapes, without b, or if only b is zero."""
     if b is None or a.shape != b.shape:
         return math.inf
     size = float(b.norm())
@@ -137,7 +140,7 @@ class _Allowance:
 
 
 class _Rows:
-    """Rows by name, in the order in which they were first met."""
+    """Rows by name, in the order of their first appearance, each with its largest difference."""
 
     def __init__(self) -> None:
         self._found: dict[str, Row] = {}
@@ -164,7 +167,7 @@ def _inputs(rows: _Rows, ours: MicroBatch, theirs: MicroBatch) -> None:
 
 
 def _layers(chunk: VLMChunk, batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the output of each layer by name, in fp32 on the host."""
+    """Run a forward pass and return the output of each layer by name, in fp32 on the CPU."""
     found: dict[str, Tensor] = {}
     run = chunk.run_layer
 
@@ -183,7 +186,7 @@ def _layers(chunk: VLMChunk, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def _modules(chunk: VLMChunk, batch: MicroBatch, *, below: str) -> dict[str, Tensor]:
-    """Return the outputs of the modules of a layer by name, in the order in which they end."""
+    """Return the outputs of all modules inside the layer `below` by name, in the order in which the modules finish."""
     inside = {name: module for name, module in chunk.named_modules() if name.startswith(f"{below}.")}
     return _outputs(chunk, batch, inside)
 
@@ -196,7 +199,7 @@ def _outputs(chunk: VLMChunk, batch: MicroBatch, modules: Mapping[str, nn.Module
 
 @contextmanager
 def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Return a context in which the outputs of these modules are kept, by name."""
+    """Record the outputs of modules by name while the context is open; yield the dictionary that they go to."""
     found: dict[str, Tensor] = {}
 
     def noting(name: str) -> Callable[..., None]:
@@ -213,9 +216,9 @@ def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 def _kept(output: Any) -> Tensor:
-    """Return the output of a module as one tensor; megatron-core's linear layers return their bias beside it."""
+    """Return the output of a module as one fp32 tensor on the CPU, including a bias that megatron-core returns apart."""
     first, *others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    value = first.detach().to(torch.float32, copy=True)  # what follows may add to it in place
+    value = first.detach().to(torch.float32, copy=True)  # later operations may change the output in place
     for other in others:
         if other.shape == first.shape[-1:]:
             value = value + other.detach().float()
@@ -232,7 +235,7 @@ def _sorted(value: Tensor) -> Tensor:
 def _gradients(
     rows: _Rows, a: Model, b: Model, batches: Sequence[tuple[MicroBatch, MicroBatch]], allowed: _Allowance
 ) -> None:
-    """Add the gradients of the summed loss, of the last layer first: a backward pass has as many layers again."""
+    """Add rows for the gradients of the summed loss, last layer first; n counts the layers of both passes."""
     theirs = _gradients_of(b.chunk, [each for _, each in batches])
     for name, value in _gradients_of(a.chunk, [each for each, _ in batches]).items():
         passed = 2 * len(a.chunk.names) - _layer_of(a.chunk, name)
@@ -240,7 +243,7 @@ def _gradients(
 
 
 def _gradients_of(chunk: VLMChunk, batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Return the gradient of each parameter by name, in the order in which a backward pass gives them."""
+    """Return the gradient of each parameter by name, in the order of the backward pass."""
     found: dict[str, Tensor] = {}
     chunk.requires_grad_(True)
     with ExitStack() as stack:
@@ -257,5 +260,5 @@ def _gradients_of(chunk: VLMChunk, batches: Sequence[MicroBatch]) -> dict[str, T
 
 
 def _layer_of(chunk: VLMChunk, name: str) -> int:
-    """Return the number, from 0, of the layer that a module or parameter of this name is in."""
+    """Return the number, from 0, of the layer that contains the module or parameter of a name."""
     return next(number for number, layer in enumerate(chunk.names) if f"{name}.".startswith(f"{layer}."))

@@ -19,14 +19,14 @@ ONE = Dims()
 
 
 def single_process_groups(backend: Backend, *, seed: int = 0) -> Groups:
-    """Return process groups of a world that is this process, under torchrun too; groups that exist are destroyed."""
+    """Return process groups of this process alone, also under torchrun; existing groups are destroyed first."""
     destroy_groups()
     start(backend, timeout_minutes=10, meeting=Meeting(dist.HashStore(), rank=0, world=1))
     return build_groups(ONE, tied_owners=(0, 0), seed=seed, timeout_minutes=10)
 
 
 def full_model(config: Config, groups: Groups, backend: Backend) -> VLMChunk:
-    """Return the model as one chunk with uninitialised weights (on a CPU they take no memory until they are set)."""
+    """Return the model as one chunk with uninitialised weights (on a CPU, memory is used only once they are set)."""
     config = replace(
         config,
         parallel=replace(config.parallel, vision_tensor_model_parallel_size=1),

@@ -1,4 +1,4 @@
-"""Compare the logits of a Hugging Face model with those of this library's model on the same images and text."""
+"""Compare the logits of Transformers' model and of megavlm's model on the same images and text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
 @dataclass(frozen=True)
 class Difference:
-    """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction;
-    where the difference is above the tolerance, the first module in which the models part, if that is found.
+    """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction.
+
+    `parted` is the first module that differs beyond rounding, if the difference is above the tolerance; None if unknown.
     """
 
     largest: float
@@ -55,9 +56,10 @@ def compare(
     seq_length: int | None,
     tolerance: float = math.inf,
 ) -> Difference:
-    """Run Transformers' model of a folder and ours in fp32; without `checkpoint`, ours is read from the folder itself.
+    """Compare logits of Transformers' model of a folder and of ours, in fp32, on random images and text.
 
-    Without `seq_length`, samples have one image and some text. Raises UserError if Transformers' model does not accept
+    Our weights are those of `checkpoint`, or without one those of the folder itself. Without `seq_length`, a sample has
+    the length of one image and some text. Raises UserError if Transformers' model does not accept
     the images and text, or if the checkpoint holds adapters.
     """
     if checkpoint is not None and read_summary(folders.resolve(checkpoint)).get("lora", {}).get("rank"):
@@ -108,13 +110,13 @@ def compare(
 
 
 def _load_exported(chunk: VLMChunk, run: Path, config: Config) -> None:
-    """Give a model the weights that an export of a run or checkpoint has, each rounded to its type there.
+    """Load the weights of a run or checkpoint into a model, each rounded to its type in an export.
 
     Raises UserError for a checkpoint of another model.
     """
     checkpoint, sidecar, saved = exportable(run)
     source = Exported.of(TrainedReader(checkpoint), checkpoint, sidecar, saved.model)
-    token = source.family.config(settings_at(sidecar)).image_token  # a run may leave it to the tokenizer
+    token = source.family.config(settings_at(sidecar)).image_token  # a run may leave the image token to the tokenizer
     if token != config.model.image_token:
         raise UserError(f"{run} was trained with image token {token}, and the folder says {config.model.image_token}")
     same = replace(config, model=replace(config.model, image_token=saved.model.image_token))

@@ -1,1 +1,1 @@
-"""Answer questions with a trained model, through Transformers on its exported folder."""
+"""Chat with a trained model, or embed texts and images, from its exported or Hugging Face folder."""

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_first(given: argparse.Namespace, talk: Talk) -> None:
-    """Add the images and videos of the options to the first message. Raises UserError for a file that is neither."""
+    """Add the images and videos of the options to the first message. Raises UserError for an unusable file."""
     for option, paths in (("--image", given.image), ("--video", given.video)):
         for path in paths:
             try:
@@ -90,7 +90,7 @@ def _converse(talk: Talk) -> None:
 
 
 def _take(talk: Talk, line: str) -> None:
-    """Carry out a command, or answer a message. Raises BadSample for one that cannot be used."""
+    """Carry out a command, or answer a message. Raises BadSample for a file or message that cannot be used."""
     command, _, rest = line.partition(" ")
     if command in ("/image", "/video") and rest.strip():
         _note(f"({talk.add(rest.strip(), video=command == '/video')}, with the next message)")

@@ -1,8 +1,8 @@
 """Write the vectors of texts and images: `megavlm embed RUN_DIR records.jsonl --out vectors`.
 
-Each record of the file (JSON Lines, CSV, parquet, …) has `text`, `image` or `images` (`video`, `videos`), and maybe an
-`id`. The folder `vectors` then has vectors.npy, [records, channels] float32 of length 1, and ids.jsonl, an id for each
-row.
+Each record of the file (JSON Lines, CSV, parquet, …) has `text`, `image` or `images` (`video`, `videos`), and an
+optional `id`. The command writes vectors/vectors.npy, [records, channels] float32 with rows of length 1, and
+vectors/ids.jsonl with the id of each row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of commands that load a trained model, and what they mean."""
+"""Shared options of commands that load a trained model: model folder, data type, device, sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megavlm.inference.model import TYPES
 
 
 def add_folder_options(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the model, and where and in which type it computes, to a parser."""
+    """Add the folder of the model, --dtype and --device to a parser."""
     parser.add_argument(
         "model",
         type=Path,
@@ -30,7 +30,7 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add the folder of the model and the options of its answers to a parser."""
+    """Add the folder of the model, --dtype, --device and the options of generation to a parser."""
     add_folder_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="System turn; default: the chat template's own, if any.")
     parser.add_argument(
@@ -52,14 +52,14 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -
 
 
 def sampling_of(given: argparse.Namespace) -> Sampling:
-    """Return how answers are generated. Raises UserError for values out of range."""
+    """Return the options of generation. Raises UserError for a temperature out of range."""
     if not 0 <= given.temperature < float("inf"):
         raise UserError(f"--temperature {given.temperature} must be 0 or more")
     return Sampling(given.max_new_tokens, given.temperature, given.seed)
 
 
 def device_of(name: str | None, *, local_rank: int = 0) -> torch.device:
-    """Return the device of `--device`, by default this process's GPU or the CPU. Raises UserError."""
+    """Return the device of `--device`, by default this process's GPU or the CPU. Raises UserError for a wrong name."""
     if name is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -76,6 +76,6 @@ def device_of(name: str | None, *, local_rank: int = 0) -> torch.device:
 
 
 def assistant_of(given: argparse.Namespace, found: ModelFolder, *, local_rank: int = 0) -> Assistant:
-    """Load the model of a folder with the options that were given. Raises UserError."""
+    """Load the model of a folder with the given options. Raises UserError if a folder or option cannot be used."""
     data = replace(found.data, chat_template=given.chat_template) if given.chat_template else found.data
     return Assistant.load(found.folder, data, device=device_of(given.device, local_rank=local_rank), dtype=given.dtype)
