@@ -2,7 +2,7 @@
 
 Values are compared by their norms: d = |a − b| / |b|. Each operation rounds its result by at most u relative to its
 size. u is the unit roundoff of the coarsest type in which either model computes, or in which only one of them stores
-weights. Sums are in fp32, in any order. Errors of n layers are independent and add as squares, so that rounding explains
+weights. Sums are in fp32, in any order. Errors of n layers are independent and add as squares, so rounding explains
 d ≤ (C·u + S·u₃₂)·√n. C and S stand for the operations of a layer and the length of sums, and were measured on all
 families (`tests/parity/test_hf_parts.py` checks them). The first layer that differs is compared module by module.
 """
@@ -216,7 +216,7 @@ def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 def _kept(output: Any) -> Tensor:
-    """Return the output of a module as one fp32 tensor on the CPU, including a bias that megatron-core returns apart."""
+    """Return the output of a module as one fp32 tensor on the CPU, plus the bias if megatron-core returns it apart."""
     first, *others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     value = first.detach().to(torch.float32, copy=True)  # later operations may change the output in place
     for other in others:

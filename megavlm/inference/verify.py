@@ -36,7 +36,7 @@ _ROUNDOFF = torch.finfo(torch.float32).eps / 2
 class Difference:
     """Over all logits: largest difference, largest absolute value, and share of positions with the same prediction.
 
-    `parted` is the first module that differs beyond rounding, if the difference is above the tolerance; None if unknown.
+    `parted` is the first module that differs beyond rounding; it is searched if the difference exceeds the tolerance.
     """
 
     largest: float
