@@ -4,8 +4,8 @@ Report versions, devices with their peak and measured rates, communication and d
 command that fixes it. The exit status is 1 if a run could not work, else 0.
 
 With --world, check all nodes together, started like the run: `torchrun … -m megavlm doctor --world`, or by srun.
-Versions, code and GPUs are compared, all links between nodes measured, and what differs or
-is slow is named, a line each.
+It compares versions, code and GPUs, measures all links between nodes, and prints a line for each difference and
+each slow node.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def check_machine(options: argparse.Namespace) -> int:
 
 
 def check_world(options: argparse.Namespace) -> int:
-    """Check all nodes; return this rank's exit status, which is 1 on rank 0 alone if a run could not work."""
+    """Check all nodes; return this rank's exit status.
+
+    Rank 0 returns 1 if a run could not work, the other ranks 0. Any rank returns 1 if the ranks do not meet in time or
+    if a collective fails.
+    """
     from megavlm.planner.hardware import profile, profile_of_device
     from megavlm.world import world_of
 
@@ -82,7 +86,7 @@ def check_world(options: argparse.Namespace) -> int:
         survey = survey_world(
             check, place, host=socket.gethostname(), package=_PACKAGE, measures=not options.no_measure
         )
-    except RuntimeError as error:  # of torch: a peer has gone, a device fails, a time limit
+    except RuntimeError as error:  # torch raises it for a lost peer, a failing device or a time limit
         if problem := check.blame(str(error).partition("\n")[0][:200]):
             _write(options, (), [problem], world=None)
         return 1
@@ -106,7 +110,7 @@ def _write(
 
 
 def as_text(rows: Iterable[tuple[str, str]], found: Sequence[Problem]) -> str:
-    """Return a table of facts, then each problem with its remedy in a line."""
+    """Return a table of facts, followed by a line for each problem with its remedy."""
     table = list(rows)
     lines = [*aligned(table, left=(0, 1)), ""] if table else []
     lines += [f"{_SIGNS[each.level]} {each.level}: {each.what}: {each.remedy}" for each in found]
@@ -114,7 +118,7 @@ def as_text(rows: Iterable[tuple[str, str]], found: Sequence[Problem]) -> str:
 
 
 def rows_of(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line of the report on one machine."""
+    """Yield the name and value of each line of the report on one machine."""
     yield "python", ".".join(map(str, facts.python))
     for name, package in facts.packages.items():
         yield name, package.version + ("" if package.error is None else f"  ({package.error})")

@@ -1,5 +1,6 @@
-"""Collect facts about this machine as plain data. Imports and collectives, which may crash or hang, run in other
-processes.
+"""Collect facts about this machine as plain data.
+
+Imports and collectives may crash or hang, and so run in other processes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ assert float(values.sum()) == 1 << 20
 os._exit(0)  # gloo's threads now and then abort the interpreter's teardown
 """
 _REPEATS = 10
-# Width of the square matrices, and bytes that are copied. On a CPU this only shows that both work.
+# Width of the square matrices, and bytes to copy. The CPU sizes only show that both operations work.
 _GPU_SIZES, _CPU_SIZES = (8192, 2**30), (512, 2**24)
 
 
@@ -65,7 +66,7 @@ class GPU:
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured rate and that of the data sheet; None if the data sheet is not known."""
+    """A measured rate, and the peak of the data sheet; None if no data sheet is known."""
 
     what: str
     measured: float
@@ -75,7 +76,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts; None where something is missing or could not be found out."""
+    """All facts about a machine; None for a fact that is missing or could not be determined."""
 
     python: tuple[int, int, int]
     packages: Mapping[str, Package]  # by the name that pip uses; only installed ones
@@ -97,7 +98,7 @@ class Facts:
 def collect(names: Iterable[str], *, folder: Path, timeout: float, measure: bool = True) -> Facts:
     """Return the facts about this machine; `names` are packages to look for, `folder` is where runs would be written.
 
-    `timeout` is in seconds, for each import and each collective. `measure` takes some seconds.
+    `timeout` is in seconds, for each import and each collective. With `measure`, rates are measured for some seconds.
     """
     known = [*names, *OTHERS]
     with ThreadPoolExecutor() as threads:  # imports take seconds each, in processes of their own
@@ -132,7 +133,7 @@ def _package(name: str, *, timeout: float) -> Package | None:
 
 
 def _error_of(program: str, *arguments: str, timeout: float) -> str | None:
-    """Return the last line of a Python program's errors; None if it succeeds."""
+    """Run a Python program in a new process; return the last line of its stderr, None if it succeeds."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", program, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -145,7 +146,7 @@ def _error_of(program: str, *arguments: str, timeout: float) -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a command prints; None if it is not there, fails or takes half a minute."""
+    """Return the stdout of a command; None if it is not installed, fails, or takes over 30 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -174,13 +175,13 @@ def _with_torch(facts: Facts, *, measure: bool, timeout: float) -> Facts:
 
 
 def _loopback(backend: str, *, timeout: float) -> str | None:
-    """Return the error of a collective with one process; None if it works."""
+    """Return the error of an all-reduce with one process; None if it works."""
     with tempfile.TemporaryDirectory() as folder:
         return _error_of(_LOOPBACK, backend, f"{folder}/store", timeout=timeout)
 
 
 def rates_of(device_name: str, *, on_gpu: bool, index: int = 0) -> tuple[Rate, ...]:
-    """Return the rates of a matrix product (bf16 on a GPU, fp32 on a CPU) and of a copy within the device's memory."""
+    """Measure a matrix product (TFLOP/s; bf16 on a GPU, fp32 on a CPU) and a copy within device memory (GB/s)."""
     import torch
 
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
@@ -201,7 +202,7 @@ def rates_of(device_name: str, *, on_gpu: bool, index: int = 0) -> tuple[Rate, .
 
 
 def times_of(call: Callable[[], object], device: Any) -> list[float]:
-    """Return the seconds of single calls on a torch device, after three that are not counted."""
+    """Return the seconds of each of ten calls on a torch device, after three warm-up calls."""
     import torch
 
     times = []

@@ -1,4 +1,4 @@
-"""Derive problems from facts about a machine, each with the command that repairs it; one pure function per subject."""
+"""Rules that find problems in the facts about a machine, with remedies; one pure function per subject."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _LEAST_DISK, _LEAST_SHARED_MEMORY = 20 * _GIB, 1 * _GIB
 _LEAST_SHARE = 0.5  # of the peak; large matrix products reach more on an idle GPU
 _MOST_USED = 0.05  # of a GPU's memory, as a display or CUDA contexts may take
 _TORCH_INDEX = "https://download.pytorch.org/whl/cu"
-_TORCH_CUDAS = ((13, 0), (12, 8), (12, 6))  # that PyTorch publishes builds for, newest first
+_TORCH_CUDAS = ((13, 0), (12, 8), (12, 6))  # CUDA versions of PyTorch's published builds, newest first
 TE = "transformer-engine"
 _SOURCE_BUILT = "gpu"  # this extra compiles against the torch that is installed
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem. `remedy` is a command, or a sentence if no command repairs it."""
+    """A problem of a machine or run. `remedy` is a command, or advice if no command repairs it."""
 
-    level: Level  # error: a run ends or is wrong; warning: it is slower or may fail; note: something more is possible
+    level: Level  # error: a run fails or is wrong; warning: it is slower or may fail; note: it could do more
     what: str
     remedy: str
 
@@ -61,8 +61,9 @@ Needs = Mapping[str, RequiredPackage]
 
 
 def needs(pyproject: Path) -> Needs:
-    """Return the requirements in the `pyproject.toml` of a clone, or those of the installed wheel if there is none, by
-    package name and without those of `dev`; the first extra that names a package counts.
+    """Return the packages of a clone's `pyproject.toml` by name, or without such a file those of the installed wheel.
+
+    The extra `dev` is left out. A package named by several extras belongs to the first one.
     """
     listed: list[tuple[str | None, Requirement]] = []
     if pyproject.exists():
@@ -81,13 +82,13 @@ def needs(pyproject: Path) -> Needs:
 
 
 def problems(facts: Facts, needs: Needs) -> list[Problem]:
-    """Return all problems, errors first."""
+    """Return the problems that all rules find in the facts, errors first."""
     found = [finding for rule in RULES for finding in rule(facts, needs)]
     return sorted(found, key=lambda problem: ("error", "warning", "note").index(problem.level))
 
 
 def packages(facts: Facts, needs: Needs) -> Iterator[Problem]:
-    """Yield missing packages and unsupported versions; Transformer Engine has its own rule."""
+    """Yield missing packages, unsupported versions and failed imports; Transformer Engine has its own rule."""
     for name, need in needs.items():
         have = facts.packages.get(name)
         if name == TE:
@@ -119,7 +120,7 @@ def torch_and_driver(facts: Facts, needs: Needs) -> Iterator[Problem]:
 
 
 def _torch_for(facts: Facts, needs: Needs) -> str:
-    """Return the command that installs the newest build of torch that the driver can run."""
+    """Return the command for the newest build of torch that the driver can run, or advice to update the driver."""
     known = tuple(int(part) for part in (facts.driver_cuda or "99.9").split("."))
     for major, minor in _TORCH_CUDAS:
         if (major, minor) <= known:

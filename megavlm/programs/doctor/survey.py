@@ -1,10 +1,10 @@
-"""Check all nodes of a run together, before it starts: what they have, how fast they compute and talk.
+"""Check all nodes of a run together before it starts: versions and devices, compute rates, and bandwidths of links.
 
-Facts travel over gloo, so that links are measured last. Every collective has a time limit; when one fails, the ranks
-that still answer say so in the store, and the others are named.
+Facts are gathered over gloo, so that links are measured last. Every collective has a time limit. When one fails, the
+ranks that still answer write so to the store, and the other ranks are reported.
 
-Bandwidth is per rank. That of an all-reduce is what a ring moves over each link, 2 (n − 1) / n of the tensor, in the
-time that it takes (the "bus bandwidth" of nccl-tests).
+Bandwidth is per rank. The bandwidth of an all-reduce is the data that a ring moves over each link, 2 (n − 1) / n of the
+tensor, divided by the time (the "bus bandwidth" of nccl-tests).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megavlm.programs.doctor.world_problems import EXCHANGE, WITHIN, WORLD, Surv
 from megavlm.world import World
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "transformers")
-# Variables that change how ranks talk, beside all of NCCL's.
+# Variables that affect communication, in addition to all of NCCL's.
 _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
@@ -40,19 +40,19 @@ _VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
 )
-_GPU_BYTES, _CPU_BYTES = 2**28, 2**22  # of a tensor that is sent
-_ROLL_CALL = 5.0  # seconds within which ranks whose collective failed say that they are there
+_GPU_BYTES, _CPU_BYTES = 2**28, 2**22  # size of the tensors that are sent
+_ROLL_CALL = 5.0  # seconds for ranks whose collective failed to report to the store
 
 
 class Check:
-    """A check of many processes on one of them: the part that it is in, and what is said when a part fails."""
+    """One rank's side of a check of all nodes: the current part, its time limit, and the cause if a part fails."""
 
     def __init__(self, met: Meeting, *, limit: float) -> None:
-        """`limit` is in seconds, for each collective."""
+        """Begin a check on a rank that has met the others. `limit` is in seconds, for each collective."""
         self._met, self.limit, self.part = met, limit, "start"
 
     def connect(self, device: torch.device) -> None:
-        """Initialize torch.distributed with gloo, and with NCCL for tensors on a GPU, unless it is."""
+        """Initialize torch.distributed with gloo, and NCCL for tensors on a GPU, unless it is initialized already."""
         if dist.is_initialized():
             return
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a collective that takes too long raises, and does not abort
@@ -65,12 +65,15 @@ class Check:
         )
 
     def blame(self, reason: str) -> Problem | None:
-        """Return who does not answer, or else why a collective failed here; None on all ranks but the first to ask."""
+        """Return a problem that names the silent ranks, or why a collective failed on this rank if all answer.
+
+        Only the first rank that calls it returns a problem, the others None; but any rank reports a lost store.
+        """
         store, rank, world = self._met.store, self._met.rank, self._met.world
         try:
             store.set(f"doctor/there/{rank}", self.part)
             if store.add("doctor/failed", 1) > 1:
-                time.sleep(2 * _ROLL_CALL)  # torchrun ends all when one ends
+                time.sleep(2 * _ROLL_CALL)  # torchrun ends all ranks when one exits
                 return None
             time.sleep(_ROLL_CALL)
             silent = [other for other in range(world) if not store.check([f"doctor/there/{other}"])]
@@ -92,7 +95,7 @@ def _first_line(error: Exception) -> str:
 
 
 def survey_world(check: Check, place: World, *, host: str, package: Path, measures: bool = True) -> Survey | None:
-    """Return the facts and measurements of all nodes, on rank 0; None on the others."""
+    """Gather the facts and measurements of all nodes; return them on rank 0, None on the other ranks."""
     device = _device(place)
     check.part = "connect"
     check.connect(device)
@@ -133,8 +136,9 @@ def survey_world(check: Check, place: World, *, host: str, package: Path, measur
 
 
 def speeds_of(measured: Iterable[Iterable[tuple[str, float]]]) -> dict[str, dict[int, float]]:
-    """Return what was measured of each rank, given what each says; of several exchanges the median, the higher one of
-    two: a slow partner is not its fault.
+    """Return the speed of each rank by kind of measurement, given the measurements of each rank in order.
+
+    Several exchanges of a rank count by their median, of two the higher: a slow partner is not the rank's fault.
     """
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rank, mine in enumerate(measured):
@@ -163,7 +167,7 @@ def _device(place: World) -> torch.device:
 
 
 def _links(check: Check, nodes: Sequence[Sequence[int]], device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yield what this rank measures, in bytes/s."""
+    """Measure this rank's links; yield the kind and the bandwidth of each measurement in bytes/s."""
     own = dist.get_rank()
     mine, place = next((node, list(ranks).index(own)) for node, ranks in enumerate(nodes) if own in ranks)
     check.part = WITHIN
@@ -184,7 +188,7 @@ def _links(check: Check, nodes: Sequence[Sequence[int]], device: torch.device) -
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds in which each of `count` meets another, until all have met (the circle method of tournaments)."""
+    """Yield rounds of disjoint pairs of `count` nodes until all pairs have met (circle method of tournaments)."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -200,7 +204,7 @@ def _all_reduce(group: dist.ProcessGroup | None, size: int, device: torch.device
 
 
 def _exchange(peer: int, device: torch.device) -> float:
-    """Return the bandwidth of both directions at once."""
+    """Return the bandwidth in bytes/s per direction, while both directions of a link are in use."""
     size = (_CPU_BYTES if device.type == "cpu" else _GPU_BYTES) // 2
     sent = torch.ones(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
@@ -215,12 +219,12 @@ def _exchange(peer: int, device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the mean seconds of calls that wait for other ranks: who stands still now and then is slow, too."""
+    """Return the mean seconds of collective calls; the mean, unlike a median, shows ranks that pause now and then."""
     return max(statistics.mean(times_of(call, device)), 1e-9)
 
 
 def facts_of_node(package: Path) -> dict[str, str]:
-    """Return the facts of this machine by name. `package` is the folder of the code that is to run."""
+    """Return facts of this machine by name. `package` is the folder of the code to compare between nodes."""
     facts = {"python": ".".join(map(str, sys.version_info[:3])), "Linux": platform.release()}
     for name in PACKAGES:
         try:
@@ -245,5 +249,5 @@ def facts_of_node(package: Path) -> dict[str, str]:
 
 
 def counted(things: Iterable[str]) -> str:
-    """Return `8 × NVIDIA H200, 1 × …`, in an order that does not depend on that of the machine; `none` without any."""
+    """Return counts of equal things as text, sorted: `8 × NVIDIA H200, 1 × …`; `none` if there are none."""
     return ", ".join(f"{number} × {thing}" for thing, number in sorted(Counter(things).items())) or "none"

@@ -1,7 +1,7 @@
-"""Problems of a run's nodes, derived from their facts and measurements: pure functions, one per subject.
+"""Rules that find problems in the facts and measurements of a run's nodes: pure functions, one per subject.
 
-What is slow is found by comparison: with the other nodes, and with a profile of the planner where one is given. With
-two nodes there is only one pair, so that nothing but the profile tells that it is slow.
+Slow nodes are found by comparison with the other nodes, and with a planner profile if one is given. With two nodes
+there is only one pair, so that only a profile can show that its link is slow.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from megavlm.planner.hardware import Hardware
 from megavlm.programs.doctor.problems import Level, Problem
 
-# What is measured of links, in bytes/s.
+# Measurements of links, in bytes/s.
 WITHIN, WORLD, EXCHANGE = "all-reduce within nodes", "all-reduce of all ranks", "exchange between two nodes"
 _LEAST_OF_PROFILE = 0.7  # profiles hold what collectives reach, not data sheets
-_LEAST_OF_OTHERS = {True: 0.85, False: 0.5}  # on a GPU; a CPU's other work makes measurements differ
+_LEAST_OF_OTHERS = {True: 0.85, False: 0.5}  # on a GPU; on a CPU, other work makes measurements vary
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What all nodes of a run have and reach. Nodes are numbered from 0 in the order of their ranks."""
+    """Facts and measured speeds of all nodes of a run. Nodes are numbered from 0 in the order of their ranks."""
 
     names: tuple[str, ...]
-    ranks: tuple[tuple[int, ...], ...]  # of each node
+    ranks: tuple[tuple[int, ...], ...]  # ranks of each node
     facts: tuple[Mapping[str, str], ...]
     on_gpu: bool
-    speeds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # what is measured → of which rank → value
+    speeds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # measurement → rank → value
 
 
 def world_problems(survey: Survey, profile: Hardware | None) -> list[Problem]:
-    """Return all problems, errors first: what differs between nodes, and who is slower than the others or a profile."""
+    """Return all problems, errors first: facts that differ between nodes, and nodes slower than others or a profile."""
     found = [*_shapes(survey), *_differences(survey), *_slow(survey)]
     if profile is not None:
         found += _below_profile(survey, profile)
@@ -64,10 +64,10 @@ _REMEDIES: tuple[tuple[tuple[str, ...], Level, str], ...] = (
 
 
 def _differences(survey: Survey) -> Iterator[Problem]:
-    """Yield a line for each fact and value of a minority of nodes."""
+    """Yield a problem for each value of a fact that differs from the most common value."""
     for fact in dict.fromkeys(key for facts in survey.facts for key in facts):
         values = [facts.get(fact, "not set") for facts in survey.facts]
-        usual = statistics.mode(values)  # of two nodes that differ the first is believed
+        usual = statistics.mode(values)  # of two nodes that differ, the first counts as usual
         odd: dict[str, list[str]] = defaultdict(list)
         for name, value in zip(survey.names, values, strict=True):
             if value != usual:
@@ -81,7 +81,7 @@ def _differences(survey: Survey) -> Iterator[Problem]:
 
 
 def _slow(survey: Survey) -> Iterator[Problem]:
-    """Yield a line for each node with ranks that are slower than the median one."""
+    """Yield a problem for each node with ranks below a share of the median speed (85 % on GPUs, 50 % on CPUs)."""
     for what, speeds in survey.speeds.items():
         usual = statistics.median_high(speeds.values())
         slow = {rank: speed for rank, speed in speeds.items() if speed < _LEAST_OF_OTHERS[survey.on_gpu] * usual}
@@ -98,10 +98,10 @@ def _slow(survey: Survey) -> Iterator[Problem]:
 
 
 def _promised(survey: Survey, profile: Hardware) -> dict[str, float]:
-    """Return the bandwidths that a profile promises.
+    """Return the bandwidth that a profile promises for each measurement, in bytes/s.
 
-    Within a node that of its links, between two nodes the share of one device in the network. A ring through all ranks
-    enters each node once, over all adapters in turn, but is no faster than its links.
+    Within a node it is the bandwidth of the node's links, between two nodes one device's share of the network. A ring
+    through all ranks enters each node once and uses all network adapters, but is no faster than the links in a node.
     """
     near, far = profile.near.bandwidth, profile.far.bandwidth
     world = near if len(survey.ranks) == 1 else min(near, far * min(map(len, survey.ranks)))
@@ -129,7 +129,7 @@ def _shown(what: str, speed: float) -> str:
 
 
 def rows(survey: Survey) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line of the report."""
+    """Yield the name and value of each line of the report on all nodes."""
     first = survey.facts[0]
     yield "nodes", f"{len(survey.names)}: {', '.join(survey.names[:8])}{' …' if len(survey.names) > 8 else ''}"
     yield "ranks", str(sum(map(len, survey.ranks)))

@@ -1,4 +1,4 @@
-"""Answers that are kept while a task runs: a line for each, appended, so that a second run continues."""
+"""Generate the answers to tasks and append each to a file of JSON lines, so that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megavlm.programs.evaluation.task import Task
 from megavlm.resilience.events import json_lines
 
 Work = Sequence[tuple[Task, int]]  # questions by task and number
-_MOST_UNREADABLE = 0.05  # of a task's questions: a score of the others says nothing about the task
+_MOST_UNREADABLE = 0.05  # largest share of a task's questions; with more, a score would say nothing about the task
 
 
 def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, world: int = 1) -> list[tuple[Task, int]]:
-    """Return the questions without an answer; of several processes, those of one.
+    """Return the questions of rank `rank` of `world` that have no answer yet.
 
-    A question belongs to the same process whatever has been answered, so that processes that start at different
-    moments need not agree.
+    The rank of a question does not depend on the answers so far, so that ranks that start at different times need not
+    agree.
     """
     done = folder.read().keys()
     everything = [(task, number) for task in tasks for number in range(len(task.questions))]
@@ -37,9 +37,7 @@ def remaining(tasks: Sequence[Task], folder: AnswerFolder, *, rank: int = 0, wor
 
 
 def refuse_unreadable(tasks: Sequence[Task]) -> None:
-    """Raise UserError, with the commonest reason, if more than 5 % of a task's questions have images or videos that are
-    not where the task says.
-    """
+    """Raise UserError, with the commonest reason, if over 5 % of a task's questions lack their images or videos."""
     for task in tasks:
         failed: list[Skipped] = []
         for question in task.questions:
@@ -64,7 +62,7 @@ def ask(
     batch_size: int,
     say: Callable[[str], None],
 ) -> None:
-    """Answer questions batch by batch; one that cannot be asked is kept with the reason in place of an answer."""
+    """Answer questions batch by batch and append the answers, or the reasons why questions cannot be asked."""
     began = time.monotonic()
     for place in range(0, len(work), batch_size):
         batch = work[place : place + batch_size]
@@ -88,7 +86,7 @@ def _answers(assistant: Assistant, batch: Work, sampling: Sampling, system: str 
 
 
 def how_far(done: int, total: int, seconds: float) -> str:
-    """Return how far an evaluation is, how fast, and how much longer it takes at that rate."""
+    """Return a line on progress: questions done, questions per second, and the time left."""
     rate = done / seconds if seconds else 0.0
     left = f", {duration((total - done) / rate)} left" if rate and done < total else ""
     return f"{done:,} of {total:,} questions, {rate:.3g} a second{left}"
@@ -99,7 +97,7 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said to question `number` of a task; "" and why (`error`) where it could not be asked."""
+    """The model's answer to question `number` of a task; "" and the reason (`error`) if it could not be asked."""
 
     task: str
     number: int
@@ -108,14 +106,14 @@ class Answer:
 
 
 class AnswerFolder:
-    """The answers in a folder: each process appends to a file of its own, and all of them count."""
+    """A folder of answers. Each process appends to a file of its own; the files of all processes are read."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         self.path = path
         self._file = path / f"answers-{rank}.jsonl"
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Note what the answers are of. Raises UserError if the folder has answers of something else."""
+        """Write the settings of the answers to the folder. Raises UserError if its answers have other settings."""
         file = self.path / SETTINGS
         self.path.mkdir(parents=True, exist_ok=True)
         wanted = json.loads(json.dumps(settings))
@@ -130,17 +128,17 @@ class AnswerFolder:
         replace_file(file, json.dumps(wanted, indent=2) + "\n")
 
     def read(self) -> dict[tuple[str, int], Answer]:
-        """Return the answers by task and number; a line that was cut short when a process was killed is no answer."""
+        """Return the answers by task and number; incomplete lines, as of a killed process, are skipped."""
         found = {}
         for file in sorted(self.path.glob("answers-*.jsonl")):
             for line in json_lines(file):
-                with suppress(TypeError):  # of a line with other fields
+                with suppress(TypeError):  # a line with other fields
                     answer = Answer(**line)
                     found[answer.task, answer.number] = answer
         return found
 
     def append(self, answers: Iterable[Answer]) -> None:
-        """Write answers to the end of this process's file, on a line of their own, and hand them to the system."""
+        """Append answers to this process's file, a line each; a last line that was cut short is ended first."""
         lines = "".join(f"{json.dumps(asdict(answer), ensure_ascii=False)}\n" for answer in answers)
         with open_to_append(self._file, buffering=-1) as file:
             if (end := file.tell()) and os.pread(file.fileno(), 1, end - 1) != b"\n":

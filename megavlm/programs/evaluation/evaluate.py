@@ -1,8 +1,8 @@
 """Score a trained model on questions about images and videos: `megavlm evaluate RUN_DIR --task FILE.jsonl`.
 
-Answers are appended to a folder while the model gives them, and the same command continues after an interruption. In
-the end the folder has the scores (results.json) and a page of the wrong answers (failures.html). torchrun starts a
-process for each GPU: `torchrun --nproc-per-node 8 -m megavlm evaluate …`.
+Answers are appended to a folder as they are generated, and the same command resumes an interrupted evaluation. At the
+end the folder has the scores (results.json) and a page of the wrong answers (failures.html). Use torchrun for one
+process per GPU: `torchrun --nproc-per-node 8 -m megavlm evaluate …`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"out of memory at --batch-size {given.batch_size}: give a smaller one") from None
     except UserError as error:
         if world.rank:
-            time.sleep(error.wait)  # where rank 0 finds the same, torchrun ends this process before it repeats it
+            time.sleep(error.wait)  # if rank 0 fails alike, torchrun ends this rank before it prints the same error
         raise
     return 0
 
@@ -116,7 +116,7 @@ def _evaluate(given: argparse.Namespace, world: World) -> None:
 
 
 def _tasks(given: argparse.Namespace) -> list[Task]:
-    """Return the tasks of `--task`. Raises UserError."""
+    """Read the tasks of `--task`, up to `--limit` questions each. Raises UserError for a wrong task."""
     options = [task_option(text) for text in given.task]
     check_names(options)
     tasks = [read_task(option) for option in options]

@@ -19,7 +19,7 @@ _STATED = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*[:=]?\s*\(?([a-z])
 
 
 def question_with_choices(question: str, choices: Sequence[str]) -> str:
-    """Return a question with its lettered choices, as LLaVA and lmms-eval ask MMBench's and MMMU's; without, as is."""
+    """Return a question with lettered choices in the format of LLaVA and lmms-eval; unchanged without choices."""
     if not choices:
         return question
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
@@ -29,13 +29,13 @@ def question_with_choices(question: str, choices: Sequence[str]) -> str:
 def chosen_letter(answer: str, choices: Sequence[str]) -> str | None:
     """Return the letter of the choice that an answer names, or None if it names no choice or several.
 
-    The first of these rules that finds a letter decides. They are those of MMMU's and MMBench's evaluations (Yue et al.
-    2023, Liu et al. 2023), but none is drawn at random where an answer names no choice.
+    The first of these rules that finds a letter decides. They follow the evaluations of MMMU and MMBench (Yue et al.
+    2023, Liu et al. 2023), except that no choice is drawn at random for an answer that names none.
 
-    1. The answer is a letter, or begins with one that brackets, a full stop or a colon set apart: "b", "(B)", "B. cat".
-    2. It says which: "The answer is B", "Option: B".
-    3. It is the text of a choice, or contains that of one choice alone.
-    4. One capital letter stands by itself; "A" and "I" count only at the end, elsewhere they are words.
+    1. The answer is a letter, or begins with a letter and a bracket, full stop, colon or comma: "b", "(B)", "B. cat".
+    2. The answer states the letter: "The answer is B", "Option: B".
+    3. The answer is the text of a choice, or contains the text of exactly one choice.
+    4. One capital letter stands by itself; "A" and "I" count only at the end, because elsewhere they are words.
     """
     text, letters = answer.strip(), LETTERS[: len(choices)]
     for found in (_leading(text), _stated(text), _by_text(text, choices), _standing_alone(text, letters)):
@@ -99,25 +99,28 @@ _CONTRACTIONS = (
 
 
 def _without_an_apostrophe(word: str) -> list[str]:
-    """Return the spellings that leave out one of the word's apostrophes."""
+    """Return the spellings of a word with one of its apostrophes left out."""
     return [word[:place] + word[place + 1 :] for place, letter in enumerate(word) if letter == "'"]
 
 
 _APOSTROPHES = {
     **dict(chain.from_iterable(((wrong, word) for wrong in _without_an_apostrophe(word)) for word in _CONTRACTIONS)),
-    "somebody'd": "somebodyd",  # the evaluation has this one the wrong way round
+    "somebody'd": "somebodyd",  # the evaluation has this pair the wrong way round
 }
 
 
 def normalised(answer: str) -> str:
-    """Return an answer as VQA's evaluation compares it."""
+    """Normalise an answer as VQA's evaluation does: punctuation, case, numbers, articles and contractions."""
     text = _without_punctuation(" ".join(answer.split()))
     words = [_NUMBERS.get(word, word) for word in text.lower().split()]
     return " ".join(_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
 
 
 def _without_punctuation(text: str) -> str:
-    """Drop punctuation next to a space (all of it, where a comma is inside a number), else put a space in its place."""
+    """Drop marks that touch a space (all marks, if a number has a comma); replace other marks by spaces.
+
+    A full stop is dropped unless a digit follows.
+    """
     has_number = _COMMA_IN_NUMBER.search(text) is not None
     found = text
     for mark in _PUNCTUATION:
@@ -128,7 +131,7 @@ def _without_punctuation(text: str) -> str:
 
 ANLS_THRESHOLD = 0.5
 RELATIVE_TOLERANCE = 0.05
-ANNOTATORS = 10  # of a question of VQA
+ANNOTATORS = 10  # reference answers of a question of VQA
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
@@ -151,10 +154,10 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
-    """Return the largest Levenshtein similarity to a reference, or 0 where it is below 0.5.
+    """Return the largest Levenshtein similarity to a reference, or 0 if it is not above 0.5.
 
     Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering"): 1 minus the
-    edit distance over the length of the longer text, where that distance is less than τ = 0.5. As in DocVQA, case and
+    edit distance over the length of the longer text, if that ratio is less than τ = 0.5, else 0. As in DocVQA, case and
     runs of white space do not count.
     """
     return max(_similarity(_plain(answer), _plain(reference)) for reference in references)
@@ -207,7 +210,7 @@ def _relaxed(answer: str, reference: str) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a text is; a percentage is divided by 100. None for a text that is no finite number."""
+    """Convert a text to a number, a percentage divided by 100; None for a text that is no finite number."""
     try:
         value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Scores of a task: each question's, and their mean with a confidence interval."""
+"""Score the answers to a task: the score of each question, and the mean with a confidence interval."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megavlm.programs.evaluation.metrics import METRICS
 from megavlm.programs.evaluation.task import Task, TaskQuestion
 
 CONFIDENCE = 0.95
-_Z = 1.959963984540054  # of a normal distribution, 95 % within ± z
+_Z = 1.959963984540054  # quantile: 95 % of a normal distribution lie within ± z
 _RESAMPLES, _SEED = 10_000, 0
 
 
 def wilson(successes: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927): it stays within 0 and 1 and holds for few questions, too.
+    """Return the 95 % Wilson interval of a share (1927), which stays within 0 and 1 and holds for few questions, too.
 
-    Its bounds are the shares p whose own deviation z·√(p(1−p)/n) reaches the observed one; solved for p.
+    Its bounds are the shares p at a distance of z·√(p(1−p)/n) from the observed share.
     """
     share, spread = successes / total, _Z**2 / total
     middle = (share + spread / 2) / (1 + spread)
@@ -36,7 +36,7 @@ def wilson(successes: int, total: int) -> tuple[float, float]:
 
 
 def bootstrap(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean (Efron 1979) of 10,000 resamples, the same in each run.
+    """Return the 95 % percentile interval of the mean from 10,000 bootstrap resamples (Efron 1979), with a fixed seed.
 
     A resample of n questions is a multinomial draw of how often each distinct score occurs.
     """
@@ -53,7 +53,7 @@ _SIDE = 320  # pixels of the longer side of an image on the page
 def failures_page(
     title: str, about: Sequence[tuple[str, str]], tasks: Sequence[tuple[Task, Sequence[Scored]]], *, most: int
 ) -> str:
-    """Return a page with the scores and, for each task, the `most` questions of the lowest scores below 1."""
+    """Return a page with the scores and, for each task, the `most` questions with the lowest scores below 1."""
     body = [f"<header><h1>{escape(title)}</h1>{facts(about)}</header>", section("Scores", _scores(tasks))]
     for task, found in tasks:
         wrong = sorted((each for each in found if each.score < 1), key=lambda each: each.score)
@@ -103,7 +103,7 @@ def _pictures(task: Task, failed: Scored) -> list[str]:
 
 
 def _picture(visual: Visual) -> str:
-    """Return an image, or the first frame of a video, reduced, as an <img> that holds its bytes.
+    """Return an image, or the first frame of a video, as a downscaled <img> with embedded data.
 
     Raises BadSample if it cannot be decoded.
     """
@@ -112,7 +112,7 @@ def _picture(visual: Visual) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """A question, what the model said, and the score of that between 0 and 1."""
+    """A question, the model's answer, and its score between 0 and 1."""
 
     question: TaskQuestion
     answer: Answer
@@ -121,7 +121,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Score:
-    """The mean score of a task's questions of one metric, with its 95 % confidence interval."""
+    """The mean score over the questions of a task with one metric, and its 95 % confidence interval."""
 
     metric: str
     questions: int
@@ -149,7 +149,7 @@ def scored(task: Task, answers: Mapping[tuple[str, int], Answer]) -> list[Scored
 
 
 def scores_of(found: Sequence[Scored]) -> list[Score]:
-    """Return the score of each metric among questions, in the order of METRICS."""
+    """Return the mean score for each metric that the questions use, in the order of METRICS."""
     return [
         _score(metric, mine)
         for metric in METRICS
@@ -173,7 +173,7 @@ def _score(metric: str, found: Sequence[Scored]) -> Score:
 
 
 def results_json(tasks: Sequence[tuple[Task, Sequence[Scored]]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results.json holds: the settings, the scores by task, and each question with its answer."""
+    """Return the content of results.json: the settings, and by task the scores and each question with its answer."""
     return {
         "settings": dict(settings),
         "confidence": CONFIDENCE,

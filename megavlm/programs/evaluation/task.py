@@ -22,7 +22,7 @@ from megavlm.rules.fields import record_of_word
 
 @dataclass(frozen=True)
 class TaskOption:
-    """`--task PATH[,image_root=DIR][,columns=…][,metric=METRIC][,name=NAME]`."""
+    """The keys of `--task PATH[,image_root=DIR][,columns=…][,metric=METRIC][,name=NAME]`."""
 
     path: str = option("", "File of questions.")
     image_root: str | None = option(None, "Folder of the images; default: the file's.")
@@ -37,7 +37,7 @@ class TaskOption:
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """Record `number` of a task, without its images and videos, which are read when they are needed."""
+    """A question of a task: the fields of record `number`. Images and videos are read only when needed."""
 
     number: int
     label: str  # as in `task.jsonl:18`
@@ -45,48 +45,46 @@ class TaskQuestion:
     references: tuple[str, ...]
     metric: str
     choices: tuple[str, ...]
-    pictures: bool  # whether it has any
-    digest: bytes  # of what a model is asked
+    pictures: bool  # whether it has images or videos
+    digest: bytes  # hash of question, choices, images and videos
 
     def score(self, answer: str) -> float:
         return METRICS[self.metric].score(answer, self.references, self.choices)
 
     @property
     def asked(self) -> str:
-        """Return the question as the model reads it."""
+        """Return the question with its lettered choices, if any, as the model is asked."""
         return question_with_choices(self.text, self.choices)
 
 
 @dataclass(frozen=True)
 class Task:
-    """All questions of a file, and what finds the images and videos that its records name."""
+    """All questions of a file, and its raw records, which find the images and videos."""
 
     name: str
     questions: tuple[TaskQuestion, ...]
     raw: RawRecords
 
     def pictures(self, question: TaskQuestion) -> list[Visual]:
-        """Return a question's images, then its videos. Raises BadSample for one that is missing or outside of the image
-        root.
-        """
+        """Return a question's images, then its videos. Raises BadSample if one is missing or outside the root."""
         if not question.pictures:
             return []
         images, videos = visuals_of(self.raw.records.read(question.number), self.raw.find, self.raw.find_video)
         return [*images, *videos]
 
     def conversation(self, question: TaskQuestion, system: str | None) -> Conversation:
-        """Return the turns before the answer. Raises BadSample as `pictures` does."""
+        """Return the turns of the prompt: system turn, if any, and question. Raises BadSample as `pictures` does."""
         opening = (Turn("system", (system,)),) if system else ()
         return Conversation((*opening, Turn("user", (*self.pictures(question), question.asked))))
 
     @property
     def digest(self) -> str:
-        """Return a hash of what a model is asked, so that other metrics or references leave it as it is."""
+        """Return a hash of all questions as the model is asked; it does not depend on metrics or references."""
         return hashlib.sha256(b"".join(question.digest for question in self.questions)).hexdigest()
 
 
 def task_option(text: str) -> TaskOption:
-    """Return what `--task` was given. Raises UserError."""
+    """Parse a value of `--task`. Raises UserError for a wrong key or metric."""
     found: TaskOption = record_of_word(TaskOption, text, name="--task")
     if found.metric is not None:
         _check_metric(found.metric, f"--task {text}")
@@ -94,7 +92,7 @@ def task_option(text: str) -> TaskOption:
 
 
 def read_task(option: TaskOption) -> Task:
-    """Return the questions of a file, of any form of records. Raises UserError, which names a bad record."""
+    """Read the questions of a file of records in any format. Raises UserError, which names a bad record."""
     source = DatasetConfig(path=option.path, image_root=option.image_root, columns=option.columns)
     raw = open_rows(source, "--task")
     questions = []
@@ -127,7 +125,7 @@ def _question(record: Any, number: int, label: str, metric: str | None) -> TaskQ
 
 
 def _texts(record: Mapping[str, Any], where: str, *fields: str) -> tuple[str, ...]:
-    """Return a text or a list of texts, numbers included, as texts."""
+    """Return the texts of a field with a text, a number, or a list of them. Raises UserError for other values."""
     values = listed(record, *fields)
     if not values or not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values):
         raise UserError(
@@ -142,7 +140,7 @@ def _check_metric(metric: Any, where: str) -> None:
 
 
 def _check_references(question: TaskQuestion, where: str) -> None:
-    """Raise UserError for references that a metric cannot score."""
+    """Raise UserError for references or choices that the question's metric cannot score."""
     given = len(question.references)
     if question.metric == "vqa" and given != ANNOTATORS:
         raise UserError(
@@ -160,7 +158,7 @@ def _check_references(question: TaskQuestion, where: str) -> None:
 
 
 def check_names(options: Sequence[TaskOption]) -> None:
-    """Raise UserError for two tasks of one name, whose answers could not be told apart."""
+    """Raise UserError for two tasks of one name, and for a name that cannot be part of a file name."""
     names = [option.task_name for option in options]
     if double := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--task has two tasks named {double}: set different names (name=…)")
