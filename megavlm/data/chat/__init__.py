@@ -1,4 +1,4 @@
-"""Turn conversations into tokens and loss masks: chat templates, and how long conversations are split."""
+"""Turn conversations into tokens and loss masks with chat templates, and split conversations that are too long."""
 
 from megavlm.data.chat.expand import EncodedConversation, EncodedTurn, Piece, Split, split
 from megavlm.data.chat.format import ChatFormat

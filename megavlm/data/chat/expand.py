@@ -1,6 +1,6 @@
-"""Tokenize rendered conversations with image placeholders into turns, and split what is longer than a sequence.
+"""Tokenize rendered conversations with image placeholders into turns, and split conversations that are too long.
 
-Conversations are split between exchanges only, and never away from their images.
+Conversations are split between exchanges only, and never apart from their images.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EncodedTurn:
 
 @dataclass(frozen=True, eq=False)
 class EncodedConversation:
-    """A conversation. Each piece of it begins with `opening` (begin-of-text token, system turn); `turns` follow."""
+    """A tokenized conversation: `opening` (begin-of-text token, system turn), which begins each piece, and `turns`."""
 
     opening: EncodedTurn
     turns: tuple[EncodedTurn, ...]
@@ -73,12 +73,16 @@ class _Written:
     shifts: list[tuple[int, int]]  # (offset in the rendered text, how far the characters from there on have moved)
 
     def moved(self, place: int) -> int:
-        """Return the offset in `text` of a character of the rendered text."""
+        """Map an offset in the rendered text to the offset of the same character in `text`."""
         return place + self.shifts[bisect_right(self.shifts, place, key=itemgetter(0)) - 1][1]
 
 
 def _written(stretches: Sequence[str], prompts: Sequence[Prompt], placeholder: int, image_text: str) -> _Written:
-    """Return the text between placeholders (of `placeholder` characters each) joined by the prompts of the images."""
+    """Return the rendered text with placeholders replaced by the images' prompts.
+
+    `stretches` are the texts between placeholders, which have `placeholder` characters each. Raises BadSample if there
+    are not as many placeholders as prompts.
+    """
     if len(stretches) != len(prompts) + 1:
         raise BadSample(
             Reason.IMAGE_COUNT,
@@ -109,14 +113,14 @@ def expand(
 ) -> EncodedConversation:
     """Return the tokens of a rendered conversation, in turns.
 
-    A run of image tokens is a single token while the text is tokenized and is repeated afterwards: its neighbours, and
-    so the other tokens, are the same.
+    A run of image tokens is one token while the text is tokenized, and is repeated afterwards. This does not change the
+    other tokens, since the neighbours of the run are the same.
 
     Args:
-        prompts: replace the placeholders, in order.
-        trained: [start, end) characters of the rendered text with a loss; image tokens never have one.
+        prompts: the images' prompts, which replace the placeholders in order.
+        trained: [start, end) characters of the rendered text with a loss; image tokens never have a loss.
         cuts: offsets in the rendered text at which turns end; the first turn is the opening.
-        divisible: the turns are plain text, which may be split anywhere but inside an image.
+        divisible: whether the turns are plain text, which may be split anywhere except inside an image.
 
     Raises BadSample if the number of placeholders differs from the number of prompts.
     """
@@ -167,7 +171,7 @@ def expand(
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """L tokens for one sequence, and the numbers of the conversation's images in it."""
+    """L tokens of a conversation for one sequence, and the numbers of the conversation's images in them."""
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]
@@ -179,18 +183,18 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The pieces of a conversation (at least one) and the number of its turns that are in none of them."""
+    """The pieces of a conversation (at least one) and the number of dropped turns."""
 
     pieces: tuple[Piece, ...]
     dropped: int
 
 
 def split(encoded: EncodedConversation, seq_length: int) -> Split:
-    """Return pieces of at most `seq_length` tokens, each with the conversation's opening.
+    """Split a conversation into pieces of at most `seq_length` tokens, each with the conversation's opening.
 
-    The first piece is the longest beginning that fits. The rest makes further pieces if no image comes before it;
-    else it is dropped, because it may be about an image that it would not see. An exchange that is longer than a piece
-    is dropped, too. Divisible text is split where a piece is full. A piece does not end with turns without a loss.
+    The first piece is the longest prefix that fits. The rest makes further pieces if no image precedes it; else it is
+    dropped, because it may refer to an image that its piece would lack. An exchange that is longer than a piece is
+    dropped, too. Divisible text is split where a piece is full. Turns without a loss at the end of a piece are removed.
 
     Raises BadSample if no trained token is left.
     """
@@ -209,7 +213,7 @@ def split(encoded: EncodedConversation, seq_length: int) -> Split:
         elif turn.divisible and room > 0:
             group.append(turn.part(0, room))
             waiting.append(turn.part(room, len(turn)))
-        elif seen or (turn.images and not group):  # the rest may be about an image that it would not see
+        elif seen or (turn.images and not group):  # the rest may refer to an image that its piece would lack
             dropped += 1 + len(waiting)
             break
         elif group:

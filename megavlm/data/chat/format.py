@@ -1,4 +1,4 @@
-"""`ChatFormat`: apply a chat template and a tokenizer to conversations; say which tokens are trained."""
+"""Apply a chat template and a tokenizer to conversations, and compute which tokens are trained (`ChatFormat`)."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.inputs.layout import Prompt
 
 TrainOn = Literal["assistant", "last", "all"]
-_LETTERS = 2**22  # most of a conversation: to split a million into tokens takes seconds and 300 MB
-_TURNS = 2048  # most of a conversation: the template renders what precedes each answer
+_LETTERS = 2**22  # most characters of a conversation: to tokenize a million takes seconds and 300 MB
+_TURNS = 2048  # most turns of a conversation: the template is rendered for the prefix of each answer
 _SHAPES = 1024  # most conversation shapes that are cached
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Turns conversations into the tokens that Transformers makes with the same template, tokenizer and processor.
+    """Encodes conversations to the same tokens as Transformers with this template, tokenizer and processor.
 
     `placeholder` represents an image in the rendered text. If `in_parts`, the template writes it for each part
-    {"type": "image"} of a message; else the message's text contains it. Templates get videos as images, or, if
-    `videos_as_text`, as text that is the placeholder: what replaces it is what differs. `reserved` are further texts
-    that no turn may contain: the video token's.
+    {"type": "image"} of a message; else the message's text contains it. Videos are passed to templates as images, or as
+    text parts with the placeholder if `videos_as_text`; only the text that replaces the placeholder differs from an
+    image's. `reserved` are further texts that no turn may contain, such as the video token.
     """
 
     template: ChatTemplate | None
@@ -68,11 +68,11 @@ class ChatFormat:
         reserved: tuple[str, ...] = (),
         videos_as_text: bool = False,
     ) -> ChatFormat:
-        """Return the format that `--chat-template` names.
+        """Return the format with the template that `--chat-template` names.
 
-        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. A template that asks gets
-        `enable_thinking`, unless it is None. If `auto` finds no template, the format encodes plain text only. Raises
-        UserError if the template is missing or cannot be used.
+        `placeholder` is the image processor's, `model_type` that of the tokenizer's folder. The template's variable
+        `enable_thinking` is set unless it is None. If `auto` finds no template, the format encodes plain text only.
+        Raises UserError if the template is missing or cannot be used.
         """
         source = source_of(tokenizer, template, model_type)
         if source is None:
@@ -93,7 +93,7 @@ class ChatFormat:
         )
 
     def encode(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
-        """Return the tokens of a conversation whose images are replaced by `prompts`, one for each, in order.
+        """Encode a conversation for training; its images are replaced by `prompts`, one for each, in order.
 
         Raises BadSample if the assistant says nothing, if it has more than 4 million letters or 2,048 turns, if the
         template refuses the conversation, or if a text contains the image token; UserError if there is no template.
@@ -126,9 +126,9 @@ class ChatFormat:
         )
 
     def prompt(self, conversation: Conversation, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
-        """Return the tokens [L] of a conversation that ends with a question, and of what precedes an answer to it.
+        """Return the tokens [L] of a conversation that ends with a question, followed by the generation prompt.
 
-        They are the first tokens of what `encode` returns for the conversation with its answer. Raises BadSample and
+        They are a prefix of the tokens that `encode` returns for the conversation with its answer. Raises BadSample and
         UserError as `encode` does.
         """
         _check_texts(conversation, (self.placeholder, self.tokenizer.image_text, *self.reserved))
@@ -150,7 +150,7 @@ class ChatFormat:
         return self.template
 
     def _messages(self, conversation: Conversation) -> tuple[list[Message], tuple[Kind, ...], list[str]]:
-        """Return a conversation as templates take it, the shape of its turns, and its texts in order."""
+        """Return a conversation as messages for a template, the shape of its turns, and its texts in order."""
         contents = [
             self._parts(turn) if self.in_parts else (_joined(turn, self.placeholder),) for turn in conversation.turns
         ]
@@ -194,7 +194,7 @@ class ChatFormat:
         return found
 
     def _text(self, conversation: Conversation, prompts: Sequence[Prompt]) -> EncodedConversation:
-        """Return the tokens of plain text and the end token, all trained, divisible anywhere but in an image."""
+        """Encode plain text and the end token: all tokens but images are trained, and any but images may be split."""
         parts = [part for turn in conversation.turns for part in turn.parts]
         rendered = "".join(part if isinstance(part, str) else self.placeholder for part in parts)
         if not rendered.strip():
@@ -238,7 +238,7 @@ def _check_texts(conversation: Conversation, reserved: Sequence[str]) -> None:
 
 
 def _parts(turn: Turn) -> tuple[str | Visual, ...]:
-    """Return a turn's parts without line breaks next to images: templates with image parts write their own."""
+    """Return a turn's parts without line breaks next to images: templates that accept image parts write their own."""
     parts: list[str | Visual] = []
     for number, part in enumerate(turn.parts):
         if isinstance(part, str):
@@ -253,7 +253,9 @@ def _parts(turn: Turn) -> tuple[str | Visual, ...]:
 
 
 def _joined(turn: Turn, placeholder: str) -> str:
-    """Return a turn's text with placeholders; a line break follows an image unless the data has white space there."""
+    """Return a turn's text with placeholders for images; a line break is added after an image unless white space
+    follows.
+    """
     text = ""
     for number, part in enumerate(turn.parts):
         if not isinstance(part, str):

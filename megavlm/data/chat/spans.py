@@ -1,10 +1,10 @@
 """Find the assistant's answers in a rendered conversation, for any chat template.
 
-A template is a program. To find what it writes around each text, it renders a conversation whose texts are unique
-marks; the text between the marks is the template's own ("gaps"). A real conversation must then consist of these gaps
-with the real texts in between, character by character. If it does not (some templates cut the reasoning out of an
-answer), the rendering of each prefix of the conversation must be a prefix of the whole rendering.
-Which options a template has, short conversations tell that are rendered with it.
+A template is a program. To find the text that it writes around each turn, a conversation whose texts are unique marks
+is rendered; the text between the marks is the template's own ("gaps"). A real conversation must then consist of these
+gaps with the real texts in between, character by character. If it does not (some templates cut the reasoning out of an
+answer), the rendering of each prefix of the conversation must be a prefix of the whole rendering. The template's
+capabilities, such as messages in parts, are detected by rendering short conversations.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BEGUN = re.compile(r"[<\[{#|/]+\w*$")  # a common beginning of two different ma
 
 @dataclass(frozen=True)
 class TurnSpans:
-    """Offsets in a rendered conversation.
+    """Character offsets of the opening, the answers and the possible splits in a rendered conversation.
 
     answers[k] = [start, end) is the assistant's turn k, from the end of the generation prompt to the end of the mark
-    that ends the turn. The text before `opening` begins every conversation. cuts[k] is the end of exchange k, where
-    the conversation may be split.
+    that ends the turn. The text before `opening` begins every piece of the conversation. cuts[k] is the end of exchange
+    k, where the conversation may be split.
     """
 
     opening: int
@@ -56,7 +56,10 @@ class Skeleton:
     opening: GapOffset = (0, 0)
 
     def spans(self, rendered: str, texts: Sequence[str]) -> TurnSpans | None:
-        """Return the offsets for real texts, some of which the template may strip; None if the text does not match."""
+        """Return the offsets in a conversation rendered with real texts, which the template may have stripped.
+
+        Returns None if the rendered text does not match the gaps.
+        """
         if not rendered.startswith(self.gaps[0]):
             return None
         at, starts = len(self.gaps[0]), [0]
@@ -81,7 +84,7 @@ class Skeleton:
 
 
 def marked(shape: Sequence[Kind]) -> tuple[list[Message], list[int]]:
-    """Return a conversation whose texts are marks, and the turn that each mark belongs to."""
+    """Return a conversation of the given shape whose texts are unique marks, and the turn number of each mark."""
     messages: list[Message] = []
     turns: list[int] = []
 
@@ -100,7 +103,7 @@ def marked(shape: Sequence[Kind]) -> tuple[list[Message], list[int]]:
 
 
 def skeleton(template: ChatTemplate, shape: Sequence[Kind]) -> Skeleton:
-    """Return what a template writes around the texts of a conversation of this shape; `opening` is not set.
+    """Return the text that a template writes around the texts of a conversation of this shape; `opening` is not set.
 
     Raises TemplateError if the template refuses the shape, leaves a text out or repeats one.
     """
@@ -133,7 +136,7 @@ def skeleton(template: ChatTemplate, shape: Sequence[Kind]) -> Skeleton:
 
 
 def _start(template: ChatTemplate, before: list[Message], rendered: str, text: int) -> int:
-    """Return the offset where an answer begins: after the generation prompt, or at its text if there is no prompt."""
+    """Return the offset at which an answer begins: after the generation prompt, else at the answer's text."""
     if not before:
         return text
     prompt = template.render(before, generate=True)
@@ -144,8 +147,8 @@ def _start(template: ChatTemplate, before: list[Message], rendered: str, text: i
 def _tail(template: ChatTemplate, messages: list[Message], rendered: str, mark: re.Match[str]) -> str:
     """Return the template's text between an answer and the next turn.
 
-    Some templates end a conversation with an extra mark. Then it is the common prefix of what follows the answer at the
-    end of a conversation and of what follows it here.
+    Some templates end a conversation with an extra mark. Then the result is the common prefix of the text after the
+    answer here and of the text after the answer at the end of a conversation.
     """
     alone = template.render(messages)
     tail, rest = alone[alone.rindex(mark[0]) + len(mark[0]) :], rendered[mark.end() :]
@@ -159,16 +162,19 @@ def _tail(template: ChatTemplate, messages: list[Message], rendered: str, mark: 
 
 
 def _end_mark(tail: str) -> str:
-    """Return the part of the text after an answer that ends it: without trailing space, or one line break if all is."""
+    """Return the end mark in the text after an answer: the text without trailing white space.
+
+    If all of it is white space, the mark reaches to the first line break; "" if there is none.
+    """
     if mark := tail.rstrip():
         return mark
     return tail[: tail.index("\n") + 1] if "\n" in tail else ""
 
 
 def by_prefixes(template: ChatTemplate, messages: Sequence[Message], rendered: str, *, only_last: bool) -> TurnSpans:
-    """Return the spans of a conversation whose texts the template rewrites, from renderings of its prefixes.
+    """Return the offsets of a conversation whose texts the template rewrites, from renderings of its prefixes.
 
-    Raises TemplateError if what the template writes for an earlier turn depends on later ones.
+    Raises TemplateError if the rendering of an earlier turn depends on later turns.
     """
     speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     answers, cuts = [], []
@@ -186,7 +192,10 @@ _LARGEST = 2**24  # bytes of a template
 
 
 def source_of(tokenizer: TextTokenizer, template: str, model_type: str | None) -> str | None:
-    """Return the Jinja source of the template that `--chat-template` names; None if `auto` finds none."""
+    """Return the Jinja source of the template that `--chat-template` names; None if `auto` finds no template.
+
+    Raises UserError for an unknown name, an unreadable file, or special tokens that the tokenizer lacks.
+    """
     if template.endswith((".jinja", ".jinja2", ".j2")):
         try:
             return read_bytes(Path(template), at_most=_LARGEST).decode()
@@ -219,9 +228,9 @@ def _has(tokenizer: TextTokenizer, token: str) -> bool:
 
 
 def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tuple[bool, str]:
-    """Return whether the template takes messages in parts, and what it writes for an image.
+    """Return whether the template accepts messages in parts, and its text for an image.
 
-    Raises TemplateError if it writes neither the text of a part nor that of a string.
+    Raises TemplateError if the template renders the user's text neither from parts nor from a string.
     """
     word = "\ue000"
     complaint = "it leaves out what the user says"
@@ -245,11 +254,12 @@ def image_style(template: ChatTemplate, placeholder: str, image_text: str) -> tu
 
 
 def openings_of(template: ChatTemplate, in_parts: bool) -> tuple[tuple[tuple[str, str], ...], str]:
-    """Return the template's own text before the first user turn, and the end of an answer, which is trained.
+    """Return the template's openings (its text before the first user turn), and the text that ends an answer.
 
-    The first is a list of openings: (text, "") without a system turn, then the texts before and after the system turn
-    with one. What a second exchange begins with, too, belongs to a user turn and not to the opening. An opening is left
-    out if it cannot be told from the user turn, as when a template writes the system turn into the first user turn.
+    The openings are (text, "") for conversations without a system turn, then the texts before and after the system
+    turn. Text that also begins a second exchange belongs to a user turn and not to the opening. An opening is left out
+    if it cannot be separated from the user turn, for example if a template writes the system turn into the first user
+    turn. The text that ends an answer is trained with the answer.
     """
     kinds = ("text",) if in_parts else None
     talk: tuple[Kind, ...] = (("user", kinds), ("assistant", kinds)) * 2

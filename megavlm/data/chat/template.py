@@ -1,4 +1,4 @@
-"""Render chat templates: Jinja with what Transformers gives it, in a process with bounds of time and memory."""
+"""Render chat templates with Jinja and Transformers' variables, in a process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Message = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """The template has an error or refuses a conversation."""
+    """Raised if a chat template has an error or refuses a conversation."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and what it may ask for: special tokens (`bos_token`, `eos_token`, …), `enable_thinking`."""
+    """A chat template and the variables that it may use: special tokens (`bos_token`, …) and `enable_thinking`."""
 
     source: str
     specials: tuple[tuple[str, str | bool], ...] = ()
 
     def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """Return a conversation's text; `generate` adds the generation prompt, which precedes an answer.
+        """Render a conversation and return its text; `generate` adds the generation prompt, which precedes an answer.
 
         Raises TemplateError.
         """
@@ -41,7 +41,7 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """The process that renders for this one, started when first asked. Threads take turns, forks have their own."""
+    """The rendering process, started at the first request. Threads take turns; a forked process starts its own."""
 
     _process: subprocess.Popen[bytes] | None = None
 
@@ -50,7 +50,7 @@ class _Renderer:
         os.register_at_fork(after_in_child=self._forget)
 
     def ask(self, request: list[Any]) -> tuple[str | None, str]:
-        """Return (text, ""), or (None, why there is none)."""
+        """Send a request and return (text, ""), or (None, error message)."""
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
             for _ in range(2):  # the second time for a process that someone else has ended
@@ -63,7 +63,7 @@ class _Renderer:
         return None, f"it ends the process that renders it (status {status})"
 
     def _exchange(self, line: bytes) -> tuple[bytes, int]:
-        """Return (reply, 0), or (b"", exit status) where the process has ended."""
+        """Return (reply, 0), or (b"", exit status) if the process has ended."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None

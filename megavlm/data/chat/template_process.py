@@ -1,9 +1,9 @@
-"""The program that renders chat templates: Jinja's sandbox, in a process with little memory and time.
+"""Render chat templates in Jinja's sandbox: the program of a process with limits on memory and time.
 
-A template comes with a model and is a program. The sandbox keeps it from Python's objects, and nothing in Jinja keeps
-it from loops without end or texts of gigabytes: the system does, for this process alone. The process is started by
-`megavlm.data.chat.template`, imports nothing of megavlm, and ends with its input. Each request is a line of JSON
-`[source, specials, messages, add_generation_prompt]`, and so is each answer, `[text, error]`, one of which is null.
+A template is a program that comes with a model. The sandbox blocks its access to Python's objects, but nothing in Jinja
+prevents endless loops or texts of gigabytes. The operating system's limits on this process do. The process is started
+by `megavlm.data.chat.template`, imports nothing of megavlm, and ends with its input. Each request is a line of JSON
+`[source, specials, messages, add_generation_prompt]`. Each reply is a line `[text, error]`, one of which is null.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2.0  # of processor time for one conversation: a thousand times what the longest takes
 MEMORY = 2**30  # bytes of address space, Python included
-# Characters that a template may write: the tokenizer of the main process pays for them.
-FREE, TIMES = 2**16, 64  # so many, and so many for each character of the conversation
+# Limit on the characters that a template may write, since the main process has to tokenize them.
+FREE, TIMES = 2**16, 64  # FREE characters, plus TIMES for each character of the conversation
 
 # A template that writes today's date would give different tokens tomorrow. This is the date that Llama's templates use
 # if there is no clock.
@@ -33,7 +33,7 @@ _TODAY = date(2024, 7, 26)
 
 
 class _Generation(Extension):
-    """Renders what is between `{% generation %}` and `{% endgeneration %}`, which Transformers uses to mark answers."""
+    """Renders the text between `{% generation %}` and `{% endgeneration %}`, Transformers' tags around answers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -55,7 +55,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own filter escapes HTML."""
+    """Return JSON without HTML escapes, unlike Jinja's own `tojson` filter."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
@@ -64,7 +64,7 @@ def _refuse(message: str) -> None:
 
 
 def answer(source: str, specials: dict[str, str], messages: list[Any], generate: bool) -> list[str | None]:
-    """Return [text, None] of a rendered conversation, or [None, why there is none]."""
+    """Render a conversation: return [text, None], or [None, error message]."""
     try:
         text = _compiled(source).render(
             messages=messages, add_generation_prompt=generate, tools=None, documents=None, **specials
@@ -79,7 +79,7 @@ def answer(source: str, specials: dict[str, str], messages: list[Any], generate:
 
 
 def main() -> None:
-    """Answer requests until there are no more; a template that takes too long ends the process."""
+    """Answer requests until the input ends; a template that takes too long ends the process."""
     for limit, value in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(limit, (value, value))
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

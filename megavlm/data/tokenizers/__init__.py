@@ -1,4 +1,4 @@
-"""Define what all tokenizers of the data offer: text to tokens and back."""
+"""Define the interface of text tokenizers, which convert text to tokens and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_GROWTH = 16  # texts may be so many times as long before they are split; "▁" for a space leaves them as long
+MOST_GROWTH = 16  # factor by which normalization may lengthen a text; "▁" for a space does not lengthen it
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """L tokens of a text, and the characters [start, end) that each of them stands for."""
+    """L tokens of a text, and the character range [start, end) of each token."""
 
     ids: NDArray[np.int64]  # [L]
     starts: NDArray[np.int64]  # [L]
@@ -25,23 +25,23 @@ class Tokens:
 
 
 class TextTokenizer(Protocol):
-    """What chat formats and loaders need of a tokenizer. It is pickled, and safe in threads."""
+    """Interface of a tokenizer for chat formats and loaders. A tokenizer can be pickled and used from threads."""
 
-    vocab_size: int  # every token is below
+    vocab_size: int  # the largest token id + 1
     pad: int
     eos: int
-    begin: int | None  # the token that each sequence begins with, where the tokenizer puts one there
+    begin: int | None  # the token that the tokenizer puts at the beginning of a sequence, if any
     image: int
-    image_text: str  # what is written where `image` belongs
-    specials: Mapping[str, str]  # bos_token, eos_token, …: what chat templates may write
-    chat_template: str | None  # the tokenizer's own
+    image_text: str  # the text of the token `image`
+    specials: Mapping[str, str]  # texts of bos_token, eos_token, …, as variables for chat templates
+    chat_template: str | None  # the tokenizer's own chat template
 
     def encode(self, text: str) -> Tokens:
-        """Tokens of a text. Nothing is added around it; special tokens that are spelt out in it are tokens."""
+        """Return the tokens of a text, with nothing added. Special tokens spelt out in the text become tokens."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Text of tokens, special ones included unless `special` is False."""
+        """Return the text of tokens, special tokens included unless `special` is False."""
         ...
 
 
@@ -51,8 +51,10 @@ def tokens_of(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tokens:
 
 
 def growth_of_charsmap(charsmap: bytes) -> float:
-    """Return about how many times as long a text becomes by SentencePiece's table of characters: a trie after its size,
-    then the texts that it points to, each ended by a zero. A character has four bytes at most.
+    """Return an estimate of the factor by which SentencePiece's character map can lengthen a text.
+
+    The map is the size of a trie, the trie, and the replacement texts, each ended by a zero byte. A character has at
+    most four bytes.
     """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(map(len, texts.split(b"\0"))) / 4

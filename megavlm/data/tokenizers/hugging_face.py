@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders. They are loaded by Transformers, and run by the library below it."""
+"""Tokenize with the tokenizer of a Hugging Face folder, loaded by `transformers` and run by `tokenizers`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.json_files import LARGEST, read_json
 from megavlm.paths import inside
 
-_READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # what a tokenizer may consist of
-_TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # what patterns of tokenizers must read without going back and forth
+_READ = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # suffixes of a tokenizer's files
+_TRIAL = f"{'a' * 100} {'!' * 100}\n{' ' * 100}x"  # text on which a tokenizer's pattern must not backtrack excessively
 _MOST_MARKS = 1000  # special tokens before and after a text
-_MOST_TOKENS = 2**24  # as config.json may say
+_MOST_TOKENS = 2**24  # largest vocabulary
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _CONFIG = "tokenizer_config.json"
 _NAMES_OF_FILES = ("_file", "_files", "_spm", "init_inputs")
@@ -31,7 +31,9 @@ _TEMPLATES = ("chat_template.json", "processor_config.json")
 
 @dataclass(eq=False, kw_only=True)
 class HuggingFaceTokenizer:
-    """A `TextTokenizer` of a folder. `backend` is a `tokenizers.Tokenizer` that adds nothing to a text."""
+    """The tokenizer of a Hugging Face folder, a `TextTokenizer`. `backend` is a `tokenizers.Tokenizer` that adds no
+    special tokens.
+    """
 
     backend: Any
     vocab_size: int
@@ -42,14 +44,14 @@ class HuggingFaceTokenizer:
     image_text: str
     specials: Mapping[str, str]
     chat_template: str | None
-    image_place: int  # what the backend calls `image`: another number where that is no token of its own
+    image_place: int  # the backend's id of the image token, which differs from `image` if the backend lacks that id
 
     @classmethod
     def of(cls, folder: Path, *, image: int | None = None, image_text: str = "<image>") -> HuggingFaceTokenizer:
-        """Return the tokenizer of a local folder; no code of the folder runs, nothing is fetched.
+        """Load the tokenizer of a local folder, without running the folder's code or fetching anything.
 
-        Raises UserError where there is none, where it has no end mark or no image token, and where the libraries are
-        missing.
+        Raises UserError if the folder has no tokenizer, if the tokenizer has no end token or no image token, or if the
+        libraries are missing.
         """
         try:
             from tokenizers import AddedToken, Tokenizer
@@ -105,7 +107,7 @@ class HuggingFaceTokenizer:
             encoding = self.backend.encode(text, add_special_tokens=False)
         except _INTERRUPTS:
             raise
-        except BaseException as error:  # a panic of the library is no Exception: a pattern that backtracks for ever
+        except BaseException as error:  # a panic of the library, as for endless backtracking, is not an Exception
             raise BadSample(Reason.CORRUPT, f"the tokenizer cannot read it: {_first_line(error)}") from error
         tokens = tokens_of(encoding.ids, encoding.offsets)
         if self.image_place != self.image:
@@ -120,7 +122,7 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Turn whatever the libraries say of a folder's files into one line."""
+    """Raise a UserError of one line for any error of the tokenizer libraries within this context."""
     try:
         yield
     except _INTERRUPTS:
@@ -132,7 +134,7 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 def _growth(step: Any) -> float:
-    """Return how many times as long the steps of a part of tokenizer.json, one after another, may make a text."""
+    """Return the factor by which a step of tokenizer.json, or a list of steps in sequence, may lengthen a text."""
     if isinstance(step, list):
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):
@@ -150,7 +152,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_is_there(folder: Path) -> None:
-    """Raise UserError for a folder without a vocabulary: Transformers would make an empty tokenizer of it."""
+    """Raise UserError for a folder without a vocabulary, for which Transformers would make an empty tokenizer."""
     if not any((folder / name).exists() for name in _VOCABULARIES) and not any(folder.glob("*.tiktoken")):
         raise UserError(
             f"{folder} has no {_VOCABULARIES[0]} (nor {', '.join(_VOCABULARIES[1:])}): complete the download, or name "
@@ -159,7 +161,7 @@ def _check_is_there(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise an error where a file that the libraries read is none, leads out of the folder, or is beyond all size."""
+    """Raise an error if a file that the libraries read is not regular, leads out of the folder, or is too large."""
     templates = folder / "additional_chat_templates"
     for path in [*sorted(folder.iterdir()), *sorted(templates.glob("*.jinja"))]:
         if path.suffix in _READ and not path.is_dir():
@@ -173,7 +175,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_names(options: Mapping[str, Any], folder: Path) -> None:
-    """Raise an error where tokenizer_config.json names files: Transformers would open those instead of the folder's."""
+    """Raise an error if tokenizer_config.json names files, which Transformers would open instead of the folder's."""
     for name, value in options.items():
         if isinstance(value, dict):
             _check_names(value, folder)
@@ -189,7 +191,10 @@ def _added(backend: Any) -> set[str]:
 
 
 def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> str:
-    """Return how the image token is written: the model's, else the processor's, else one by its usual names."""
+    """Return the text of the image token: that of the model's id `image`, else `given`, else a usual name.
+
+    Raises UserError if there is none, or if the tokenizer has `given` under another id than `image`.
+    """
     if image is not None:
         if (own := backend.id_to_token(image)) is not None:
             return str(own)
@@ -208,7 +213,7 @@ def _image_text(backend: Any, folder: Path, image: int | None, given: str) -> st
 
 
 def _template(folder: Path, own: Any) -> str | None:
-    """Return the folder's chat template: that of its processor, which knows images, before the tokenizer's own."""
+    """Return the folder's chat template: the processor's, which handles images, else the tokenizer's own; or None."""
     for name in _TEMPLATES:
         if (folder / name).exists():
             found = read_json(folder / name).get("chat_template")

@@ -1,4 +1,4 @@
-"""Tokenize with SentencePiece: a model of the user, or one that is trained on the texts of the run."""
+"""Tokenize with SentencePiece, and train a SentencePiece model on the texts of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IMAGE = "<image>"
 
 
 def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> None:
-    """Train a BPE model on `texts` and write it to `path` in one step (a reader never sees half a file).
+    """Train a BPE model on `texts` and write it to `path` atomically.
 
-    Deterministic: one thread, all texts in the given order. `vocab_size` is an upper limit; words that are frequent
-    in the texts become single pieces. `<image>` is a piece of its own wherever it stands.
+    Training is deterministic: one thread, all texts in the given order. `vocab_size` is an upper limit; words that are
+    frequent in the texts become single pieces. `<image>` is always a piece of its own.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -46,20 +46,20 @@ def train_tokenizer(texts: Iterable[str], path: Path, *, vocab_size: int) -> Non
     replace_file(path, model.getvalue())
 
 
-# Not by sentencepiece's own module of messages: Transformers has one of the same name, and a process takes one alone.
-_NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of sentencepiece's ModelProto (before, and after decoding), NormalizerSpec
+# Read without sentencepiece's protobuf module: Transformers has one of the same name, and a process can load only one.
+_NORMALIZERS, _CHARSMAP = (3, 5), 2  # fields of ModelProto (normalizer, denormalizer) and of NormalizerSpec
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. The model itself reads control pieces (`</s>`) as text: here they are tokens.
+    """A SentencePiece model as a `TextTokenizer`. Control pieces in a text (`</s>`) become tokens, unlike in the model.
 
-    As in Llama's first tokenizers, each stretch of text between control pieces begins with the model's own space.
+    As in Llama's first tokenizers, the model adds its space at the beginning of each text between control pieces.
     """
 
     chat_template: str | None = None
 
     def __init__(self, path: Path, *, image: int | None = None, image_text: str = IMAGE) -> None:
-        """Raises UserError where `path` is no model, or has neither end mark nor image token."""
+        """Load a model. Raises UserError if `path` is not a model, or if it lacks an end token or an image token."""
         try:
             proto = read_bytes(path, at_most=LARGEST)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
@@ -139,7 +139,7 @@ def _growth(normalizer: bytes) -> float:
 
 
 def _fields(proto: bytes, wanted: int) -> list[bytes]:
-    """Return the values of a field of bytes in a message of Protocol Buffers, which has been read without an error."""
+    """Return the values of the bytes field `wanted` in a Protocol Buffers message that is known to be valid."""
     found, at = [], 0
 
     def number() -> int:
@@ -171,10 +171,10 @@ def _any_of(words: Mapping[str, int]) -> re.Pattern[str]:
 def ensure_tokenizer(
     texts: Iterable[str], path: Path, *, vocab_size: int, rank: int, barrier: Callable[[], None]
 ) -> SentencePieceTokenizer:
-    """Return the tokenizer stored at `path`; where there is none, rank 0 trains it while the others wait in `barrier`.
+    """Return the tokenizer at `path`; if it is missing, rank 0 trains it while the other ranks wait in `barrier`.
 
-    Every rank calls `barrier` once, whether or not the file was there, so the ranks need not agree on what they saw.
-    Raises UserError where the file cannot be used.
+    Every rank calls `barrier` once, whether or not it found the file, so ranks may differ in that. Raises UserError if
+    the file cannot be used.
     """
     if rank == 0 and not path.exists():
         train_tokenizer(texts, path, vocab_size=vocab_size)
