@@ -1,8 +1,8 @@
-"""Read images of any number of channels and any depth: NumPy arrays, TIFF, and photos in the mode that they have.
+"""Read images of any number of channels and any depth: NumPy arrays, TIFF, and photos in their own mode.
 
-The content decides how a file is read, not its name: `.npy`, `.npz` (its only array, or the one named "image"), TIFF
-with any number of samples, and all formats of `decode.py` in their own mode, such as greyscale of 16 bits. Nothing is
-unpickled, and nothing larger than `max_pixels` pixels of the expected channels is read.
+A file's format is detected from its content, not its name: `.npy`, `.npz` (its only array, or the array named "image"),
+TIFF with any number of samples per pixel, and all formats of `decode.py` in their own mode, such as greyscale of 16
+bits. Nothing is unpickled, and nothing larger than `max_pixels` pixels of the expected channels is read.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ _HEADERS: dict[tuple[int, int], Callable[[IO[bytes]], Any]] = {
 # NumPy parses a header with `ast`, which raises SystemError in Python 3.11 if threads that use it take turns.
 _ONE_HEADER = threading.Lock()
 _NUMBERS = "buif"  # kinds of dtypes: bool, integers and real numbers
-_MOST_CHANNELS = 16  # for each pixel of the largest image, where the number of channels is not known
+_MOST_CHANNELS = 16  # bounds the values of an image (per pixel of the largest) if the number of channels is not known
 _MOST_PIECES = 2**16  # strips or tiles of a TIFF
 _ITEM = 8  # bytes of the largest number
-# Compressions of TIFF that tifffile undoes without a bound, and how many times as long they make a piece at most.
+# TIFF compressions that tifffile decompresses without a bound, and the largest factor by which a piece can expand.
 _EXPANDING: dict[int, tuple[Callable[[], Any], int]] = {
     8: (zlib.decompressobj, 2**11),
     32946: (zlib.decompressobj, 2**11),
     34925: (lzma.LZMADecompressor, 2**14),
 }
-_LEAST = 2**26  # bytes that any piece may have
+_LEAST = 2**26  # bytes that a decompressed piece may always have
 
 
 def array_size(source: Source, *, channels: int | None, max_pixels: int) -> tuple[int, int]:
-    """Return the (height, width) of an image of `channels` channels, from its header where the format has one; with
-    None, the shorter end of three dimensions is the channels.
+    """Return the (height, width) of an image of `channels` channels, read from the file's header.
 
-    Raises BadSample if it cannot be read, or has other channels or more than `max_pixels` pixels.
+    If `channels` is None, the shorter of the first and last of three dimensions is the channels. Raises BadSample if
+    the file cannot be read, or has other channels or more than `max_pixels` pixels.
     """
     return _read(source, channels, max_pixels, pixels=False).shape[:2]
 
 
 def read_array(source: Source, *, channels: int | None, max_pixels: int) -> Array:
-    """Return an image [height, width, channels] in the file's own units; with None, the shorter end of three dimensions
-    is the channels. Raises BadSample if it cannot be read, has other channels or more than `max_pixels` pixels, or
-    numbers that are not finite.
+    """Return an image as float32 [height, width, channels] in the file's own units.
+
+    If `channels` is None, the shorter of the first and last of three dimensions is the channels. Raises BadSample if
+    the file cannot be read, or has other channels, more than `max_pixels` pixels, or numbers that are not finite.
     """
     found = _read(source, channels, max_pixels, pixels=True).astype(np.float32)
     if not np.isfinite(found).all():
@@ -70,7 +71,7 @@ def read_array(source: Source, *, channels: int | None, max_pixels: int) -> Arra
 
 
 def is_array(source: Source) -> bool:
-    """Return whether a file holds an array, which Pillow does not read. Raises BadSample if its store lacks it."""
+    """Return whether a file is `.npy` or `.npz`, which Pillow does not read. Raises BadSample if its store lacks it."""
     content = content_of(source)
     try:
         with _opened(content) as file:
@@ -80,8 +81,9 @@ def is_array(source: Source) -> bool:
 
 
 def as_picture(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return up to three channels of an image [h, w, C] as RGB bytes [h, w, 3] to look at: in each channel the 2nd to
-    the 98th percentile become 0 to 255.
+    """Return the first three channels of an image [h, w, C], or its first as grey, as RGB bytes [h, w, 3] for display.
+
+    In each channel, the 2nd to the 98th percentile are scaled to 0 to 255.
     """
     shown = pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., :1].repeat(3, axis=-1)
     low, high = np.percentile(shown, (2, 98), axis=(0, 1))
@@ -89,11 +91,11 @@ def as_picture(pixels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool) -> NDArray[Any]:
-    """Return an image; without `pixels`, an array of its shape that takes no memory."""
+    """Return an image [h, w, C]; without `pixels`, an array of its shape that takes no memory. Raises BadSample."""
     content = content_of(source)
 
     def fitting(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        """Raise BadSample before anything of a wrong size is read."""
+        """Raise BadSample for a shape or type that is not allowed, before the values are read."""
         if dtype.kind not in _NUMBERS or dtype.itemsize > _ITEM:
             raise BadSample(Reason.NOT_AN_IMAGE, f"it holds values of type {dtype}, not numbers")
         height, width = _plane(shape, channels)
@@ -126,8 +128,10 @@ def _read(source: Source, channels: int | None, max_pixels: int, *, pixels: bool
 
 
 class _Alone(BufferedReader):
-    """A file without a descriptor, which tifffile takes for one without a folder: else it opens, and puts into the
-    image, whatever files its metadata name (OME, Micro-Manager), wherever they lie.
+    """A file object without a descriptor, so that tifffile does not open other files.
+
+    If it knows a file's folder, tifffile opens all files that the metadata name (OME, Micro-Manager), anywhere on the
+    disk, and includes their content in the image.
     """
 
     name = "the image"
@@ -180,10 +184,10 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
     except ImportError as error:
         raise UserError("--vision-input array reads TIFF with tifffile: pip install tifffile") from error
     logging.getLogger(tifffile.__name__).disabled = True  # what is damaged is reported with its record
-    with tifffile.TiffFile(file, _multifile=False) as tiff:  # or it has zeros for the files that it does not open
+    with tifffile.TiffFile(file, _multifile=False) as tiff:  # else the image has zeros in place of unopened files
         series = tiff.series[0]
         fitting(series.shape, np.dtype(series.dtype))
-        pieces = series.keyframe.databytecounts  # each is unpacked, also where many are the same bytes
+        pieces = series.keyframe.databytecounts  # each piece is unpacked, even if many share the same bytes
         if len(pieces) > _MOST_PIECES or sum(pieces) > 2 * file.seek(0, SEEK_END):
             raise BadSample(Reason.CORRUPT, "its strips or tiles are too many, or overlap: save it again")
         if pixels:
@@ -192,7 +196,7 @@ def _tiff(file: IO[bytes], fitting: Fitting, pixels: bool) -> NDArray[Any]:
 
 
 def _check_expansion(file: IO[bytes], series: Any) -> None:
-    """Raise BadSample for a strip or tile of a TIFF that becomes far larger than the whole image."""
+    """Raise BadSample for a strip or tile of a TIFF that decompresses to far more than the whole image."""
     if (expanding := _EXPANDING.get(series.keyframe.compression)) is None:
         return
     make, factor = expanding
@@ -219,14 +223,16 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _plane(shape: tuple[int, ...], channels: int | None) -> tuple[int, int]:
-    """Return the (height, width) of an array of this shape. Raises BadSample if it is no image of these channels."""
+    """Return the (height, width) of an array of this shape. Raises BadSample if it is not an image with `channels`."""
     height, width, _ = _channels_last(_empty(shape, np.dtype(np.uint8)), channels).shape
     return height, width
 
 
 def _channels_last(array: NDArray[Any], channels: int | None) -> NDArray[Any]:
-    """Return an array [h, w, C], [C, h, w] or, for one channel, [h, w] as [h, w, C]. Where both ends could be the
-    channels, the last is. Further dimensions of length 1 are dropped.
+    """Return an array [h, w, C], [C, h, w] or, for one channel, [h, w] as [h, w, C].
+
+    If the first and the last dimension could both be the channels, the last is. Further dimensions of length 1 are
+    dropped. Raises BadSample for another shape.
     """
     shape = array.shape
     while array.ndim > 3 and 1 in array.shape:

@@ -1,12 +1,12 @@
-"""Choose validation samples as prompts: the same ones at every layout, at every time and after every resume.
+"""Choose validation samples as prompts, the same at every layout, at every step and after every resume.
 
     validation samples ─ one of each data set in turn ─ usable? ─→ the first `evaluation.sample_count` of them
 
-Of a conversation, the prompt ends before the first answer that is trained on: the first one, or with `--train-on last`
-the last one. Plain text is continued: its last tokens are the reference.
+The prompt of a conversation ends before the first answer that is trained: its first answer, or with `--train-on last`
+its last. The prompt of a plain text is its beginning, and the rest is the reference.
 
-`prompt_tokens` has the same of all records, to be compared with the tokens of a server. That gets them with what the
-chat template writes for an image, and its processor expands it; either form may be given.
+`prompt_tokens` yields the prompts of an epoch, for a comparison with the tokens of an inference server. A server
+receives an image as the chat template's placeholder, which its processor expands; either form can be compared.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megavlm.inputs.bad_sample import BadSample, Reason, SkipSummary
 if TYPE_CHECKING:
     from megavlm.data.file_source import FilesSource
 
-_LOOKED_AT = 100  # most samples that are looked at in vain
+_LOOKED_AT = 100  # most unusable samples that are tried
 _SIDE = 448  # pixels of the longer side of a picture
-_PICTURES = 8  # of a prompt that readers see; the model sees all
+_PICTURES = 8  # most pictures of a prompt that are shown to readers; the model receives all
 _CONTEXT = 8  # tokens on either side of a difference that are shown
 
 
 def choose_prompts(config: Config, source: FilesSource, samples: Sequence[HeldOut]) -> tuple[HeldOutPrompt, ...]:
-    """Return `evaluation.sample_count` prompts, or fewer where there are no more. One rank calls it: it reads files.
+    """Return `evaluation.sample_count` prompts, or fewer if there are no more. Only one rank calls it: it reads files.
 
     Raises UserError if none of the first samples can be used.
     """
@@ -63,7 +63,7 @@ def choose_prompts(config: Config, source: FilesSource, samples: Sequence[HeldOu
 
 
 def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) -> HeldOutPrompt:
-    """Return a record as a prompt. Raises BadSample for one that does not fit a sequence as a whole."""
+    """Return a validation record as a prompt. Raises BadSample for a record that does not fit one sequence."""
     encoded = source.encode(held_out)
     if encoded.skipped:
         raise BadSample(encoded.skipped[0].reason, encoded.skipped[0].detail)
@@ -87,7 +87,7 @@ def _prompt(source: FilesSource, held_out: HeldOut, *, last: bool, most: int) ->
 
 
 def _answer(turns: Sequence[Turn], *, last: bool) -> int:
-    """Return the place of the first answer to a question, or of the last one."""
+    """Return the index of the first turn with an answer, or of the last one. Raises BadSample if there is none."""
     places = [place for place, turn in enumerate(turns) if place and turn.role == "assistant" and _text(turn)]
     if not places:
         raise BadSample(Reason.EMPTY, "the assistant answers nothing")
@@ -95,7 +95,10 @@ def _answer(turns: Sequence[Turn], *, last: bool) -> int:
 
 
 def _continued(source: FilesSource, held_out: HeldOut, encoded: EncodedSample, most: int) -> tuple[Sample, str, str]:
-    """Return the beginning of plain text, its words, and the rest: at most `most` tokens, at most half, no image."""
+    """Return the beginning of a plain text as a sample and as text, and the rest of the text as the reference.
+
+    The reference has at most `most` tokens and its end token, at most about half of the text, and no image.
+    """
     sample = source.load(Segment(held_out, encoded))
     tokens = sample.tokens
     after_images = int(np.flatnonzero(np.isin(tokens, source.feature_tokens)).max(initial=-1)) + 1
@@ -109,14 +112,14 @@ def _continued(source: FilesSource, held_out: HeldOut, encoded: EncodedSample, m
 
 
 def _question(turns: Sequence[Turn]) -> str:
-    """Return what is asked; with several turns, who says what."""
+    """Return the question as text; several turns are lines that begin with the speaker's role."""
     if len(turns) == 1:
         return _text(turns[0])
     return "\n".join(f"{turn.role}: {_text(turn)}" for turn in turns)
 
 
 def _text(turn: Turn) -> str:
-    """Return the text of a turn; an image between words is `[image]`."""
+    """Return the text of a turn; images between texts become `[image]`, images at its ends are left out."""
     parts = [part if isinstance(part, str) else "[image]" for part in turn.parts]
     while parts and (parts[0] == "[image]" or not parts[0].strip()):
         parts.pop(0)
@@ -134,14 +137,17 @@ def _picture(visual: Visual, *, max_pixels: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The prompt of a record in both forms."""
+    """The prompt of a record: `served` with the template's image placeholders, `expanded` as the model's input."""
 
     record: str  # as in `chat.jsonl:18`
     served: list[int]
     expanded: list[int]
 
     def first_difference(self, given: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str | None:
-        """Return where given tokens leave the form that they follow longest, with the text there; None if none."""
+        """Return a message about the first difference between `given` and the form with the longest common prefix.
+
+        Returns None if `given` equals one of the forms.
+        """
         if list(given) in (self.served, self.expanded):
             return None
         forms = {"with single image tokens": self.served, "expanded": self.expanded}
@@ -160,7 +166,7 @@ class PromptTokens:
 
 
 def prompt_tokens(source: FilesSource) -> Iterator[PromptTokens]:
-    """Yield the prompt of each record that has one, in the order of the source."""
+    """Yield the prompt tokens of each sample of the first epoch that has an answer, in order."""
     for number in range(sum(map(len, source.records))):
         with suppress(BadSample):
             turns = source.conversation(number)[0].turns

@@ -1,11 +1,11 @@
-"""Batch samplers: choose the samples of each global batch, in an order that does not depend on the layout.
+"""Define batch samplers, which choose the samples of each global batch independently of the layout.
 
     samples ─ window of W ─ encoded, pixels not read ─ packed ─→ sequences ─ G per step ─→ global batches
 
-Each window is packed independently, so which samples share a sequence depends on the seed and the window alone, and the
-position in the data is two integers: the window, and how many of its sequences have been taken.
+Each window is packed independently, so the composition of sequences depends on the seed and the window alone. The
+position in the data is two integers: the window, and the number of its sequences that have been taken.
 
-Validation samples are read once each, all in global batches of their own. The last of these is filled up with empty
+A validation pass reads each validation sample once, in its own global batches. The last batch is filled up with empty
 sequences, which have no tokens and no loss.
 """
 
@@ -22,17 +22,17 @@ from megavlm.data.types import EncodedRecord, GlobalBatch, HeldOut, LoaderState,
 from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Skipped, SkipSummary
 
-# Consecutive windows without a usable sample after which a run ends, if they do not hold every record before.
+# Consecutive windows without a usable sample after which a run ends. It ends earlier if every record was skipped.
 _EMPTY_WINDOWS = 4
-_CLOSE = 10.0  # seconds that a window has to be done
+_CLOSE = 10.0  # seconds that `close` waits for windows in progress
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Window w is a range of samples that are packed together.
+    """Division of the samples into windows, ranges of consecutive samples that are packed together.
 
-    An epoch is as many samples as the data sets have records. Runs of `--epochs` have windows `within_epochs`, which
-    end where an epoch ends, so that each of its samples is packed, and trained on, once before the next epoch begins.
+    An epoch is as many samples as the data sets have records. Runs of `--epochs` have windows `within_epochs`: no
+    window crosses the end of an epoch, so that each sample of an epoch is packed and trained before the next begins.
     """
 
     size: int  # samples of the largest window
@@ -44,7 +44,10 @@ class Windows:
         return range(self._start(number), self._start(number + 1))
 
     def epochs(self, number: int, fraction: float = 0.0) -> float | None:
-        """Return how many epochs lie before a place in the data: a window, and the fraction of it that is done."""
+        """Return the number of epochs before a position in the data: window `number` and the fraction of it done.
+
+        Returns None if the length of an epoch is not known.
+        """
         if not self.epoch:
             return None
         start, end = self._start(number), self._start(number + 1)
@@ -59,13 +62,13 @@ class Windows:
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of windows of an epoch that they do not exceed: as few, and as even, as possible."""
+        """Return the number of windows per epoch if windows end with epochs: the fewest of at most `size` samples."""
         assert self.epoch, "only data sets with an end have windows within epochs"
         return -(-self.epoch // self.size)
 
 
 class BatchSampler(Protocol):
-    """Composes global batches. It keeps no position: the caller passes the state at which a batch begins."""
+    """Composes global batches. A batch sampler keeps no position: the caller passes the state where a batch begins."""
 
     @property
     def start(self) -> LoaderState:
@@ -100,7 +103,7 @@ class SequentialBatchSampler:
 
 @dataclass(frozen=True)
 class Window:
-    """The sequences of samples that were packed together, of how many that were read."""
+    """The packed sequences of a window, with the number of samples read and the reports of those skipped."""
 
     sequences: tuple[Segments, ...]
     read: int
@@ -110,7 +113,7 @@ class Window:
 class PackedBatchSampler:
     """Composes global batches of `count` sequences, packed window by window.
 
-    `make(w)` returns the sequences of window w. It is called ahead of use, for one window, in a thread.
+    `make(w)` returns window w. A thread calls it one window ahead of use.
     """
 
     def __init__(self, make: Callable[[int], Window], *, count: int, windows: Windows, seq_length: int) -> None:
@@ -135,7 +138,7 @@ class PackedBatchSampler:
         return self._taken(state)
 
     def _taken(self, state: LoaderState, *, end: int | None = None) -> GlobalBatch:
-        """Return the next sequences from `state` on: as many as a batch has, or those before window `end`."""
+        """Return the global batch of the next `count` sequences from `state` on, or of fewer before window `end`."""
         number, taken = state["window"], state["taken"]
         sequences: list[Segments] = []
         skipped: list[Skipped] = []
@@ -159,7 +162,7 @@ class PackedBatchSampler:
         return GlobalBatch(tuple(sequences), after, read, tuple(skipped), epochs)
 
     def _stop_if_none(self, skipped: Sequence[Skipped], *, windows: int) -> None:
-        """Raise UserError after so many windows without a usable sample, or once every record was skipped."""
+        """Raise UserError if `windows` windows without a usable sample are too many, or every record was skipped."""
         lost = {skip.label: skip for skip in skipped if not skip.partly}
         every = bool(self._divided.epoch) and len(lost) >= (self._divided.epoch or 0)
         if every or windows == _EMPTY_WINDOWS:
@@ -170,7 +173,7 @@ class PackedBatchSampler:
             )
 
     def close(self) -> None:
-        """Stop encoding ahead; a read that hangs is left to itself."""
+        """Stop encoding ahead; a hanging read is abandoned after a timeout."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait([window for window in list(self._windows.values()) if not window.cancelled()], timeout=_CLOSE)
 
@@ -201,7 +204,7 @@ class PackedBatchSampler:
 
 
 class ValidationBatchSampler(PackedBatchSampler):
-    """Composes global batches of `count` sequences of the validation samples; after the last one, it begins anew."""
+    """Composes global batches of `count` sequences of the validation samples, and starts over after the last batch."""
 
     def __init__(
         self,
@@ -214,8 +217,8 @@ class ValidationBatchSampler(PackedBatchSampler):
         size: int,
         seq_length: int,
     ) -> None:
-        """`pack` makes sequences of `size` samples. A batch has a multiple of `multiple` sequences, and there are at
-        most `most` batches.
+        """Prepare the sampler. `pack` makes a window of `size` samples. The number of sequences of a batch is a
+        multiple of `multiple`, and a validation pass has at most `most` batches.
         """
         super().__init__(
             lambda number: pack(samples[number * size : (number + 1) * size]),
@@ -244,7 +247,7 @@ class ValidationBatchSampler(PackedBatchSampler):
 
 
 def window_of(records: Sequence[EncodedRecord], *, seq_length: int, packing: bool) -> Window:
-    """Return the sequences of the encoded records of a window."""
+    """Return a window with its encoded records packed into sequences, or one sample per sequence without `packing`."""
     encoded = [
         (record.sample_id, sample) for record in records if record.sample_id is not None for sample in record.samples
     ]
@@ -257,5 +260,5 @@ def window_of(records: Sequence[EncodedRecord], *, seq_length: int, packing: boo
 
 
 def bins_of(lengths: Sequence[int], *, seq_length: int, packing: bool) -> list[list[int]]:
-    """Return the numbers of the samples of each sequence of a window, given their lengths in tokens."""
+    """Return the sample indices of each sequence of a window, given the samples' lengths in tokens."""
     return pack(lengths, seq_length) if packing else [[index] for index in range(len(lengths))]

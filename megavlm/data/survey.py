@@ -1,8 +1,8 @@
-"""Survey the data of a run before it begins: data sets, length, the cost of validation.
+"""Survey the data of a run before it begins: the data sets, the length of the run, and the cost of validation.
 
-Lengths in tokens are known only once records are templated and tokenized. If the data sets have few records, all are
-encoded and packed here as the run will do it, and the iterations of `--epochs` are counted. If they have many, the
-first windows are, and the rest of the run is assumed to need as many sequences per sample.
+Lengths in tokens are known only after records are rendered and tokenized. If the data sets have few records, all are
+encoded and packed here as in the run, and the iterations of `--epochs` are counted. If they have many records, only the
+first windows are encoded, and the rest of the run is assumed to need as many sequences per sample.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from megavlm.inputs.bad_sample import BadSample, SkipSummary
 from megavlm.inputs.vision_inputs import Channels, measured, vision_input_of
 from megavlm.rules.training_rules import with_train_iters
 
-DEAR = 0.03  # fraction of a run's time above which validation says how to lower it
+DEAR = 0.03  # fraction of a run's time above which validation prints how to reduce its cost
 _LOOKED_AT = 64  # samples whose length is read before the run
-_BINS = 40  # sequences that are packed to see how many samples one holds
+_BINS = 40  # sequences that are packed to estimate the number of samples per sequence
 _NAMED = 6  # most data sets that a line names
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long `--epochs` makes a run."""
+    """The number of iterations of a run with `--epochs`, counted or estimated."""
 
     iterations: int
-    samples: int  # of an epoch
-    measured: int | None  # samples from which the number of sequences is estimated; None: it is counted
+    samples: int  # samples of an epoch
+    measured: int | None  # samples from which the number of sequences is estimated; None if all are counted
 
     def line(self, config: Config) -> str:
-        """Return the line that a run begins with."""
+        """Return the line about its length that a run prints when it begins."""
         how = "counted" if self.measured is None else f"estimated from the first {self.measured:,} samples"
         return (
             f"--epochs {config.train.epochs:g}: {several(self.iterations, 'iteration')} of "
@@ -54,7 +54,10 @@ class RunLength:
 
 
 def with_counted_length(config: Config, source: FilesSource) -> Config:
-    """Return the configuration of a dry run of `--epochs` with its number of iterations, which is printed."""
+    """Print the number of iterations of a dry run with `--epochs`, and return the configuration with it.
+
+    A configuration without `--epochs` is returned unchanged.
+    """
     if config.train.epochs is None:
         return config
     length = run_length(config, source)
@@ -63,14 +66,14 @@ def with_counted_length(config: Config, source: FilesSource) -> Config:
 
 
 def run_length(config: Config, source: Source) -> RunLength:
-    """Return the length of a run of `--epochs`.
+    """Count or estimate the length of a run with `--epochs`.
 
-    Raises UserError if none of the samples that it looks at can be used.
+    Raises UserError if none of the samples that are read can be used.
     """
     epochs, windows = config.train.epochs, source.windows(config)
     assert epochs, "the caller looks"
     assert windows.epoch, "only data sets with an end have epochs"
-    last = epochs * windows.per_epoch if windows.within_epochs else math.inf  # the last one maybe in part
+    last = epochs * windows.per_epoch if windows.within_epochs else math.inf  # the last window may be read in part
     read = sequences = 0.0
     exact = False
     for number, (size, lengths) in enumerate(source.window_lengths(windows)):
@@ -83,15 +86,15 @@ def run_length(config: Config, source: Source) -> RunLength:
     if not sequences:
         raise UserError(f"--epochs: none of the first {read:.0f} samples can be used: see what is wrong without it")
     total = sequences if exact else sequences / read * epochs * windows.epoch
-    # A sum of many fractions of windows may be a hair above the whole number that it stands for.
+    # A rounding error may put a sum of many fractions of windows slightly above a whole number.
     iterations = max(1, math.ceil(total / config.train.global_batch_size - 1e-9))
     return RunLength(iterations, windows.epoch, None if exact else int(read))
 
 
 def data_table(config: Config, source: Source) -> str:
-    """Return a line for each data set: its records, its share of the samples, and the epochs of it that the run reads.
+    """Return a table of the data sets: records, share of the samples, and epochs that the run reads.
 
-    The last are estimated from the lengths of the first samples. Raises UserError for a data set that cannot be read.
+    The epochs are estimated from the lengths of the first samples. Raises UserError for a data set that cannot be read.
     """
     data, train = config.data, config.train
     data_sets = source.data_sets()
@@ -123,7 +126,7 @@ def data_table(config: Config, source: Source) -> str:
 
 
 def rounded(number: float) -> str:
-    """Return a number with two digits, or without a fraction: 0.14, 8.5, 8,500."""
+    """Format a number with two digits, or from 10 on without a fraction: 0.14, 8.5, 8,500."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
@@ -141,8 +144,10 @@ def _per_sequence(config: Config, looked: Sequence[EncodedRecord]) -> float | No
 def measured_channels(
     source: DatasetConfig, vision_input: str, channels: int | None, *, samples: int, say: Callable[[str], None]
 ) -> tuple[Channels, list[BadSample]]:
-    """Return the statistics of the channels of a data set's images, and what could not be read. At most so many records
-    are read, spread evenly over it; of arrays the first tells the number of channels, where `channels` does not.
+    """Return the channel statistics of a data set's images, and the errors of unreadable records.
+
+    At most `samples` records are read, spread evenly over the data set. If `channels` is None, the first array
+    determines the number of channels.
     """
     records, seen_as = open_records(source), vision_input_of(vision_input, channels or 0)
     chosen = np.unique(np.linspace(0, len(records) - 1, min(samples, len(records))).astype(int)).tolist()
@@ -167,7 +172,7 @@ def measured_channels(
 
 
 def validation_line(names: Sequence[str], samples: Sequence[HeldOut]) -> str:
-    """Return the line about validation samples that a run begins with, given the names of their data sets."""
+    """Return the line about validation samples that a run prints when it begins; `names` are their data sets."""
     sources = [sample.source for sample in samples]
     if len(names) > _NAMED:
         return f"validation: {several(len(sources), 'sample')} of {len(names)} data sets"
@@ -177,13 +182,13 @@ def validation_line(names: Sequence[str], samples: Sequence[HeldOut]) -> str:
 
 
 def cheaper(interval: int, share: float) -> str:
-    """Return how to make validation take DEAR of the time, if it takes this share of it at an interval."""
+    """Return advice to reduce validation to the fraction DEAR of the time, given its `share` at `interval`."""
     least = math.ceil(interval * share / (1 - share) * (1 - DEAR) / DEAR)
     return f"an --eval-interval of {least} makes that {DEAR:.0%}; --eval-iters measures fewer samples"
 
 
 def samples_line(config: Config, count: int | None = None) -> str:
-    """Return the line about prompts that a run begins with; `count` is how many there are, if it is known."""
+    """Return the line about prompts that a run prints when it begins; `count` is their number, if known."""
     options = config.evaluation
     number = f"{count}" if count is not None else f"up to {options.sample_count}"
     return (
