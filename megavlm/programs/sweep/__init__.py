@@ -1,1 +1,1 @@
-"""Train the variants of one run that a grid describes, on a cluster or here, and compare what came out."""
+"""Train the variants of a run that a grid file describes, on this machine or a cluster, and compare their metrics."""

@@ -1,4 +1,4 @@
-"""Read a grid: which variants of a run there are, what each is called, and with which flags it trains. No torch."""
+"""Read a grid file and return the variants of a run, each with its name and training options, without torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST = 1000  # variants; SLURM's own limit of an array (MaxArraySize) is 1001 b
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a sweep. Variants that differ in their seed only are of one `group`."""
+    """One run of a sweep. Variants that differ only in their seed share a `group`."""
 
     name: str
     group: str
-    settings: Mapping[str, str]  # what the grid varies, as columns of the table
+    settings: Mapping[str, str]  # the varied options, as columns of the table
     flags: tuple[str, ...]  # of pretrain_vlm.py, --run-dir included
 
 
@@ -49,7 +49,7 @@ class GridOptions:
 
 @dataclass(frozen=True)
 class Grid(GridOptions):
-    """What a grid file says. Its keys are the names of these fields."""
+    """The content of a grid file, with its keys as fields."""
 
     flags: tuple[str, ...] = ()
     product: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Grid(GridOptions):
 
 
 def read_grid(path: Path) -> Grid:
-    """Return the grid in a YAML file. Raises UserError, in one line, for whatever it cannot be."""
+    """Read the grid in a YAML file. Raises UserError, in one line, for an invalid grid."""
     data = read_yaml(path, what="grid")
     if not isinstance(data, Mapping):
         raise UserError(f"grid {plain(str(path))} is no mapping: write `run_dir: …`, and `product:` or `list:`")
@@ -86,9 +86,9 @@ def read_grid(path: Path) -> Grid:
 
 
 def variants_of(grid: Grid) -> list[Variant]:
-    """Return the variants: each combination of `product` with each entry of `list`, with each seed.
+    """Return the variants of a grid: each entry of `list` with each combination of `product`, with each seed.
 
-    Raises UserError for names that are equal, and for too many variants.
+    Raises UserError for two variants of one name, and for more than 1000 variants.
     """
     number = math.prod(map(len, grid.product.values())) * len(grid.list) * len(grid.seeds or [0])
     if number > _MOST:
@@ -119,8 +119,9 @@ def _variants(grid: Grid) -> Iterator[Variant]:
 
 
 def check_variants(grid: Grid, variants: Sequence[Variant], *, further: Callable[[Config], None]) -> None:
-    """Raise UserError, which names the variant, for the first whose options could not run on so many processes, or that
-    does not pass a further check.
+    """Raise UserError, which names the variant, for the first variant that cannot train on the grid's processes.
+
+    `further` is a check of each variant's configuration that may raise UserError, too.
     """
     for variant in variants:
         try:
@@ -141,8 +142,9 @@ def _words(flags: Any) -> tuple[str, ...]:
 
 
 def _flag(key: str, value: Any) -> list[str]:
-    """Return the words that set an option: --tp 2 of `tp: 2`, --freeze vision of `freeze: [vision]`, and of a key in a
-    section (`model.language.num_layers: 2`) --set with it.
+    """Return the arguments that set an option: --tp 2 for `tp: 2`, --freeze vision for `freeze: [vision]`.
+
+    A key in a section (`model.language.num_layers: 2`) is set by --set.
     """
     if "." in str(key):
         return ["--set", f"{key}={json.dumps(value, ensure_ascii=False)}"]
@@ -163,5 +165,5 @@ def _text(value: Any) -> str:
 
 
 def _file_name(text: str) -> str:
-    """Return the text as the name of a folder: whatever may mean something else there is a dash."""
+    """Convert a text to a folder name of at most 120 characters, with dashes for special characters."""
     return re.sub(r"[^\w.+=-]+", "-", text).strip("-.")[:120]

@@ -1,8 +1,8 @@
 """Train the variants of a run and compare them: `megavlm sweep GRID.yaml [--on slurm] [--parallel 5]`.
 
-GRID.yaml says what varies (docs/clusters.md). Before anything starts, the options of every variant are checked. Those
-that have finished are skipped, so that the same command goes on after an interruption. The result is
-a table, RUN_DIR/sweep.tsv.
+GRID.yaml describes the variants (docs/clusters.md). The options of all variants are checked before any variant starts.
+Finished variants are skipped, so that the same command resumes an interrupted sweep. The result is a table,
+RUN_DIR/sweep.tsv.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megavlm.programs.sweep.training import (
 
 @reported("sweep")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, or submitted, 2 a mistake (one line), 75 stopped by a signal, 1 failed."""
+    """Return the exit status: 0 done or submitted, 1 a variant failed, 2 a mistake (one line), 75 a signal."""
     options, more = _parser().parse_known_args(argv)
     grid = read_grid(options.grid)
     variants = variants_of(grid)
@@ -73,7 +73,7 @@ def _check(options: argparse.Namespace, more: Sequence[str], grid: Grid, variant
 
 
 def start(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiting: Sequence[Variant]) -> int:
-    """Train or submit the variants that wait; return the exit status."""
+    """Train or submit the variants in `waiting`; return the exit status."""
     if options.on == "local":
         return train_here(grid, waiting, parallel=options.parallel or 1, say=lambda line: print(line, flush=True))
     write_flags(grid, waiting)
@@ -86,7 +86,7 @@ def _command(options: argparse.Namespace, more: Sequence[str], grid: Grid, waiti
 
 
 def report(grid: Grid, variants: Sequence[Variant]) -> None:
-    """Write the table, and print it with the best variant."""
+    """Write the table of results to sweep.tsv, and print it with the best group of variants."""
     path = Path(grid.run_dir) / "sweep.tsv"
     table, best = results(grid, variants)
     write_out("run_dir", path, "".join("\t".join(row) + "\n" for row in table))
@@ -118,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def results(grid: Grid, variants: Sequence[Variant]) -> tuple[list[list[str]], str | None]:
-    """Return the table of the groups from their run folders, as text, the head first; and the group with the best mean
-    among those whose variants have all finished, None if there is none.
+    """Return a table of text, header first, with a row for each group of variants; and the name of the best group.
 
-    Variants of one group differ in their seed: their means and standard deviation are in one row.
+    Variants of a group differ only in their seed; their row has the mean and standard deviation of the metric. The best
+    group has the best mean among groups whose variants have all finished; None if there is no such group.
     """
     groups: dict[str, list[Variant]] = {}
     for variant in variants:

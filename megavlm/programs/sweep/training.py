@@ -1,5 +1,6 @@
-"""Train the variants of a sweep, here or as one array job of SLURM, and say what has become of each from the files of
-its run folder.
+"""Train the variants of a sweep, on this machine or as one array job of SLURM.
+
+The state of each variant is read from the files of its run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megavlm.resilience.status import STOPPED, read_status
 
 State = Literal["to do", "running", "stopped", "failed", "finished"]
 _FILE = "sweep.json"
-_LOOK = 0.1  # seconds between two looks at the runs that are under way
+_LOOK = 0.1  # seconds between two polls of the running variants
 
 
 def run_dir_of(variant: Variant) -> Path:
@@ -35,7 +36,7 @@ def run_dir_of(variant: Variant) -> Path:
 
 
 def state_of(variant: Variant) -> State:
-    """Return the state of a variant. A run that was killed is to do: its lock is old."""
+    """Return the state of a variant. A killed run, whose lock is old, is `to do`."""
     run_dir = run_dir_of(variant)
     state = read_status(run_dir).get("state")
     if state == "running":
@@ -44,15 +45,15 @@ def state_of(variant: Variant) -> State:
 
 
 def to_train(variants: Sequence[Variant], *, retry_failed: bool) -> list[Variant]:
-    """Return the variants that are to be started: not those that finished or run, and those that failed on request."""
+    """Return the variants to start: all but finished and running ones, and failed ones only with `retry_failed`."""
     done = {"finished", "running"} | (set() if retry_failed else {"failed"})
     return [variant for variant in variants if state_of(variant) not in done]
 
 
 def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
-    """Write down with which flags each variant trains. Raises UserError if one has begun with others before.
+    """Save the flags of each variant in `folder`. Raises UserError if a variant has begun with other flags.
 
-    Else a grid that was changed would be skipped as finished, or go on half way with other options.
+    Without this check, variants of a changed grid would be skipped as finished, or resume with other options.
     """
     before = noted(folder)
     for variant in variants:
@@ -71,13 +72,15 @@ def note_flags(folder: Path, variants: Sequence[Variant]) -> None:
 
 
 def noted(folder: Path) -> dict[str, list[str]]:
-    """Return the flags that were written down, by variant."""
+    """Return the saved flags of each variant, by name (`note_flags`)."""
     return read_own(folder / _FILE)
 
 
 def train_here(grid: Grid, variants: Sequence[Variant], *, parallel: int, say: Callable[[str], None]) -> int:
-    """Train variants, `parallel` at a time, each with GPUs of its own; return 0 if all finished, 75 if a signal stopped
-    them, else 1. A signal is passed on to all that run, and no other is started after it.
+    """Train variants, `parallel` at a time, each on GPUs of its own.
+
+    Return 75 if this process got a signal, else 1 if a variant failed, else 0. A signal is forwarded to the running
+    variants, and no other variant starts after it. Raises UserError for too few GPUs.
     """
     gpus, size = gpus_here(), grid.processes
     if gpus and parallel * size > len(gpus):
@@ -116,7 +119,7 @@ def _started(children: Children, grid: Grid, variant: Variant, gpus: Sequence[st
 
 
 def gpus_here() -> list[str]:
-    """Return the GPUs that this program may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
+    """Return the GPUs that this program may use, in the form of CUDA_VISIBLE_DEVICES; empty without GPUs."""
     listed = output_of("nvidia-smi", "--list-gpus") or ""
     every = [str(number) for number, line in enumerate(listed.splitlines()) if line.startswith("GPU")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -132,7 +135,7 @@ def array_command(
     profile: str | None = None,
     image: str | None = None,
 ) -> Command:
-    """Return the command that submits the variants, `parallel` of them at a time (0: as many as there is room for)."""
+    """Return the command that submits the variants as an array job, `parallel` at a time (0: without a limit)."""
     folder = Path(grid.run_dir)
     at_once = f"%{parallel}" if parallel else ""
     printed = f"{str(folder).replace('%', '%%')}/%A_%a.out"
@@ -143,12 +146,12 @@ def array_command(
 
 
 def flags_folder(grid: Grid, variants: Sequence[Variant]) -> Path:
-    """Return the folder of the flags of an array of these variants; another array, which may wait, has another."""
+    """Return the folder of flags for an array job of these variants; arrays of other variants have other folders."""
     return Path(grid.run_dir) / "array" / f"{zlib.crc32(repr(variants).encode()):08x}"
 
 
 def write_flags(grid: Grid, variants: Sequence[Variant]) -> None:
-    """Write the flags of each task to a file named by its number, each followed by a NUL, which no flag can have."""
+    """Write the flags of each array task to a file named by its number, with a NUL (which no flag has) after each."""
     for number, variant in enumerate(variants):
         content = b"".join(os.fsencode(f"{flag}\0") for flag in variant.flags)
         write_out("run_dir", flags_folder(grid, variants) / str(number), content)
