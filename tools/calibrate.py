@@ -1,4 +1,4 @@
-"""Measure this machine for the planner: `megavlm calibrate`, out of a clone that need not be installed."""
+"""Measure this machine for the planner: `megavlm calibrate`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Measure the channels of images that are not RGB: `megavlm channels`, out of a clone that need not be installed."""
+"""Measure the channels of images that are not RGB: `megavlm channels`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Talk to a trained model in the terminal: `megavlm chat`, out of a clone that need not be installed."""
+"""Talk to a trained model in the terminal: `megavlm chat`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""List, verify and show checkpoints: `megavlm checkpoint`, out of a clone that need not be installed."""
+"""List, verify and show checkpoints: `megavlm checkpoint`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

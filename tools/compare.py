@@ -1,4 +1,4 @@
-"""Say at which layer two models part: `megavlm compare`, out of a clone that need not be installed."""
+"""Find the first layer at which two models differ: `megavlm compare`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

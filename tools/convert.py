@@ -1,4 +1,4 @@
-"""Convert from and to Hugging Face folders: `megavlm convert`, out of a clone that need not be installed."""
+"""Convert runs to Hugging Face folders: `megavlm convert`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Check this machine: `megavlm doctor`, out of a clone that need not be installed."""
+"""Check this machine: `megavlm doctor`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

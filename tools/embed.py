@@ -1,4 +1,4 @@
-"""Write the vectors of texts and images: `megavlm embed`, out of a clone that need not be installed."""
+"""Write the vectors of texts and images: `megavlm embed`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

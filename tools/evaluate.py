@@ -1,4 +1,4 @@
-"""Score a trained model on questions about images: `megavlm evaluate`, out of a clone that need not be installed."""
+"""Score a trained model on questions about images: `megavlm evaluate`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Say what runs' time went to: `megavlm goodput`, out of a clone that need not be installed."""
+"""Show how runs spent their time: `megavlm goodput`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Run what half an hour on one GPU decides, item after item; `tools/gpu_check.sh --minutes 30` starts it.
+"""Run the checks that fit in half an hour on one GPU, one by one; `tools/gpu_check.sh --minutes 30` starts it.
 
-Each item has its own time limit and is recorded when it ends: a line of FOLDER/record.jsonl with its figures, the tests
-that failed, and its last lines. An item that the record has for this commit is not run again, so that the same command
-goes on after an interruption. The environment's OUT names a folder that gets a copy of the results after each item.
+Each item has its own time limit. When an item ends, a line is added to FOLDER/record.jsonl with its figures, the failed
+tests, and the last lines of its output. An item already recorded for this commit is not run again, so that the same
+command resumes after an interruption. The variable OUT names a folder to which results are copied after each item.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))  # it is there if this is the program
+sys.path.append(str(ROOT / "tools"))  # is there already if this file is the program
 
 from gpu_items import ITEMS, Item  # noqa: E402
 from gpu_summary import cases_of  # noqa: E402
@@ -37,7 +37,7 @@ NEEDED = "hypothesis megatron.core numpy PIL psutil pytest safetensors tokenizer
 
 
 class Check:
-    """A run of the items, and its record."""
+    """A run of the items on one commit, with its folder of results and its record."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -48,14 +48,14 @@ class Check:
         self.record = self.folder / "record.jsonl"
 
     def known(self) -> dict[str, str]:
-        """Return the results that the record has for this commit, by item."""
+        """Return the recorded result of each item that ended on this commit, by name."""
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         found = [each for each in map(_parsed, lines) if each.get("commit") == self.commit]
         same = [each for each in found if each["rehearsed"] == self.options.rehearse and each["result"] in _ENDED]
         return {each["item"]: each["result"] for each in same}
 
     def run(self, items: Sequence[Item]) -> int:
-        """Run what is not recorded yet and fits in the time that is left; return the exit status."""
+        """Run the items that are not recorded yet and fit in the remaining time; return 1 if any has failed, else 0."""
         with tempfile.TemporaryDirectory() as folder:
             scratch = Path(folder)
             refusal = "" if self.options.rehearse else _cannot_share(self.options.nccl)
@@ -76,10 +76,10 @@ class Check:
         return int(any(result.startswith("FAILED") for result in self.known().values()))
 
     def measured(self, item: Item, scratch: Path) -> dict[str, Any]:
-        """Run an item; return its line of the record."""
+        """Run an item within its time limit; return its line for the record."""
         scratch.mkdir()
         log = scratch / "tests.log"
-        limit = 60 * item.minutes * (10 if self.options.rehearse else 1)  # a CPU that others use, too
+        limit = 60 * item.minutes * (10 if self.options.rehearse else 1)  # longer on a CPU, which may be shared
         rehearsed = self.options.rehearse
         words = item.words(sys.executable, scratch=scratch, kept=self.folder, rehearsed=rehearsed)
         began = time.monotonic()
@@ -115,7 +115,7 @@ class Check:
         return {**line, "figures": figures, "last_lines": text.splitlines()[-(10 if line["result"] == "ok" else 60) :]}
 
     def note(self, line: dict[str, Any]) -> None:
-        """Add a line to the record, and copy the results to the folder that OUT names."""
+        """Add a line to the record, print it, and copy the results to the folder named by the variable OUT."""
         with self.record.open("a") as record:
             record.write(json.dumps(line, ensure_ascii=False) + "\n")
         print(f"   {line['result']}, {line['seconds']} s {json.dumps(line.get('tests', ''))[:300]}", flush=True)
@@ -127,7 +127,7 @@ class Check:
                 shutil.copy(file, copies)
 
     def summarize(self, items: Sequence[Item]) -> None:
-        """Print what is known of each item."""
+        """Print the recorded result of each item."""
         known = self.known()
         print(f"\n{self.record}")
         for number, item in enumerate(items, 1):
@@ -137,7 +137,7 @@ class Check:
 
 @contextmanager
 def _environment(item: Item, scratch: Path, options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield the environment of an item; for ranks that share a GPU, NVIDIA's MPS serves them meanwhile."""
+    """Yield the environment of an item; NVIDIA's MPS, if installed, runs meanwhile for ranks that share a GPU."""
     env = {**os.environ, **item.env}
     paths = [str(ROOT), env.get("PYTHONPATH", "")]
     if item.hides_engine:
@@ -151,7 +151,7 @@ def _environment(item: Item, scratch: Path, options: argparse.Namespace) -> Iter
     if options.rehearse or not item.ranks:
         yield env
         return
-    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the tests' own runs leave it alone
+    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # unset, as in the tests' own runs
     first = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     env |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     env |= {"CUDA_VISIBLE_DEVICES": first, "LD_PRELOAD": " ".join(filter(None, [options.nccl, env.get("LD_PRELOAD")]))}
@@ -181,7 +181,7 @@ print(torch.cuda.device_count(), found.value)"""
 
 
 def _cannot_share(nccl: str) -> str:
-    """Return why several ranks cannot run on the first GPU; "" where they can."""
+    """Return why several ranks cannot share the first GPU; "" if they can."""
     env = {**os.environ, "LD_PRELOAD": " ".join(filter(None, [nccl, os.environ.get("LD_PRELOAD")]))}
     done = subprocess.run(
         [sys.executable, "-c", _DEVICES_AND_NCCL], env=env, capture_output=True, text=True, check=False
@@ -195,7 +195,7 @@ def _cannot_share(nccl: str) -> str:
 
 
 def _told(log: Path) -> dict[str, Any]:
-    """Return how many tests passed, which failed, and why others were skipped."""
+    """Summarize the tests of a log: number passed, names failed, reasons of skips, seconds of each."""
     rows = cases_of(log)
     return {
         "passed": sum(row.result == "ok" for row in rows),
@@ -213,7 +213,7 @@ def _git(*words: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Return the JSON; an object that says so where it is not whole."""
+    """Parse JSON; return {"not whole": text} for incomplete JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -221,7 +221,7 @@ def _parsed(text: str) -> Any:
 
 
 def _missing(names: Sequence[str]) -> list[str]:
-    """Return the packages that cannot be found."""
+    """Return the modules of a list that are not installed."""
 
     def found(name: str) -> bool:
         try:
@@ -233,7 +233,7 @@ def _missing(names: Sequence[str]) -> list[str]:
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="no item begins that could end after this time")
     parser.add_argument("--spent", type=float, default=0.0, help="seconds of these that have passed already")

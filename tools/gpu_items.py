@@ -1,4 +1,4 @@
-"""What half an hour on one GPU decides (`gpu_half_hour.py`): commands, time limits, and why they are worth them."""
+"""The items of `gpu_half_hour.py`: commands to run on one GPU, their time limits, and the question each decides."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ TRIED = f"'pp2-vpp2-rich or pp2-vpp2-dp2 or tp2-pp2-vpp2-qwen3 or {TWO_SCHEDULES
 
 @dataclass(frozen=True)
 class Item:
-    """A command with a time limit. On a CPU, in a rehearsal, `small` replaces parts of it."""
+    """A command with a time limit in minutes. In a rehearsal on a CPU, `small` replaces parts of the command."""
 
     name: str
     minutes: float
     decides: str
     command: str
     small: Mapping[str, str] = field(default_factory=dict)
-    ranks: bool = False  # several, which share the GPU where there is one alone
-    hides_engine: bool = False  # compares in fp32, for which Transformer Engine would take TF32
+    ranks: bool = False  # runs several ranks, which share the GPU if there is only one
+    hides_engine: bool = False  # hides Transformer Engine, which would use TF32 in comparisons in fp32
     env: Mapping[str, str] = field(default_factory=dict)
     instead_of: str = ""  # runs only if this item failed
 
     def words(self, python: str, *, scratch: Path, kept: Path, rehearsed: bool) -> list[str]:
-        """Return the command line."""
+        """Return the arguments of the command, with the replacements of `small` in a rehearsal."""
         command = self.command
         if rehearsed:
             for part, other in self.small.items():
@@ -43,21 +43,21 @@ class Item:
 
 
 def _tests(name: str, minutes: float, decides: str, words: str, small: str, **more: Any) -> Item:
-    """Return an item of tests that several ranks run; `small` is the expression that chooses some for a rehearsal."""
+    """Return an item of tests on several ranks; `small` is the `-k` expression that selects tests for a rehearsal."""
     chosen = {words[words.index("-k ") :]: f"-k '{small}'"}
     return Item(name, minutes, decides, f"pytest -m 'not slow' {words}", chosen, ranks=True, **more)
 
 
 def _model(name: str, minutes: float, decides: str, words: str) -> Item:
-    """Return an item that measures LLaVA-1.5-7B."""
+    """Return an item that benchmarks LLaVA-1.5-7B."""
     command = f"{MODEL} --minutes {minutes - 0.5} --out {{scratch}}/figures.json {words}"
     small = {"--steps 5": "--steps 1 --warm-up 1 --device cpu --small", f"--minutes {minutes - 0.5}": "--minutes 9"}
     return Item(name, minutes, decides, command, small)
 
 
-# fp32 in Transformer Engine's products, not TF32: cuBLAS then takes no tensor cores, whatever it is asked for.
+# Keeps Transformer Engine's matrix products in fp32: cuBLAS then uses no TF32, even where it is requested.
 _FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-# In the order in which they are worth their minutes.
+# Sorted by value per minute, best first.
 ITEMS = (
     Item(
         "engine",

@@ -46,7 +46,7 @@ def _steps(folder: Path) -> Iterator[Row]:
     last = {line.split("\t")[0]: line.split("\t")[1:] for line in lines if line.count("\t") == 3}
     results = {"0": "ok", "running": "FAILED: ended from outside", **dict.fromkeys(_TIMED_OUT, "FAILED: out of time")}
     for name, (status, seconds, limit) in last.items():
-        if status == "skipped":  # with the reason where others have seconds
+        if status == "skipped":  # the column of seconds has the reason
             yield Row(name, "skipped", seconds)
             continue
         yield Row(name, results.get(status, f"FAILED: status {status}"), f"{seconds} s", f"< {limit} s")
@@ -84,7 +84,7 @@ def _tests(folder: Path) -> Iterator[Row]:
 
 
 def cases_of(log: Path) -> list[Row]:
-    """Return a row for each test of pytest's XML report beside the log, or of the log where pytest did not finish."""
+    """Return a row for each test, from the XML report next to the log, or from the log if pytest did not finish."""
     cases = _cases_of_xml(log.with_suffix(".xml"))
     return list(_cases_of_log(log)) if cases is None else cases
 

@@ -1,4 +1,4 @@
-"""Convert the configuration of another trainer: `megavlm migrate`, out of a clone that need not be installed."""
+"""Convert the configuration of another trainer: `megavlm migrate`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Find the fastest layout: `megavlm plan`, out of a clone that need not be installed."""
+"""Find the fastest layout: `megavlm plan`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

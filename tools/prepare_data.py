@@ -1,4 +1,4 @@
-"""Convert a data set to WebDataset tars: `megavlm prepare`, out of a clone that need not be installed."""
+"""Convert a data set to WebDataset tars: `megavlm prepare`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

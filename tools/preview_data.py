@@ -1,4 +1,4 @@
-"""Preview the training data: `megavlm preview`, out of a clone that need not be installed."""
+"""Preview the training data: `megavlm preview`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

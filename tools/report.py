@@ -1,4 +1,4 @@
-"""Compare runs on one page: `megavlm report`, out of a clone that need not be installed."""
+"""Compare runs on one page: `megavlm report`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

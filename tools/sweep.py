@@ -1,4 +1,4 @@
-"""Train the variants of a run and compare them: `megavlm sweep`, out of a clone that need not be installed."""
+"""Train the variants of a run and compare them: `megavlm sweep`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path

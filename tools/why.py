@@ -1,4 +1,4 @@
-"""Say what holds a run back: `megavlm why`, out of a clone that need not be installed."""
+"""Find what slows a run down: `megavlm why`, run from a clone without installing it."""
 
 import sys
 from pathlib import Path
