@@ -1,1 +1,1 @@
-"""The programs around the trainer, each built on the public names of a run; the trainer imports none of them."""
+"""The commands of `megavlm`. They import the other packages of megavlm, which import none of the commands."""

@@ -1,9 +1,8 @@
 """Measure this machine for the planner: `torchrun --nproc-per-node 2 -m megavlm calibrate --out mine.json`.
 
-Start as many processes as a training run will have. Each times the layers of small models of several widths and
-lengths, the optimizer and an all-gather; the rates of `megavlm/planner/cost.py`
-are fitted to these times. Use the result with `megavlm plan … --profile mine.json` or
-`pretrain_vlm.py --plan auto --hardware mine.json`.
+Start as many processes as a training run will have. Each process times the layers of small models of several widths
+and lengths, the optimizer and an all-gather. The rates of `megavlm/planner/cost.py` are fitted to these times.
+Use the result with `megavlm plan … --profile mine.json` or `pretrain_vlm.py --plan auto --hardware mine.json`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from megavlm.world import world_of
 # (width, head count, tokens of text, image side in patches, vocabulary): small, long and wide
 SIZES = (
     (128, 4, 128, 8, 512),
-    (128, 4, 1024, 32, 512),  # attention takes more than products
+    (128, 4, 1024, 32, 512),  # attention takes longer than the linear layers
     (256, 4, 512, 16, 2048),
     (384, 6, 256, 16, 4096),
     (512, 8, 512, 12, 8192),
 )
-# Of a GPU, whose small layers would tell the time of a launch alone; the largest takes 12 GB with its optimizer.
+# Sizes for a GPU, where smaller layers would measure kernel launches only. The largest takes 12 GB with its optimizer.
 GPU_SIZES = (
     (1024, 8, 2048, 24, 8192),
     (1024, 8, 16384, 96, 8192),
@@ -66,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def config_of(size: tuple[int, int, int, int, int], precision: str, run_dir: str, *, processes: int) -> Config:
-    """Return a VLM with two vision and two language layers of the given size."""
+    """Return the configuration of a VLM with two vision and two language layers of the given size."""
     width, heads, tokens, patches, vocabulary = size
     run = (
         f"--seq-length {max(tokens, patches**2 + 64)} --global-batch-size {processes} --precision {precision} "
@@ -87,7 +86,7 @@ def calibrate(options: argparse.Namespace) -> None:
         raise UserError(f"--out {options.out} is a folder: name a file")
     place = world_of(os.environ)
     if place.world_size > 1:
-        os.environ.update(place.environment())  # srun and mpirun say it in other words
+        os.environ.update(place.environment())  # srun and mpirun set other variables than torchrun
     world = place.world_size
     from megavlm import backend as backends
 

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Write the statistics of a data set's channels. Raises UserError if no image of it can be read."""
+    """Measure and write the channel statistics of a data set. Raises UserError if none of its images can be read."""
     source = record_of_word(DatasetConfig, options.source, name="SOURCE")
     source = replace(source, image_root=options.image_root or source.image_root)
     name, channels = options.vision_input, options.vision_in_channels

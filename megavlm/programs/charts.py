@@ -1,5 +1,6 @@
-"""Draw line charts as SVG with labels in HTML, so that a narrow screen squeezes lines and not letters; write durations
-and large numbers.
+"""Draw line charts as SVG, and format durations and large numbers.
+
+Labels of charts are HTML, so that a narrow screen squeezes the lines and not the letters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """The values of one run; `colour` is CSS."""
+    """A line of a chart: name, colour in CSS, and points (x, y)."""
 
     name: str
     colour: str
@@ -22,7 +23,7 @@ class Line:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Format seconds with units: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:
         return f"{seconds:.1f} s".replace(".0 ", " ")
     whole = round(seconds)
@@ -32,7 +33,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Return a number in few characters: 0.0002, 1.5, 340, 12k, 3.4M."""
+    """Format a number in few characters: 0.0002, 1.5, 340, 12k, 3.4M."""
     for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(number) >= unit:
             return f"{number / (1e3 if suffix == 'k' else unit):.4g}{suffix}"
@@ -40,14 +41,14 @@ def short(number: float) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """Return at most `most` points: means of neighbours, each at the place of its last point."""
+    """Return at most `most` points: means of neighbouring points, each at the x of its last point."""
     size = max(-(-len(points) // most), 1)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high`, 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers between `low` and `high` for an axis, at distances of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / 4  # at most twice as many ticks
@@ -60,9 +61,9 @@ def ticks(low: float, high: float) -> list[float]:
 def chart(
     title: str, lines: Sequence[Line], *, across: str, shown: Callable[[float], str] = short, from_zero: bool = False
 ) -> str:
-    """Return a chart of lines over a common axis that `across` names; "" if there is nothing to draw.
+    """Return a chart of lines over a common horizontal axis, named `across`, as HTML; "" if no line has points.
 
-    `shown` writes a value; `from_zero` lets the vertical axis begin at 0.
+    `shown` formats a value; with `from_zero`, the vertical axis includes 0.
     """
     drawn = [Line(line.name, line.colour, thinned(line.points)) for line in lines if line.points]
     if not drawn:

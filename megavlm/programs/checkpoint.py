@@ -1,7 +1,7 @@
 """List, verify and show checkpoints: `megavlm checkpoint list|verify|show …`.
 
-A folder on a disk is read like one in a store. Without torch. The exit status is 1 if a checkpoint is damaged, 2 for a
-mistake in the command, else 0.
+Checkpoints may be in a folder on a disk or in an object store. The command does not need torch. The exit status is 1 if
+`verify` finds a damaged checkpoint, 2 for a mistake in the command, else 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megavlm.storage.store import StoreError
 
 @reported("checkpoint")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status."""
+    """Return the exit status: 0 done, 1 verify found damage, 2 an argument is wrong (reported in one line)."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.action(options)

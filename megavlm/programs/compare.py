@@ -1,8 +1,8 @@
-"""Say where two models part: `megavlm compare A B [records.jsonl]`.
+"""Find the first layer at which two models differ: `megavlm compare A B [records.jsonl]`.
 
-A and B are runs, checkpoints or Hugging Face folders. Both get the same samples, of the records or random ones; the
-outputs of all layers are compared in the order in which they are computed, and then those inside the first layer that
-differs by more than rounding explains.
+A and B are runs, checkpoints or Hugging Face folders. Both get the same samples, from the records or random. The
+outputs of all layers are compared in the order of computation, and then the modules inside the first layer that differs
+by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megavlm.rules.fields import record_of_word
 from megavlm.storage.cache import local_path
 
 _TYPES = ("fp32", "bf16", "fp16")
-_BEFORE, _AFTER = 3, 8  # rows of the table on both sides of the first that differs
+_BEFORE, _AFTER = 3, 8  # rows of the table before the first that differs, and from it on
 
 
 @reported("compare")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 rounding explains all differences, 1 the models part, 2 an argument is wrong."""
+    """Return the exit status: 0 rounding explains all differences, 1 the models differ, 2 a wrong argument."""
     given = _parser().parse_args(without_extensions(argv))
     if len(given.dtype) > 2:
         raise UserError(f"--dtype {' '.join(given.dtype)}: give one type, or one for A and one for B")

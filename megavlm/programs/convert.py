@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Export a checkpoint of a run that started from Hugging Face folders; `merge-lora` merges its adapters."""
+    """Export a checkpoint of a run that started from Hugging Face folders; with `merge-lora`, merge its adapters."""
     from megavlm import backend
 
     backend.activate()
@@ -81,7 +81,7 @@ def export_lora(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Compare both models' logits in fp32 on the same random images and text."""
+    """Compare logits of Transformers' and megavlm's model in fp32 on random samples; return 1 if they differ."""
     if options.checkpoint and (options.checkpoint / "config.json").exists() > (options.folder / "config.json").exists():
         raise UserError(f"HF_DIR comes first: write {options.checkpoint} {options.folder}")
     options.folder = local_path(str(options.folder), "HF_DIR")

@@ -1,4 +1,4 @@
-"""Say what runs' time went to: `megavlm goodput RUN_DIR…` reads their metrics.jsonl and events.jsonl, no more."""
+"""Show how runs spent their time: `megavlm goodput RUN_DIR…` reads only their metrics.jsonl and events.jsonl."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def _lines(run: dict[str, Any]) -> list[str]:
 
 
 def summary(name: str, history: History) -> dict[str, Any]:
-    """Return what the time of a run went to, and what each restart cost, as JSON.
+    """Return how a run spent its time, and the cost of each restart, as a dictionary for JSON.
 
-    `goodput` is the fraction of the time that went into training, `kept` that of steps that count, with what they
-    waited for; `typical_recovery_s` is the median from the end of an attempt to the next step that counts.
+    `goodput` is the fraction of the time that went into training; `kept` is the fraction of steps that count, including
+    their waits. `typical_recovery_s` is the median of `to_step` (`recoveries_of`), without attempts that had finished.
     """
     recoveries = recoveries_of(history)
     known = [each["to_step"] for each in recoveries if each["kind"] != "finish" and each["to_step"] is not None]
@@ -70,10 +70,11 @@ def summary(name: str, history: History) -> dict[str, Any]:
 
 
 def recoveries_of(history: History) -> list[dict[str, Any]]:
-    """Return for each attempt but the first how the one before ended, and how long the run took to come back.
+    """Return for each restart how the previous attempt ended, and how long the run took to train again.
 
-    `kind` is the event of the end, or KILLED; `to_step` the seconds from the last step, or the end that was asked for,
-    to the next step.
+    `kind` is the event that ended the attempt, or KILLED. `to_step` has the seconds from the attempt's last step (or
+    from its end, if a stop was requested or the run finished) to the end of the next step that was not lost; None if
+    there is none.
     """
     found = []
     for number, (ended, later) in enumerate(pairwise(history.attempts), start=1):

@@ -1,8 +1,9 @@
-"""What a run's time went to, computed from its events and metrics, without torch.
+"""Divide a run's time among causes (training, waits, saves, restarts, …), from its events and metrics, without torch.
 
-An attempt is the life of one set of processes. It begins with its processes, ends with them, and the next one goes on
-from a checkpoint: steps after that checkpoint were lost. metrics.jsonl has each iteration once, with the time at which
-its step ended; the event `start` says how many records of lost steps the attempt found there, and when the last ended.
+An attempt is the life of one set of processes. It begins and ends with its processes, and the next attempt resumes from
+a checkpoint: steps after that checkpoint are lost. metrics.jsonl has each iteration once, with the time at which its
+step ended; the event `start` has the number of lost steps whose records the attempt found there, and the end of the
+last one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ START = "start"
 LOAD = "load"
 OTHER = "other"
 
-# What a run's time goes to; docs/long-runs.md has the same table.
+# The causes among which a run's time is divided; docs/long-runs.md has the same table.
 CAUSES = {
     TRAINING: "steps that count, without their waits for data and for a slow rank",
     DATA: "waits for data within steps that count",
@@ -50,7 +51,7 @@ CAUSES = {
 }
 _ENDS = ("hang", "failure", "stop", "finish")
 ASKED = ("stop", "finish")  # ends before which the run saved
-_NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events at the end of what they cost between steps
+_NOTES = {"skip": SKIPPED, "rewind": REWOUND}  # events written at the end of the time between steps that they cost
 _LARGEST = 1e15  # larger values of a file are taken for damage
 NOTABLE = 0.1  # a rank that is slower than the median by this fraction is slow
 
@@ -59,33 +60,36 @@ Moment = tuple[int, Mapping[str, Any]]  # an event and its time, in microseconds
 
 
 class PastStep(NamedTuple):
-    """A step that metrics.jsonl has; times and durations in microseconds."""
+    """A step recorded in metrics.jsonl; times and durations in microseconds."""
 
     iteration: int
     begin: int
     end: int
     updated: bool
-    data: int  # its wait for data
-    slow: int  # its wait for a slow rank
-    stall: int  # for which a save stood in its way
-    evaluation: int  # after it
+    data: int  # wait for data
+    slow: int  # wait for a slow rank
+    stall: int  # wait for a save before the step
+    evaluation: int  # validation after the step
 
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """An attempt of a run, in microseconds since 1970; `until` is the beginning of the next, or the end of the run."""
+    """An attempt of a run; times in microseconds since 1970. `until` is the start of the next, or the run's end."""
 
-    began: int  # the processes
-    started: int  # training
+    began: int  # start of the processes
+    started: int  # start of training
     until: int
-    start: Mapping[str, Any]  # its event
+    start: Mapping[str, Any]  # the event `start`
     events: Sequence[Moment]
-    steps: Sequence[PastStep]  # those that count or were skipped or undone, not those lost
-    alive: int  # the end of its last step, lost ones included; `started` without any
+    steps: Sequence[PastStep]  # steps that count, were skipped or undone; no lost steps
+    alive: int  # end of the last step, also of a lost one; `started` without steps
 
     @property
     def end(self) -> Moment | None:
-        """Return its end; None if it was killed, or runs. Later processes may have failed before they trained."""
+        """Return the event that ended the attempt; None if it was killed or still runs.
+
+        Events of later processes that failed before they trained are not taken for it.
+        """
         number = self.start.get("attempt")
         own = ((time, event) for time, event in self.events if time >= self.started and event.get("attempt") == number)
         return next((moment for moment in own if moment[1].get("kind") in _ENDS), None)
@@ -93,10 +97,10 @@ class PastAttempt:
 
 @dataclass(frozen=True)
 class History:
-    """What the time of a run went to, from the beginning of its first process to its last event or step."""
+    """The time of a run divided among causes, from the start of its first process to its last event or step."""
 
     begin: int  # microseconds since 1970
-    microseconds: Mapping[str, int]  # of each cause that took time, in the order of CAUSES; they add up to the whole
+    microseconds: Mapping[str, int]  # by cause, in the order of CAUSES, zeros left out; the sum is the whole time
     attempts: tuple[PastAttempt, ...]
 
     @property
@@ -105,7 +109,7 @@ class History:
 
     @property
     def wall(self) -> float:
-        """Return the seconds of the whole."""
+        """Return the whole time of the run in seconds."""
         return sum(self.microseconds.values()) / 1e6
 
     @property
@@ -119,14 +123,14 @@ class History:
 
     @property
     def kept(self) -> float:
-        """Return the fraction of the time that went into steps that count, with what they waited for."""
+        """Return the fraction of the time that went into steps that count, including their waits."""
         return sum(self.seconds.get(cause, 0.0) for cause in (TRAINING, DATA, SLOW)) / self.wall
 
 
 def history_of(happened: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> History | None:
-    """Return what a run's time went to; None if no event is its start, or no time has passed since.
+    """Divide a run's time among causes; None if no event is a start, or no time has passed since.
 
-    `happened` are its events, and `records` the lines of metrics.jsonl. Those without a time are not counted.
+    `happened` has the run's events, `records` the lines of metrics.jsonl. Those without a time are ignored.
     """
     dated = [(_time(event), event) for event in happened]
     moments = sorted(((time, event) for time, event in dated if time is not None), key=lambda moment: moment[0])
@@ -144,7 +148,7 @@ def history_of(happened: Sequence[Mapping[str, Any]], records: Sequence[Mapping[
 
 
 def past_of(run_dir: Path) -> History:
-    """Return what the time of a run went to. Raises UserError for a folder without events of a run."""
+    """Divide the time of the run in a folder among causes. Raises UserError for a folder without a start event."""
     past = history_of(events(run_dir), records_of(run_dir))
     if past is None:
         raise UserError(f"{run_dir} has no events.jsonl that says when a run started: name the folder of a run")
@@ -155,7 +159,7 @@ def _attempts(moments: Sequence[Moment], steps: Sequence[PastStep]) -> list[Past
     starts = [(time, event) for time, event in moments if event.get("kind") == "start"]
     if not starts:
         return []
-    before = [0, *(time for time, _ in starts)]  # an attempt begins after training in the one before began
+    before = [0, *(time for time, _ in starts)]  # an attempt begins after the attempt before started training
     began = [
         max(early, time - _micro(event.get("seconds"))) for (time, event), early in zip(starts, before, strict=False)
     ]
@@ -172,7 +176,7 @@ def _attempts(moments: Sequence[Moment], steps: Sequence[PastStep]) -> list[Past
 
 
 def _fill(ledger: Ledger, attempt: PastAttempt, undone: set[int]) -> None:
-    """Account for an attempt and for the time before it, from where the cursor is."""
+    """Account for an attempt in the ledger, and for the time between the cursor and the attempt."""
     ledger.fill(attempt.began, DOWNTIME)
     ledger.fill(attempt.started - _micro(attempt.start.get("load_seconds")), START)
     ledger.fill(attempt.started, LOAD)
@@ -199,7 +203,7 @@ def _fill(ledger: Ledger, attempt: PastAttempt, undone: set[int]) -> None:
 
 
 def _fill_end(ledger: Ledger, attempt: PastAttempt) -> None:
-    """Account for what an attempt did after its last step."""
+    """Account for the time from the last step of an attempt to its end: a save, a hang, or a lost step."""
     if attempt.end is None:
         return
     time, event = attempt.end
@@ -224,7 +228,7 @@ def _undone(steps: Sequence[PastStep], moments: Iterable[Moment]) -> set[int]:
 
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> list[PastStep]:
-    """Return the steps that say when they ended, in the order of time."""
+    """Return the steps of the records that have an end time, in order of time."""
     timed = [(end, record) for record in records if (end := _time(record)) is not None]
     found = []
     for (end, record), slow in zip(timed, _slow([record for _, record in timed]), strict=True):
@@ -246,9 +250,10 @@ def _steps(records: Sequence[Mapping[str, Any]]) -> list[PastStep]:
 
 
 def _slow(records: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return for each step the microseconds that the slowest rank added: a report speaks for the steps before it, too.
+    """Return for each step the microseconds that the slowest rank added.
 
-    Where that rank waits for its data, what the record says of waits for data has been counted already.
+    A report on the slowest rank also applies to the steps since the report before. If that rank waited for data, the
+    step's recorded wait for data is subtracted, because it is counted as such.
     """
     found: list[int] = []
     for place, record in enumerate(records):
@@ -263,7 +268,7 @@ def _slow(records: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _time(event: Mapping[str, Any], name: str = "time") -> int | None:
-    """Return a time that an event or a record states, in microseconds since 1970."""
+    """Return a time field of an event or record, in microseconds since 1970; None if missing or malformed."""
     try:
         return round(datetime.fromisoformat(str(event.get(name))).timestamp() * 1e6)
     except (ValueError, OverflowError, OSError):
@@ -271,36 +276,36 @@ def _time(event: Mapping[str, Any], name: str = "time") -> int | None:
 
 
 def moment_of(event: Mapping[str, Any]) -> float | None:
-    """Return the time that an event or a state of a run has, in seconds since 1970; None if it has none."""
+    """Return the time of an event or of a run's status, in seconds since 1970; None if it has none."""
     found = _time(event)
     return None if found is None else found / 1e6
 
 
 def _micro(seconds: Any) -> int:
-    """Return seconds as microseconds; 0 for what is no duration."""
+    """Convert seconds to microseconds; 0 for a value that is negative or no number."""
     return round(max(number(seconds) or 0.0, 0.0) * 1e6)
 
 
 def number(value: object) -> float | None:
-    """Return a value of a file as a finite number of a sane size; None for anything else."""
+    """Convert a value of a file to float; None if it is no number, or not smaller than 1e15 in size."""
     return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 class Ledger:
-    """Divides the time from `begin` to `end` among causes: each span that the cursor passes is added to a cause."""
+    """Divides the time from `begin` to `end` among causes: a cursor advances, and each span goes to one cause."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.spent: Counter[str] = Counter()  # microseconds by cause
         self._cursor, self._end = begin, end
 
     def fill(self, until: int, cause: str) -> None:
-        """Give the time from the cursor to `until` to a cause. Where the cursor is later already, nothing changes."""
+        """Advance the cursor to `until` and add the time to a cause. Nothing changes if the cursor is past `until`."""
         reached = max(self._cursor, min(until, self._end))
         self.spent[cause] += reached - self._cursor
         self._cursor = reached
 
     def spend(self, duration: int, cause: str, *, until: int) -> None:
-        """Give this much time to a cause, but none after `until`."""
+        """Advance the cursor by `duration`, at most to `until`, and add the time to a cause."""
         self.fill(min(self._cursor + duration, until), cause)
 
 
@@ -310,6 +315,6 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def devices_of(starts: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of ranks that the last start tells; 0 if none does."""
+    """Return the number of ranks in the last start event that has it; 0 if none has."""
     worlds = [world for start in starts if isinstance(world := start.get("world"), int) and world > 0]
     return worlds[-1] if worlds else 0

@@ -1,9 +1,8 @@
 """Write the log-probability of each trained token: `megavlm logprobs RUN_DIR data.jsonl --out scores --tp 2`.
 
-The words behind the data are options of training: layout, precision, sequence length, how records are read. The model
-is exported as for `megavlm chat`, adapters merged. Samples are those that training makes of the records, each once, and
-the folder has a row for each of them in parquet files. The same command, also with another layout, continues after an
-interruption.
+The arguments after the data are options of training: layout, precision, sequence length, format of records. The model
+is exported as for `megavlm chat`, adapters merged. Samples are made from the records as in training, each once, and
+written as rows of parquet files. The same command resumes after an interruption, also with another layout.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megavlm.files import check_folder, open_new, replace_file
 from megavlm.json_files import read_json
 from megavlm.programs.train import enter_world
 
-_ROWS = 1000  # samples of a file
+_ROWS = 1000  # samples per parquet file
 _STATE = "position.json"
 
 
@@ -77,9 +76,9 @@ def _write(given: argparse.Namespace, model: Path, data: Sequence[str], training
 
 
 def _run_words(folder: Path, data: DataConfig, records: Sequence[str], out: Path, training: Sequence[str]) -> list[str]:
-    """Return the command line of a run that would validate the model of a folder on the records.
+    """Return the arguments of a training run with the model of a folder and the records as its validation data.
 
-    Only the projector is trained, so that no other part has gradients and states of an optimizer.
+    Only the projector is trained, so that no other part has gradients and optimizer states.
     """
     kept = [
         f"data.{each.name}={json.dumps(value)}"
@@ -130,7 +129,7 @@ def _score(config: Config, out: Path, settings: dict[str, Any]) -> None:
 
 
 def _position(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the position that an earlier process has written. Raises UserError if its settings were others."""
+    """Read the position of an interrupted command, empty if none. Raises UserError if its settings were different."""
     if not (out / _STATE).is_file():
         return {}
     done: dict[str, Any] = read_json(out / _STATE, at_most=2**20)
@@ -146,7 +145,7 @@ def _row(data_set: str, record: str, scores: Any, settings: dict[str, Any]) -> d
 
 
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a file whole or not at all."""
+    """Write rows to a parquet file atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

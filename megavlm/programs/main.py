@@ -1,4 +1,4 @@
-"""`megavlm COMMAND …`: one program for what the package does, which works outside a clone."""
+"""`megavlm COMMAND …`: one program with all commands of the package, which also works outside a clone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NO_TEARDOWN = ("train", "calibrate", "doctor", "logprobs")
 
 
 def program() -> NoReturn:
-    """Run the command that the first word names."""
+    """Run the command that the first argument names and exit with its status."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         sys.argv = [f"megavlm {name}", *rest]
@@ -52,11 +52,11 @@ def program() -> NoReturn:
 
 
 def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoReturn:
-    """Run a command on the words of the command line and leave with its exit status. A reader that stops early, as
-    `head` does, ends it without a word.
+    """Run a command with the arguments of the command line and exit with its status.
 
-    Without `teardown`, the interpreter is not taken down: gloo's threads sometimes abort then, which would change the
-    status, and after an error it might wait for processes and threads that nobody has ended.
+    If the reader of its output stops early, as `head` does, the command ends without a message. Without `teardown`, the
+    process exits without the interpreter's teardown: during it, gloo's threads sometimes abort, which would change the
+    status, and after an error the interpreter might wait for processes and threads that still run.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     escape_unprintable()
@@ -80,7 +80,7 @@ def run(main: Callable[[Sequence[str]], int], *, teardown: bool = True) -> NoRet
 
 
 def _other(word: str) -> int:
-    """Print the commands, the version, or what is wrong with a word that is neither; return the exit status."""
+    """Print the help, the version, or an error for an unknown command; return the exit status."""
     if word in ("--help", "-h", "help"):
         width = max(map(len, COMMANDS))
         print("usage: megavlm COMMAND …    (megavlm COMMAND --help has its options)\n")
@@ -95,7 +95,7 @@ def _other(word: str) -> int:
 
 
 class _Lossy(io.FileIO):
-    """A file that drops what cannot be written."""
+    """A file that drops data that cannot be written, instead of raising OSError."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -105,14 +105,14 @@ class _Lossy(io.FileIO):
 
 
 def escape_unprintable() -> None:
-    """Let stdout and stderr print what their encoding lacks (that of a locale without UTF-8) as \\xd7 or \\u2026."""
+    """Let stdout and stderr escape characters that their encoding lacks (locale without UTF-8) as \\xd7 or \\u2026."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def survive_lost_output() -> None:
-    """Let stdout and stderr of this process, from now on, drop what cannot be written instead of raising OSError."""
+    """Let stdout and stderr, from now on, drop output that cannot be written instead of raising OSError."""
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout, sys.stderr = (

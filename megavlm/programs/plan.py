@@ -1,6 +1,6 @@
 """Find the fastest layout: `megavlm plan --model qwen2_5_vl_7b --gpus 64 --gpu h100 --images 6x1024`.
 
-Flags of a run (`--seq-length`, `--gbs`, `--freeze`, `--datasets`, …) say what is planned for.
+Options of a run (`--seq-length`, `--gbs`, `--freeze`, `--datasets`, …) describe the run to plan for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megavlm.rules.defaults import resolve
 from megavlm.rules.extensions import without_extensions
 from megavlm.rules.load import to_yaml
 
-VOCABULARY = 256  # of a run on synthetic samples that does not set it
+VOCABULARY = 256  # tokens, for a run on synthetic samples that does not set its vocabulary size
 LEAST_BATCH = 128  # sequences: the batch of published fine-tunes, as LLaVA's
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line, with the flags of the run as `run`."""
+    """Parse a command line; the options of the run are kept as a list in `run`."""
     given, rest = _parser().parse_known_args(without_extensions(argv))
     given.run = rest
     return given
@@ -87,14 +87,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Search, write the configuration, and print the report last: its reader may stop early."""
+    """Search the layouts, write the best configuration, and print a report; return 1 if no layout fits, else 0.
+
+    The report is printed last, because its reader may stop early.
+    """
     given = configuration(options)
     config = resolve(given, vocab_size=VOCABULARY)
     check_images(config)
     machine = machine_of(options)
     name = options.gpu or "h100" if machine is None else machine.name
     stages = [profile(each) for each in options.stage_gpus]
-    # What stages do together ends when the slowest has done it.
+    # Work of all stages together ends when the slowest GPU has done it.
     hardware = min(stages, key=lambda each: each.forward.matmul, default=None) or profile(name)
     space = Space()
     if options.placement is not None:
@@ -124,15 +127,17 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def to_train(config: Config, options: argparse.Namespace) -> Config:
-    """Return the configuration to write: with the number of GPUs, and if it is not of the user's own file without the
-    synthetic samples that stood for the user's data.
+    """Return the configuration to write, with the number of GPUs.
+
+    Unless --config was given, all data options except the data sets are reset, to drop the synthetic samples that stood
+    for the user's data.
     """
     config = replace(config, run=replace(config.run, world_size=options.gpus))
     return config if options.config is not None else replace(config, data=DataConfig(datasets=config.data.datasets))
 
 
 def configuration(options: argparse.Namespace) -> Config:
-    """Return the run to plan for: that of --config, or the model on synthetic data of the given size."""
+    """Return the configuration to plan for: of --config, --model or --hf, with synthetic images as in --images."""
     batch = str(options.gpus * -(-LEAST_BATCH // options.gpus))
     begin = ["--config", options.config] if options.config else ["--run-dir", "runs/planned", "--gbs", batch]
     if options.model is not None:
@@ -154,7 +159,7 @@ def configuration(options: argparse.Namespace) -> Config:
 
 
 def _images(text: str, multiple: int) -> tuple[int, int]:
-    """Return (6, 1022) for `6x1024`: the side is rounded down to whole features."""
+    """Parse --images: (6, 1022) for `6x1024` and a multiple of 14; the side is rounded down to the multiple."""
     count, _, side = text.partition("x")
     if not (count.isdigit() and side.isdigit() and int(side) >= multiple):
         raise UserError(f"--images {plain(text)} is not COUNTxSIDE with a side of {multiple} pixels or more, as 6x1024")

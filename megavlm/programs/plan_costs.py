@@ -1,6 +1,6 @@
-"""What a run costs on a cloud's machines, for `megavlm plan --machine`.
+"""Estimate the cost of a run on a cloud's machines, for `megavlm plan --machine`.
 
-Prices are those of `devices.toml`, each with its date and source: they are of that date, not of today.
+Prices come from `devices.toml`, each with its date and source; they are not today's prices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_cost_options(group: argparse._ArgumentGroup) -> None:
 
 
 def machine_of(options: argparse.Namespace) -> Machine | None:
-    """Return the machine type that --machine names. Raises UserError for one that is not known, or not used whole."""
+    """Return the machine type that --machine names. Raises UserError for an unknown or partly used one."""
     if options.machine is None:
         given = [name for name in _COSTS if getattr(options, name) is not None]
         if given:
@@ -56,14 +56,14 @@ def machine_of(options: argparse.Namespace) -> Machine | None:
 
 
 def machines_for(gpus: int, machine: Machine) -> int:
-    """Return how many machines have so many GPUs. Raises UserError if one would not be used whole."""
+    """Return the number of machines with `gpus` GPUs in all. Raises UserError if a machine would be used in part."""
     if gpus % machine.gpus:
         raise UserError(f"--gpus {gpus} is no multiple of the {machine.gpus} GPUs of a {machine.name}, sold as a whole")
     return gpus // machine.gpus
 
 
 def costs(options: argparse.Namespace, config: Config, best: Estimate, machine: Machine) -> Iterator[str]:
-    """Yield the lines on hours and dollars of the best layout of a resolved configuration, with the price's source."""
+    """Yield lines with the hours, dollars and source of the price for the best layout of a resolved configuration."""
     steps = options.train_iters
     if options.samples is not None:
         steps = math.ceil(options.samples / config.train.global_batch_size)
@@ -81,7 +81,7 @@ def costs(options: argparse.Namespace, config: Config, best: Estimate, machine: 
     if steps is not None:
         yield f"  {steps:,} steps, {steps * tokens / 1e9:,.3g} billion tokens"
     # Saves are as far apart as Young and Daly recommend. A job that loses one machine waits for another, and all its
-    # machines are paid for meanwhile. Preemptions of a machine come beside the failures of its GPUs.
+    # machines are paid for meanwhile. Preemptions of a machine are added to the failures of its GPUs.
     for way, price, preemptions in (
         ("on demand", machine.on_demand, 0.0),
         ("spot", machine.spot, options.preemptions_per_day),

@@ -1,6 +1,6 @@
 """Convert a data set to WebDataset tars: `megavlm prepare SOURCE OUT_DIR [--image-root DIR]`.
 
-A sample of a tar is one read; a folder of images needs a read, and a look-up, for each, slow on network file systems.
+A tar needs one read per sample. A folder of images needs a look-up and a read per image, slow on network file systems.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _source(options: argparse.Namespace) -> DatasetConfig:
-    """Return SOURCE, which may have keys as --datasets has, with the options of this command."""
+    """Parse SOURCE, which may have keys as in --datasets; options of this command replace its keys."""
     found: DatasetConfig = record_of_word(DatasetConfig, options.source, name="SOURCE")
     given = {"kind": options.kind, "image_root": options.image_root}
     return replace(found, **{name: value for name, value in given.items() if value is not None})

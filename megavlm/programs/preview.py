@@ -1,4 +1,4 @@
-"""Preview the training data: `megavlm preview CONFIG.yaml`, or with the flags of a run.
+"""Preview the training data: `megavlm preview CONFIG.yaml`, or with the options of a run.
 
 Write one self-contained HTML page: images as the model receives them, the text with its trained tokens highlighted,
 how full packed sequences are, the sampling share of each source, and skipped samples with reasons.
@@ -28,7 +28,7 @@ from megavlm.inputs.bad_sample import BadSample, Skipped
 from megavlm.rules.defaults import resolve
 
 _MOST_SKIPPED = 5  # examples that are listed for each reason
-_SIDE, _FRAME = 2048, 320  # most pixels of the longer side of an image, and of a frame of a video
+_SIDE, _FRAME = 2048, 320  # most pixels of the longer side of an image, and of a video frame
 _CONTEXT = 8  # tokens that are decoded together with those after them
 _LEGEND = (
     '<p class="quiet"><mark>Trained</mark> tokens have a loss; the others are context. '
@@ -73,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tokens(config: Config, file: str, *, most: int) -> int:
-    """Print the tokens of prompts, each with single image tokens (`served`) and `expanded`; with a file of lines
-    {"record": …, "tokens": […]}, print where these differ. Return the exit status.
+    """Print the tokens of prompts with single (`served`) and `expanded` image tokens, or compare a file with them.
+
+    The file has lines {"record": …, "tokens": […]}. Return the exit status: 1 if its tokens differ.
     """
     source = FilesSource(resolve(replace(config, data=replace(config.data, shuffle=False, validation_split=0.0))))
     if not file:
@@ -105,7 +106,7 @@ def _tokens(config: Config, file: str, *, most: int) -> int:
 
 
 def page(config: Config, *, most: int, title: str) -> str:
-    """Return the page, in which text from the data is escaped, with at most `most` samples in full.
+    """Return the HTML page, with at most `most` samples in full; text from the data is escaped.
 
     Raises UserError if the run has no `--datasets` or they cannot be opened.
     """
@@ -159,7 +160,7 @@ def _sources(source: FilesSource, read: int) -> str:
 
 
 def skipped_samples(skipped: Sequence[Skipped], read: int) -> str:
-    """Return how many of the samples that were read are left out, with examples of each reason, as HTML."""
+    """Return HTML with the number of skipped samples among `read`, and examples for each reason."""
     if not skipped:
         return f'<p class="quiet">Nothing: all {read:,} samples can be used.</p>'
     whole = sum(not skip.partly for skip in skipped)
@@ -176,7 +177,7 @@ def skipped_samples(skipped: Sequence[Skipped], read: int) -> str:
 
 
 def _samples(source: FilesSource, usable: Sequence[EncodedRecord], most: int) -> tuple[list[str], list[Skipped]]:
-    """Return at most `most` samples with images, from each data set in turn, and those whose images are broken."""
+    """Return at most `most` samples as HTML, from each data set in turn, and those skipped for broken images."""
     by_source: dict[int, list[EncodedRecord]] = {}
     for record in usable:
         assert record.sample_id is not None, "skipped records have no samples"
@@ -194,7 +195,7 @@ def _samples(source: FilesSource, usable: Sequence[EncodedRecord], most: int) ->
 
 
 def _in_full(source: FilesSource, record: EncodedRecord) -> Iterator[str]:
-    """Yield each sample of a record: its images, and its text with the trained tokens marked."""
+    """Yield the HTML of each sample of a record: its images, and its text with the trained tokens marked."""
     assert record.sample_id is not None
     index, label = source.label(record.sample_id)
     samples = source.loaded(record)
@@ -224,9 +225,9 @@ def marked(
     decode: Callable[[Sequence[int]], str],
     video_tokens: Collection[int] = (),
 ) -> str:
-    """Return a sample's text as HTML: trained text is marked, and image tokens are counted.
+    """Return a sample's text as HTML, with trained text marked and each run of image tokens shown as a count.
 
-    `video_tokens` are those of the image tokens that stand for videos alone. Each stretch is decoded together with the
+    `video_tokens` are the image tokens that stand for videos only. Each stretch of text is decoded together with the
     tokens before it, because a tokenizer's spaces depend on them.
     """
     kinds = [
@@ -245,7 +246,7 @@ def marked(
 
 
 def _image(source: FilesSource, sample: Sample, number: int) -> str:
-    """Return the pictures of an image that the vision tower receives, or the frames of a video with their times."""
+    """Return HTML of the tiles of an image that the vision tower receives, or of a video's frames with their times."""
     film, pictures = seen(source.processor, sample, number)
     if film is None:
         return f'<div class="tiles">{"".join(picture(pixels, side=_SIDE) for pixels in pictures)}</div>'

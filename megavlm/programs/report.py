@@ -1,4 +1,4 @@
-"""Compare runs on one page: `megavlm report RUN_DIR…`; they need not have ended.
+"""Compare runs on one page: `megavlm report RUN_DIR…`, also while they train.
 
 Write one self-contained HTML page: loss by steps, tokens and hours, held-out data, speed, memory, data, the options in
 which the runs differ, and their events.
@@ -33,8 +33,8 @@ from megavlm.resilience.events import events
 from megavlm.rules.load import from_yaml_file
 
 _ACROSS = {"step": "steps", "tokens": "tokens trained on", "hours": "hours of steps, without pauses"}
-_WARM_UP = 2  # first steps, which are slower and count for no rate
-_NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # what the loss shows too, and constants
+_WARM_UP = 2  # first steps, which are slower and left out of rates
+_NO_CHART = ("/perplexity", "/trained_tokens", "/pairs")  # metrics that the loss shows too, and constants
 
 
 @reported("report")
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder has of a run. `records` are the lines of metrics.jsonl, in order."""
+    """The records, events and options in a run folder. `records` are the lines of metrics.jsonl, in order."""
 
     name: str
     records: Sequence[Mapping[str, Any]]
@@ -69,7 +69,7 @@ class RunRecord:
 
     @cached_property
     def axes(self) -> Mapping[str, Sequence[float]]:
-        """Return where each record lies: its step, the tokens so far, and the hours of all steps so far."""
+        """Return the position of each record by axis: its step, and the tokens and hours of all steps so far."""
         return {
             "step": [float(record["iteration"]) for record in self.records],
             "tokens": list(accumulate(number(record.get("tokens")) or 0.0 for record in self.records)),
@@ -77,16 +77,16 @@ class RunRecord:
         }
 
     def points(self, name: str, *, across: str = "step") -> list[Point]:
-        """Return a number of the records over one of the `axes`, where it is known."""
+        """Return (position, value) of a metric over one of the `axes`, for the records that have it."""
         values = [number(record.get(name)) for record in self.records]
         return [(x, y) for x, y in zip(self.axes[across], values, strict=True) if y is not None]
 
     def values(self, name: str) -> list[float]:
-        """Return a number of all records that have it."""
+        """Return the values of a metric, for the records that have it."""
         return [value for _, value in self.points(name)]
 
     def typical(self, name: str) -> float | None:
-        """Return the median after the first steps."""
+        """Return the median of a metric after the first two values; None if no record has it."""
         found = self.values(name)
         return statistics.median(found[_WARM_UP:] or found) if found else None
 
@@ -110,7 +110,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the options that runs do not share, with the value of each; of a single run, those that it changed."""
+    """Return the options that differ between runs, with each run's value; for one run, those that are not defaults."""
     known = [run.settings for run in runs]
     base = known if len(runs) > 1 else [settings_of(Config()), *known]
     keys = [key for key in settings_of(Config()) if key not in ("run.run_dir", "logging.tracker_run_name")]
@@ -194,7 +194,7 @@ def _figures(run: RunRecord) -> list[str]:
 
 
 def _over(runs: Sequence[RunRecord], name: str, across: str = "step", **options: Any) -> str:
-    """Return a chart of a number of all runs."""
+    """Return a chart of a metric with a line for each run."""
     lines = [Line(run.name, colour(place), run.points(name, across=across)) for place, run in enumerate(runs)]
     title = options.pop("title", tag_of(name))
     return chart(title, lines, across=_ACROSS[across], **options)

@@ -25,9 +25,9 @@ _FEWEST_FILES, _MOST_FILES = 256, 65536
 
 
 def train(argv: Sequence[str], *, began: float | None = None) -> None:
-    """Parse, check, build and run. Heavy imports come after the check, so that mistakes are reported quickly.
+    """Parse and check the options, then build and train. Heavy imports follow the check, to report mistakes quickly.
 
-    `began` is when the process began, in seconds since 1970 (default: now).
+    `began` is the start time of the process, in seconds since 1970 (default: now).
     """
     began = began or time.time()
     allow_open_files()
@@ -37,12 +37,12 @@ def train(argv: Sequence[str], *, began: float | None = None) -> None:
         return dry_run(config, world=world)
     if under_torchrun():
         refuse_retry(Path(config.run.run_dir), world=world, launched=launch_time())
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer is an error of the connection, not the end of the run
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost peer then raises an error instead of ending the run
     survive_lost_output()
     before = read_status(Path(config.run.run_dir))
     stop = listen(parent=os.getppid() if under_torchrun() else None)
     if world < launched:
-        os.environ["WORLD_SIZE"] = str(world)  # the other ranks know of no spare ones
+        os.environ["WORLD_SIZE"] = str(world)  # the training ranks do not count the spare ones
         rank = int(os.environ["RANK"])
         if rank == 0:
             print(f"{world} of {launched} ranks train; the others are spare", flush=True)
@@ -53,7 +53,7 @@ def train(argv: Sequence[str], *, began: float | None = None) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files as far as the system lets it. Raises UserError if it stays too low."""
+    """Raise this process's limit of open files to the hard limit, at most 65536. Raises UserError below 256."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES for limit in limits)
     if soft < most:
@@ -63,7 +63,7 @@ def allow_open_files() -> None:
 
 
 def enter_world() -> int:
-    """Return how many processes were started with this one, and set the variables that torchrun would have set."""
+    """Return the number of started processes; if several, set torchrun's variables whatever the launcher is."""
     world = world_of(os.environ)
     if world.world_size > 1:
         os.environ.update(world.environment())
@@ -71,8 +71,8 @@ def enter_world() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong,
-    3 losses or gradients are, 71 a device computes wrongly (all in one line). Any other error ends with 1.
+    """Train and return the exit status: 0 finished, 75 stopped by request, 2 configuration or data are wrong, 3 losses
+    or gradients are bad, 71 a device computes wrongly (each reported in one line). Other errors are raised (status 1).
     """
     try:
         train(argv, began=_birth(os.getpid()))
@@ -98,8 +98,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this rank prints the error: the first to reach the run's store, or that of torchrun's agents, for
-    only this machine may be wrong; rank 0 if there is none, or if so little is imported that all ranks read the same.
+    """Return whether this rank prints the error.
+
+    The first rank to reach the store of the run, or of torchrun's agents, prints it, because the mistake may be on one
+    machine only. Without a store, or before torch is imported (all ranks then read the same), rank 0 prints it.
     """
     if "torch" in sys.modules:
         import torch.distributed as dist
@@ -115,7 +117,7 @@ def _speaks() -> bool:
 
 
 def _world_or_alone() -> World:
-    """Return this process's place; a world of one, of the rank that RANK says, where the environment is the mistake."""
+    """Return this process's place in the world; if the environment is wrong, a world of one with the rank in RANK."""
     try:
         return world_of(os.environ)
     except UserError:
@@ -124,9 +126,9 @@ def _world_or_alone() -> World:
 
 
 def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
-    """Raise the UserError that ended an earlier attempt of this launch, with as many ranks, if one did.
+    """Raise the mistake or bad numbers (UserError) that ended an earlier attempt of this torchrun with `world` ranks.
 
-    `launched` is the time (of `time.time`) when torchrun started: with the same torchrun, the options are the same.
+    `launched` is the time (of `time.time`) when torchrun started: under the same torchrun, the options are the same.
     """
     status = read_status(run_dir)
     if status.get("state") != "failed" or status.get("exit_status") not in (UserError.status, BadNumbers.status):
@@ -142,12 +144,12 @@ def refuse_retry(run_dir: Path, *, world: int, launched: float) -> None:
 
 
 def launch_time() -> float:
-    """Return when the parent of this process, torchrun, started, in seconds of `time.time`; infinity if it is gone."""
+    """Return the start time of torchrun, the parent process, in seconds of `time.time`; infinity if it has exited."""
     return _birth(os.getppid()) or float("inf")
 
 
 def _birth(process: int) -> float | None:
-    """Return when a process started, in seconds of `time.time`; None if it is gone."""
+    """Return the start time of a process, in seconds of `time.time`; None if it has exited."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Say what holds a run back: `megavlm why RUN_DIR`. It reads the run's records of its steps, events and starts."""
+"""Find what slows a run down: `megavlm why RUN_DIR` reads the run's records of its steps, events and starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST = 0.02  # smaller shares of the time are not reported
 
 @reported("why")
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 no run is there."""
+    """Return the exit status: 0 done, 2 RUN_DIR has no records of a run."""
     run_dir = _parser().parse_args(argv).run_dir
     steps, happened = records_of(run_dir), events(run_dir)
     start = start_line(happened, phases.unfinished(run_dir), read_status(run_dir), silent_since(run_dir))
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that takes `share` of the run's time."""
+    """A cause that takes `share` of the run's time from training, and its remedy."""
 
     share: float
     what: str
@@ -68,10 +68,10 @@ def start_line(
     *,
     now: float | None = None,
 ) -> str | None:
-    """Return a line on what the last start took, or takes `now`; None if nothing is known of it.
+    """Return a line on how long the last start took, or has taken until `now`; None if nothing is known of it.
 
-    `unfinished` is what `phases.unfinished` returns. Of a start that failed, `status` says when it ended; one that has
-    been `silent` since a time (`silent_since`) was killed.
+    `unfinished` is the result of `phases.unfinished`, a start without its first step. `status` has the time at which
+    a start failed. A start was killed if its lock has been `silent` since a time (`silent_since`).
     """
     state = status.get("state")
     if unfinished and state not in ("finished", "stopped"):
@@ -94,7 +94,7 @@ def start_line(
 
 
 def _parts(seconds: Any) -> str:
-    """Return words on the parts of a start that took long, longest first."""
+    """Describe the parts of a start that took over 2 % of its time, longest first."""
     known = {name: _number(each) for name, each in seconds.items()} if isinstance(seconds, Mapping) else {}
     longest = sorted((part for part in phases.PARTS if part in known), key=lambda part: -known[part])
     least = _LEAST * sum(known.values())
@@ -102,7 +102,10 @@ def _parts(seconds: Any) -> str:
 
 
 def findings(past: History, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return what takes time from training, most first; `past` is the history of these records and events."""
+    """Return the causes that take at least 2 % of a run's time from training, largest first.
+
+    `past` is the history of these records and events.
+    """
     times = f"{past.restarts} restart{'s'[: past.restarts != 1]}"
     hangs = [str(event.get("reason")) for event in events if event.get("kind") == "hang"]
     seconds = defaultdict(float, past.seconds)
@@ -145,13 +148,13 @@ def findings(past: History, records: Sequence[Mapping[str, Any]], events: Sequen
 
 
 def _mean_of_phase(phase: str, records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the seconds of a step that go into a phase, in the mean of the records that tell."""
+    """Return the mean seconds per step of a phase, over the records that have `phase_seconds`."""
     told = [record["phase_seconds"] for record in records if isinstance(record.get("phase_seconds"), Mapping)]
     return sum(_number(each.get(phase)) for each in told) / max(len(told), 1)
 
 
 def _slow_rank(records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return words on the rank that most reports name, and where to look."""
+    """Describe the rank that most reports name as slowest, and return this with a remedy."""
     slow = [record for record in records if _number(record.get("slowest_rank_excess")) > NOTABLE]
     counts = Counter((record.get("slowest_rank"), record.get("slowest_rank_phase")) for record in slow)
     ((rank, phase), times), *_ = [*counts.most_common(1), ((None, None), 0)]
