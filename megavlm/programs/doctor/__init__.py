@@ -1,1 +1,1 @@
-"""Check a machine: what it has, what is missing, and the command that installs or repairs it (`megavlm doctor`)."""
+"""Check a machine or all nodes of a run, and name the remedy for each problem found (`megavlm doctor`)."""
