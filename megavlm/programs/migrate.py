@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out(given: Path | None, default: str) -> Path:
-    """Return the file to write. Raises UserError if the default file exists already: it may be the user's."""
+    """Return --out, or the default. Raises UserError if the default file exists already: it may be the user's."""
     if given is None and Path(default).exists():
         raise UserError(f"{default} is there: name the file to write with --out")
     return given or Path(default)
