@@ -1,4 +1,4 @@
-"""The planner's answers for one configuration: `--plan auto`, `--dry-run`, and what to do about a lack of memory."""
+"""The planner's answers for one configuration: `--plan auto`, `--dry-run`, and advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megavlm.rules.defaults import resolve
 
 
 def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Config:
-    """Return the configuration with the layout that a search finds for this many processes, for `--plan auto`.
-    It offloads more than the configuration says only where no layout can run otherwise.
+    """Return the configuration with the fastest layout of `world` processes that a search finds, for `--plan auto`.
+    The layout offloads more than the configuration says only if no layout can run otherwise.
 
-    Raises UserError where no layout can run, with the most frequent reason.
+    Raises UserError if no layout can run, with the most frequent reason.
     """
     if config.placement.plan != "auto":
         return config
@@ -47,7 +47,7 @@ def planned(config: Config, world: int, *, vocab_size: int | None = None) -> Con
 
 
 def predict(config: Config, dims: Dims, hardware: Hardware) -> StepEstimate:
-    """Return the estimate of one step of the configured layout, at the cuts that it would run with."""
+    """Return the estimate of one step of the configured layout, with the pipeline cuts that the run would use."""
     hardware = for_precision(hardware, config.precision.dtype)
     plan, scenario = make_plan(config, dims), scenario_of(config, dims, on_gpu=hardware.on_gpu)
     first = encoder_layers(scenario) if plan.placement == "colocated" else 0
@@ -77,7 +77,7 @@ def offload_memory_error(config: Config, dims: Dims, *, node_memory: float, devi
 
 
 def device_of(config: Config, *, on_gpu: bool) -> str:
-    """Return the name of the device that a dry run estimates for: --hardware, or h100 where that says nothing."""
+    """Return the hardware profile that a dry run assumes: --hardware, but h100 for `cpu` if the run is on GPUs."""
     name = config.placement.hardware
     return _profile(on_gpu) if name == "cpu" else name
 
@@ -86,11 +86,11 @@ def _profile(on_gpu: bool) -> str:
     return "h100" if on_gpu else "cpu"
 
 
-_SAVED = 0.9  # where the estimate says that the run fits, it was too low: a remedy must then save a tenth of it
+_SAVED = 0.9  # an estimate by which the run fits was too low: a remedy must then save a tenth of the estimate
 
 
 def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: float | None) -> str:
-    """Return one line on a run that ended out of memory on `rank`; `capacity` are the bytes of a device, if known."""
+    """Return a line that explains why `rank` ran out of memory and suggests a setting; `capacity`: device bytes."""
 
     def estimate(changed: Config) -> Memory:
         return max(memory_of(changed, dims, on_gpu=on_gpu), key=lambda memory: memory.total)
@@ -105,8 +105,8 @@ def explain(config: Config, dims: Dims, *, rank: int, on_gpu: bool, capacity: fl
 
 
 def verdict(config: Config, dims: Dims, hardware: Hardware, peak: float, *, name: str) -> str | None:
-    """Return a line on whether the layout, whose fullest rank needs `peak` bytes, fits a GPU; None on CPUs, whose
-    memory varies.
+    """Return a line that says whether the layout fits a GPU, given the `peak` bytes of the fullest rank; None on CPUs,
+    because their memory varies.
     """
     if not hardware.on_gpu:
         return None
@@ -117,7 +117,7 @@ def verdict(config: Config, dims: Dims, hardware: Hardware, peak: float, *, name
 
 
 def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> str | None:
-    """Return a line if the planner estimates that a rank needs more memory than the GPU has, else None."""
+    """Return an error message if the planner estimates that a rank needs more memory than the GPU has, else None."""
 
     def fullest(changed: Config) -> float:
         return max(each.total for each in predict(changed, dims, hardware).memory)
@@ -131,7 +131,7 @@ def complaint(config: Config, dims: Dims, hardware: Hardware, *, name: str) -> s
 
 
 def remedy(config: Config, dims: Dims, fullest: Callable[[Config], float], *, limit: float) -> str:
-    """Return words on the first setting of `settings` with which the fullest rank takes at most `limit` bytes."""
+    """Return advice to use the first of `settings` with which the fullest rank needs at most `limit` bytes."""
     for words, changed in settings(config, dims):
         try:
             check(changed, world=dims.world)
@@ -144,7 +144,7 @@ def remedy(config: Config, dims: Dims, fullest: Callable[[Config], float], *, li
 
 
 def settings(config: Config, dims: Dims) -> Iterator[tuple[str, Config]]:
-    """Yield settings that take less memory on the same devices, those that cost the least time first."""
+    """Yield (options, changed configuration) that need less memory on the same devices, the cheapest in time first."""
     execution, train, parallel = config.execution, config.train, config.parallel
     size = train.micro_batch_size
     while size > 1:

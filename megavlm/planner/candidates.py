@@ -1,4 +1,4 @@
-"""`Candidate`: one layout that a search judges, and the space that they come from."""
+"""`Candidate`: one layout that the planner's search evaluates; `Space`: the values from which layouts are combined."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megavlm.config.schema import Config
 
 _STAGES: tuple[Sharding, ...] = ("none", "optimizer", "optimizer_gradients", "full")  # of ZeRO
 
-LEAST_PART = 16_384  # positions of a row: shorter parts are not worth their exchange where replicas do as well
+LEAST_PART = 16_384  # positions of a row per CP rank: with shorter parts, more replicas beat context parallelism
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried."""
+    """Values of each degree and option that a search combines into layouts."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -78,13 +78,13 @@ class Candidate:
         )
 
     def _offload(self, config: Config) -> tuple[str, ...]:
-        """Return the words of `--offload`; what the configuration has on a disk stays there."""
+        """Return the values of `--offload`; tensors that the configuration keeps on a disk stay on the disk."""
         asked = {word.partition("=")[0]: word for word in config.execution.offload}
         return tuple(asked.get(kind, kind) for kind in self.offload)
 
 
 def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
-    """Yield the candidate with less and less on the device."""
+    """Yield the candidate with each set of offloaded tensors in `space.offload` that contains more than its own set."""
     for more in space.offload:
         if set(more) > set(candidate.offload):
             yield replace(candidate, offload=more)
@@ -93,10 +93,10 @@ def with_offload(candidate: Candidate, space: Space) -> Iterator[Candidate]:
 def candidates(
     world: int, space: Space, *, length: int, vision_tp: int = 1, offload: tuple[Offloaded, ...] = (), experts: int = 0
 ) -> Iterator[Candidate]:
-    """Yield everything in a space. `length` are the positions of a row, `vision_tp` is that of colocated encoders;
-    `offload` is what a run offloads in any case, `experts` are those of a mixture.
+    """Yield every layout of `world` ranks in a space. `length`: positions of a row; `vision_tp`: TP degree of colocated
+    encoders; `offload`: tensors that are offloaded in any case; `experts`: number of experts (0: dense).
     """
-    # The ranks that hold the same experts are others than those that ZeRO-2 and 3 share among.
+    # ZeRO-2 and 3 shard over all replicas, but only some of them hold the same experts.
     kinds = tuple(kind for kind in space.sharding if not experts or kind in ("optimizer", "none"))
     for dims in _degrees(world, space, length=length, experts=experts):
         for micro_batch in space.micro_batch:
@@ -116,7 +116,7 @@ def _degrees(world: int, space: Space, *, length: int, experts: int) -> Iterator
 
 
 def _orders(pp: int, space: Space) -> Iterator[tuple[int, ScheduleName | None]]:
-    """Yield VPP and schedule (None: the default) of a pipeline; a single stage is one of 1F1B."""
+    """Yield (VPP, schedule) for `pp` stages; None is the default schedule. A single stage counts as 1F1B."""
     if pp == 1:
         yield from [(1, None)] * ("1f1b" in space.schedule)
         return
@@ -128,7 +128,7 @@ def _orders(pp: int, space: Space) -> Iterator[tuple[int, ScheduleName | None]]:
 
 
 def _of_experts(stage: int, tp: int, space: Space, experts: int) -> Iterator[tuple[int, int | None]]:
-    """Yield EP and ETP (None: its default) for the ranks of a pipeline stage: TP divides each expert, or nothing."""
+    """Yield (EP, ETP) for the `stage` ranks of a pipeline stage; ETP None is its default, else it is TP or 1."""
     for ep in space.ep if experts else (1,):
         for etp in (None, tp if ep > 1 else 1) if experts and tp > 1 else (None,):
             if experts % ep == 0 and stage % (ep * (etp or 1)) == 0:

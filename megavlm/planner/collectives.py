@@ -1,4 +1,4 @@
-"""Seconds of collectives by algorithm and size, and the algorithm that takes least, as NCCL chooses.
+"""Predict the seconds of collectives by algorithm and size; like NCCL, take the faster of ring and tree.
 
 A group has n ranks, g of them in each of k nodes. A rank reaches the others of its node by a link of β bytes/s that
 takes α seconds a hop, and other nodes by a network adapter of its own, β′ and α′: a node's g ranks have gβ′ together.
@@ -36,12 +36,12 @@ class Group:
 
     @property
     def per_node(self) -> int:
-        """Return how many of the ranks a node has, at least."""
+        """Return the least number of the group's ranks on a node."""
         return self.ranks // self.nodes
 
     @property
     def rate(self) -> float:
-        """Return the bytes/s at which all of a group's ranks can pass bytes on, around all nodes."""
+        """Return the bytes/s of a ring over the group: the slower of the links in a node and between nodes."""
         return self.near.bandwidth if self.nodes == 1 else min(self.near.bandwidth, self.per_node * self.far.bandwidth)
 
 
@@ -54,7 +54,7 @@ def group_of(hardware: Hardware, ranks: int, *, span: int) -> Group:
 
 
 def ring_gather(size: float, group: Group) -> float:
-    """Return the seconds of an all-gather to `size` bytes, or of a reduce-scatter of as many."""
+    """Return the seconds of a ring all-gather to `size` bytes, or of a ring reduce-scatter of `size` bytes."""
     n, k = group.ranks, group.nodes
     return (n - k) * group.near.latency + (k - 1) * group.far.latency + size * (n - 1) / n / group.rate
 
@@ -65,26 +65,26 @@ def ring(size: float, group: Group) -> float:
 
 
 def tree(size: float, group: Group) -> float:
-    """Return the seconds of an all-reduce of `size` bytes by two trees."""
+    """Return the seconds of a double-tree all-reduce of `size` bytes."""
     hops = (group.per_node - 1) * group.near.latency + math.log2(group.nodes) * group.far.latency
     return 2 * (hops + size / (_TREE_SHARE * group.rate)) if group.ranks > 1 else 0.0
 
 
 def all_reduce(size: float, group: Group) -> float:
-    """Return the seconds of NCCL's all-reduce of `size` bytes."""
+    """Return the seconds of NCCL's all-reduce of `size` bytes: the faster of ring and tree."""
     return min(ring(size, group), tree(size, group))
 
 
 def gathers(sizes: Iterable[float], group: Group) -> float:
-    """Return the seconds of NCCL's all-gathers or reduce-scatters, one after the other."""
+    """Return the seconds of successive all-gathers or reduce-scatters of these bytes."""
     return sum(ring_gather(size, group) for size in sizes)
 
 
 def all_to_all(size: float, group: Group) -> float:
-    """Return the seconds of an all-to-all of a rank's `size` bytes.
+    """Return the seconds of an all-to-all in which each rank has `size` bytes.
 
-    A rank sends 1/n to each of n ranks: to those of its node by the link between devices, to the others by the network,
-    all at once.
+    A rank sends 1/n of its bytes to each of n ranks: within a node by the link between devices, to other nodes by the
+    network, all at once.
     """
     n, g = group.ranks, group.per_node
     if n == 1:

@@ -1,11 +1,11 @@
-"""Seconds of each layer's passes, of what travels, and of what ends a step: FLOPs and bytes over a device's rates.
+"""Predict the seconds of layers, transfers, gradient reduction and updates: FLOPs and bytes over a device's rates.
 
 A pass is matrix products, attention, memory traffic (`terms.py`) and, under tensor parallelism, collectives, one after
 the other: megatron-core's linear layers wait for them on the CPU and, but for one overlap in backward, on a GPU too.
 Backward runs each product once for the weight's gradient where the weight is trained and once for the input's where
 something below is: 2, 4 or 6 FLOPs per parameter and token, forward included; the output layer's logits are computed
-twice where it is trained (`LayerKind.products`). What a GPU's host takes to launch a layer is given apart: whether it
-shows depends on the layers before it (`tables.relay`).
+twice where it is trained (`LayerKind.products`). The host's launch time of a layer is a separate number: whether it
+delays a GPU depends on the layers before (`layer_profiles.relay`).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Seconds:
 
 
 def layer_seconds(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute = "none") -> Seconds:
-    """Return a layer's forward and backward seconds; the backward pass includes what `recompute` computes again."""
+    """Return a layer's forward and backward seconds; the backward pass includes recomputation."""
     return recomputed(name, scenario, hardware, recompute, once=seconds_once(name, scenario, hardware))
 
 
 def seconds_once(name: str, scenario: Scenario, hardware: Hardware) -> Seconds:
-    """Return a layer's seconds where nothing is computed again, and without copies of what is offloaded."""
+    """Return a layer's seconds without recomputation and without copies of offloaded activations."""
     passes, host = program_of(scenario), host_of(scenario)
     terms = layer_terms(name, scenario, hardware, passes)
     index = scenario.names.index(name)
@@ -95,7 +95,7 @@ def seconds_once(name: str, scenario: Scenario, hardware: Hardware) -> Seconds:
 
 
 def recomputed(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, *, once: Seconds) -> Seconds:
-    """Return `layer_seconds` from `seconds_once`."""
+    """Add recomputation and copies of offloaded activations to `once`, the result of `seconds_once`."""
     reached = scenario.gradient_reaches[scenario.names.index(name)]
     if not (scenario.trains(name) or reached):
         return once
@@ -111,20 +111,21 @@ def recomputed(name: str, scenario: Scenario, hardware: Hardware, recompute: Rec
 
 
 def _with_copies(name: str, scenario: Scenario, hardware: Hardware, recompute: Recompute, seconds: Seconds) -> Seconds:
-    """Return a layer's seconds with the copies to the host and back of what it offloads."""
+    """Return a layer's seconds with the copies of its offloaded activations to the host and back."""
     if not is_offloaded(name, scenario):
         return seconds
     copy = hardware.own_host.link.seconds(saved_bytes(name, scenario, recompute))
     if not scenario.on_gpu:  # one processor copies and computes
         return replace(seconds, backward=seconds.backward + 2 * copy)
-    # Beside the next layer's forward pass, and the backward pass of the layer after it. Only backward passes depend on
-    # what is recomputed, so what a copy out takes beyond a forward pass is counted there as well.
+    # Copies overlap with the next layer's forward pass, and with the backward pass of the layer after. Only backward
+    # passes depend on recomputation, so the rest of a copy out beyond a forward pass is counted there as well.
     return replace(seconds, backward=max(seconds.backward, copy) + max(0.0, copy - seconds.forward))
 
 
 def _weight_seconds(name: str, scenario: Scenario, terms: dict[str, Pair], host: HostTime) -> Pair:
-    """Return the seconds of a layer's weight gradients without collectives, of the device and of the host: half of its
-    backward products, as those of its input take as long, and sums. The output layer's input has its gradient already.
+    """Return the device's and the host's seconds of a layer's weight gradients without collectives: half of the
+    backward products (input gradients take the other half) and the sums. The output layer's input has its gradient
+    already.
     """
     products = sum(terms[term][1] for term in ("products", "experts") if term in terms)
     device = products * (1.0 if name == OUTPUT else 0.5) + terms.get("weight gradients", (0.0, 0.0))[1]
@@ -134,7 +135,7 @@ def _weight_seconds(name: str, scenario: Scenario, terms: dict[str, Pair], host:
 def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of a layer's all-to-alls among context-parallel ranks in a forward pass.
 
-    Groups of them that exchange heads lie as far apart as all of them allow.
+    Ranks that exchange heads are assumed to be spread over the whole TP × CP group.
     """
     dims = scenario.dims
     if dims.cp == 1:
@@ -144,7 +145,7 @@ def context_seconds(name: str, scenario: Scenario, hardware: Hardware) -> float:
 
 
 def features_of(name: str, scenario: Scenario) -> tuple[float, float, float, float]:
-    """Return (FLOPs of products, of attention, bytes, calls) of a forward pass: what `megavlm calibrate` fits."""
+    """Return (FLOPs of products, FLOPs of attention, bytes, calls) of a forward pass, for `megavlm calibrate`."""
     products, attention = rank_flops(name, scenario)
     traffic = 2 * touched_bytes(name, scenario)
     if scenario.on_gpu:
@@ -165,8 +166,8 @@ def transfer_seconds(size: float, scenario: Scenario, hardware: Hardware) -> flo
 def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, held: float = 0.0) -> float:
     """Return the seconds to reduce a rank's gradients over DP × CP ranks and to gather updated weights.
 
-    ZeRO-2 and 3 reduce after each micro-batch, and gather all weights that a rank holds (frozen ones too): once a step,
-    or (3) for each pass.
+    ZeRO-2 and 3 reduce after each micro-batch and gather all weights that a rank holds, frozen ones too: ZeRO-2 once a
+    step, ZeRO-3 for each pass.
     """
     ranks = scenario.dims.dp_cp
     if ranks == 1:
@@ -196,7 +197,7 @@ def gradient_seconds(trained: float, scenario: Scenario, hardware: Hardware, *, 
 
 
 def _scatter_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of a reduce-scatter of gradients within a shard group: in HSDP exact, else by codes if any."""
+    """Return the seconds of a reduce-scatter of gradients in a shard group; coded if configured, but not under HSDP."""
     shards, tp = scenario.shards, scenario.dims.tp
     if scenario.gradient_code == "none" or shards < scenario.dims.dp_cp:
         return gathers((trained * scenario.gradient_bytes,), group_of(hardware, shards, span=shards * tp))
@@ -208,7 +209,7 @@ def _scatter_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> 
 
 
 def _gather_seconds(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of an all-gather of weights, as codes if any."""
+    """Return the seconds of an all-gather of `numbers` weights, coded if configured."""
     if scenario.weight_code == "none":
         return gathers((numbers * scenario.bytes_each,), group)
     seconds = gathers((numbers * coded_bytes(scenario.weight_code),), group)
@@ -216,9 +217,9 @@ def _gather_seconds(numbers: float, group: Group, scenario: Scenario, hardware: 
 
 
 def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds in which offloaded parameters cross the bus in a step, beside the collectives: the rows that
-    a rank holds for each gather among all ranks, and back the gradients of those that it updates. Both directions are
-    busy at once.
+    """Return the seconds of the bus transfers of offloaded ZeRO-3 parameters in a step, which overlap the collectives:
+    a rank's shards go to the device for each all-gather, gradients of its `own` parameters go back. Both directions
+    run at once.
     """
     if parameters_here(scenario) or not scenario.on_gpu:
         return 0.0
@@ -229,7 +230,7 @@ def row_seconds(own: float, held: float, scenario: Scenario, hardware: Hardware)
 
 
 def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of an all-reduce of so many gradients, exact or coded (there and back)."""
+    """Return the seconds of an all-reduce of `numbers` gradients, exact or coded (both directions)."""
     if scenario.gradient_code == "none":
         # Rows of micro-batches are summed in fp32.
         size = FP32 if scenario.shards_gradients else scenario.gradient_bytes
@@ -239,13 +240,13 @@ def _sum_between(numbers: float, group: Group, scenario: Scenario, hardware: Har
 
 
 def coded_bytes(code: Code) -> float:
-    """Return the bytes of a number on a link (`optim/codes.py`): codes of a byte have one more for each 128."""
+    """Return the bytes of a coded number on a link (`optim/codes.py`); one-byte codes add a byte per 128 numbers."""
     return {"none": FP32, "bf16": 2.0, "int8": 129 / 128, "fp8": 129 / 128}[code]
 
 
 def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of an update's memory traffic. With `--offload optimizer` the host updates: 12 bytes per
-    parameter cross the bus, and its state is read from a disk and written to it where it is there.
+    """Return the seconds of an optimizer update, from its memory traffic. With `--offload optimizer` the host updates:
+    12 bytes per parameter cross the bus; state on a disk is read and written.
     """
     own = trained / scenario.shards
     rest, update = update_bytes(trained, scenario)
@@ -263,8 +264,8 @@ def optimizer_seconds(trained: float, scenario: Scenario, hardware: Hardware) ->
 def update_bytes(trained: float, scenario: Scenario) -> tuple[float, float]:
     """Return the bytes read and written for the gradients and by the optimizer, on a rank with `trained` parameters.
 
-    Clearing passes over all fp32 gradients that a rank has, all else over those that it updates with. On a CPU, whose
-    rate is measured by this count, an update reads and writes gradient, weight and two moments.
+    Clearing touches all fp32 gradients of a rank, all else only the gradients of its own shard. On a CPU, whose rate
+    is measured by this count, an update reads and writes gradient, weight and two moments.
     """
     own = trained / scenario.shards
     gradients = own if scenario.shards_gradients else trained
@@ -278,8 +279,8 @@ def host_update_seconds(
 ) -> float:
     """Return the seconds to update `own` parameters on the host in pieces: transfers overlap with updates.
 
-    `state` numbers are kept of each. With them `on_disk`, pieces of them are read and written meanwhile. `beside`:
-    parameters and gradients are on the host.
+    `state`: numbers that the optimizer keeps per parameter; `on_disk`: they are read from a disk and written back in
+    pieces at the same time; `beside`: parameters and gradients are on the host already.
     """
     host = hardware.own_host
     parts = [(3 + 2 * state) * FP32 / host.bandwidth, *[state * FP32 / host.disk] * (2 * on_disk)]
@@ -289,12 +290,12 @@ def host_update_seconds(
 
 
 def held_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Return the parameters that a rank holds of layers start … end−1 by one of `Scenario.layouts`, before ZeRO-3
+    """Return the number of parameters of layers start … end−1 on a rank under one of `Scenario.layouts`, before ZeRO-3
     shards them.
     """
     return sum(layout_parameters(name, scenario) for name in scenario.names[start:end])
 
 
 def trained_parameters(scenario: Scenario, start: int, end: int) -> float:
-    """Return the trained parameters that a rank holds of layers start … end−1 by one of `Scenario.layouts`."""
+    """Return the number of trained parameters of layers start … end−1 on a rank under one of `Scenario.layouts`."""
     return sum(layout_parameters(name, scenario) for name in scenario.names[start:end] if scenario.trains(name))

@@ -13,7 +13,7 @@ Precision = Literal["tf32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True)
 class Peaks:
-    """TFLOP/s of one device; bf16 and fp16 are equal. `words` must all occur in a device's name."""
+    """Peak TFLOP/s of one device type; bf16 and fp16 are equal. A device's name must contain all `words`."""
 
     words: str
     tf32: float
@@ -28,7 +28,9 @@ class Peaks:
 
 @dataclass(frozen=True)
 class DataSheet:
-    """TFLOP/s (`products`: of the best square one), gigabytes and GB/s; `nvlink` and `network` are per direction."""
+    """Rates and sizes of a GPU in TFLOP/s, gigabytes and GB/s. `products` is the rate of the best square matrix
+    product; `nvlink` and `network` are per direction.
+    """
 
     products: float
     attention: tuple[float, float]  # forward and backward pass
@@ -43,7 +45,7 @@ class DataSheet:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine type of a cloud. Prices are dollars per hour; None where it is not sold so, or none is known."""
+    """A machine type of a cloud. Prices are dollars per hour; None: not sold on such terms, or unknown."""
 
     name: str
     gpu: str  # a profile of `hardware.PROFILES`
@@ -69,7 +71,7 @@ def peaks_of(device_name: str) -> Peaks | None:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Dense peak in TFLOP/s; None where it is unknown.
+    """Return a device's dense peak in TFLOP/s for a precision; None if it is unknown.
 
     fp32 has none: which units it runs on depends on TF32 switches of each library. Ask for tf32 where they are on.
     """
@@ -78,6 +80,6 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def find_machine(name: str) -> Machine | None:
-    """Return a machine type, whatever the case of its name and with Azure's `Standard_` or without; None for others."""
+    """Return the machine type of this name, in any case, with or without Azure's `Standard_`; None if unknown."""
     wanted = name.lower().removeprefix("standard_")
     return next((machine for machine in MACHINES.values() if machine.name.lower() == wanted), None)

@@ -1,4 +1,4 @@
-"""`LayoutEvaluator`: whether a layout can run, a lower bound of its step time, and its step time at good cuts."""
+"""`LayoutEvaluator`: check whether a layout can run, bound its step time, and estimate the step at good cuts."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Rejected:
 
 
 class LayoutEvaluator:
-    """Evaluates layouts of one configuration on one device. What candidates share is computed once and cached."""
+    """Evaluates layouts of one configuration on one device. Results that candidates share are computed once."""
 
     def __init__(self, config: Config, hardware: Hardware, *, stages: Sequence[Hardware] = ()) -> None:
-        """`stages`: devices of equal runs of pipeline stages, the first stages' first, where not all are `hardware`;
-        this is then what counts for all else.
+        """Prepare the evaluation. `stages`: devices of equal runs of pipeline stages, in pipeline order, if they differ
+        from `hardware`; everything else is then computed with `hardware`.
         """
         self.config, self.hardware = config, hardware
         self.stages = tuple(LayoutEvaluator(config, each) for each in stages)
@@ -65,14 +65,14 @@ class LayoutEvaluator:
         self._rules = lru_cache(maxsize=None)(self._breaks_rule)
         self._measures = LayerMeasures(hardware)
         self._scenarios = lru_cache(maxsize=None)(self._make_scenario)
-        # The scenario of a candidate; a colocated encoder has one of its own (`encoder_scenario`).
+        # The scenario of a candidate; a colocated encoder has its own scenario (`encoder_scenario`).
         self.scenario: Callable[[Candidate], Scenario] = lru_cache(maxsize=None)(self._find_scenario)
         # Times and bytes of the layers that a candidate's pipeline holds.
         self.profiles: Callable[[Candidate], LayerProfiles] = lru_cache(maxsize=None)(self._find_profiles)
         self._encoders = lru_cache(maxsize=None)(self._make_encoder)
 
     def infeasible_reason(self, candidate: Candidate) -> str | None:
-        """Return why a candidate cannot run: the message of a configuration rule, or a lack of memory. None: it can."""
+        """Return why a candidate cannot run (a configuration rule's message or a lack of memory), or None if it can."""
         if reason := self.rule(candidate):
             return reason
         scenario, encoder, first = self.scenario(candidate), self.encoder(candidate), self._first(candidate)
@@ -93,19 +93,21 @@ class LayoutEvaluator:
         return f"no cut leaves room for activations in {self.hardware.memory / GIB:.0f} GiB"
 
     def free_memory(self, candidate: Candidate) -> float:
-        """Return the bytes of a device that its part of the pipeline may take."""
+        """Return the bytes that layers may use on a device: its memory less batches, communicators and encoder."""
         scenario, encoder = self.scenario(candidate), self.encoder(candidate)
         data = batches_at_once(scenario) * batch_bytes(scenario, with_patches=encoder is None)
         other = data + communicator_bytes(scenario) + (encoder.memory.total if encoder else 0.0)
         return self.hardware.memory - other
 
     def free_memories(self, candidate: Candidate) -> list[float]:
-        """Return the same of each pipeline rank's device."""
+        """Return `free_memory` of each pipeline rank's device."""
         own = [stage.free_memory(candidate) for stage in self.stages] or [self.free_memory(candidate)]
         return [own[rank * len(own) // candidate.dims.pp] for rank in range(candidate.dims.pp)]
 
     def rule(self, candidate: Candidate) -> str | None:
-        """Return what the configuration's rules say against a candidate, or None. Recomputation does not matter."""
+        """Return the message of the first configuration rule that a candidate breaks, or None. Recomputation does not
+        matter.
+        """
         return self._rules(candidate if candidate.recompute == "none" else replace(candidate, recompute="none"))
 
     def with_offload_that_fits(self, candidate: Candidate, space: Space) -> Candidate | None:
@@ -120,8 +122,8 @@ class LayoutEvaluator:
         return node_memory_error(estimate.step.host, estimate.candidate.dims.world, self.hardware)
 
     def with_fitting_encoder(self, candidate: Candidate) -> tuple[Candidate, str | None]:
-        """Return the candidate and None if it can run, else with its encoder split over the fewest ranks of a
-        tensor-parallel group that fit; if splitting does not help, return the candidate itself and the reason.
+        """Return the candidate and None if it can run; else with its encoder split over the fewest tensor-parallel
+        ranks that fit, and None; if splitting does not help, the candidate itself and the reason.
         """
         reason = self.infeasible_reason(candidate)
         if candidate.placement == "stages" or not reason or self.rule(candidate):
@@ -150,9 +152,9 @@ class LayoutEvaluator:
     def estimate(
         self, candidate: Candidate, *, limit: float = float("inf"), simulations: int = 1
     ) -> Estimate | Rejected | None:
-        """Return an estimate of the candidate at good cuts; None if a step takes longer than `limit` seconds.
+        """Return an estimate of the candidate at good cuts, or Rejected if no cut fits; None above `limit` seconds.
 
-        With more `simulations` the search for cuts takes longer, and the estimate has the memory of each rank.
+        With more than one of `simulations` the search for cuts takes longer, and the estimate has each rank's memory.
         """
         profiles = self.profiles(candidate)
         partition = best_partition(
@@ -180,11 +182,11 @@ class LayoutEvaluator:
         return replace(profiles, scenario=self.scenario(candidate), stages=stages)
 
     def _first(self, candidate: Candidate) -> int:
-        """Return the number of layers before a candidate's pipeline: those of a colocated encoder."""
+        """Return the number of layers outside a candidate's pipeline: a colocated encoder's layers, else 0."""
         return encoder_layers(self._any) if candidate.placement == "colocated" else 0
 
     def encoder(self, candidate: Candidate) -> EncoderEstimate | None:
-        """Return what a candidate's colocated encoder takes, however the language model is cut and shares experts."""
+        """Return the time and memory of a candidate's colocated encoder, or None; cuts and EP do not matter."""
         if candidate.placement == "stages":
             return None
         dims = replace(candidate.dims, vpp=1, ep=1, etp=None, schedule=None)
@@ -197,7 +199,7 @@ class LayoutEvaluator:
 
     @cached_property
     def _any(self) -> Scenario:
-        """Return some scenario of the configuration: all have the same layers."""
+        """Return the scenario of a single rank, for its list of layers: it is the same for all layouts."""
         return scenario_of(self.config, Dims(), on_gpu=self.hardware.on_gpu)
 
     def _make_scenario(self, candidate: Candidate) -> Scenario:
@@ -220,7 +222,7 @@ class LayoutEvaluator:
         return broken or first(WORLD_RULES, layout, candidate.dims.world)
 
     def _mixes_stages(self, layout: Config) -> str | None:
-        """Return why pipeline stages would have devices of several kinds."""
+        """Return an error message if a run of stages would mix devices because PP does not divide evenly, else None."""
         pp, kinds = layout.parallel.pipeline_model_parallel_size, len(self.stages)
         if not kinds or pp % kinds == 0:
             return None
@@ -228,8 +230,8 @@ class LayoutEvaluator:
 
 
 def _plain(candidate: Candidate) -> Candidate:
-    """Return a candidate with one chunk per rank, in the default order or ZB-H1: a layer takes the same in all others,
-    and the products of ZB-H1 do not add weight gradients to their sums.
+    """Return a candidate with one chunk per rank and the default schedule, or ZB-H1. A layer takes the same time in all
+    other schedules; under ZB-H1, products do not accumulate weight gradients.
     """
     dims = candidate.dims
     plain = replace(dims, vpp=1, schedule="zb-h1" if dims.order == "zb-h1" else None)

@@ -1,7 +1,7 @@
-"""`Hardware`: what a device and its links can do. Profiles of NVIDIA GPUs from published figures, others measured.
+"""`Hardware`: rates and memory of a device and its links. Profiles of NVIDIA GPUs use published figures.
 
-Rates are what well-shaped work reaches, not peaks: those, which MFU is measured against, are in `devices.toml`.
-`megavlm calibrate` measures a profile on the machine at hand and writes it as JSON.
+Rates are those that well-shaped work reaches. Peaks, by which MFU is computed, are in `devices.toml`. `megavlm
+calibrate` measures a profile of the local machine and writes it as JSON.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from megavlm.rules.fields import record_of
 
 @dataclass(frozen=True)
 class Rates:
-    """A layer's pass takes products / `matmul` + attention / `attention` + bytes / `bandwidth` + calls · `overhead`."""
+    """Rates of a device for one direction. A layer's pass takes products / `matmul` + attention / `attention` + bytes /
+    `bandwidth` + calls · `overhead` seconds.
+    """
 
     matmul: float  # FLOP/s of matrix products
     attention: float  # FLOP/s of attention's two products, causal ones counted half
-    bandwidth: float  # bytes/s of what lies between: norms, activations, residuals
-    overhead: float  # of a CPU: seconds per call (`terms.calls_of`); a GPU's host is apart (`terms.HostTime`)
+    bandwidth: float  # bytes/s of operations between products: norms, activations, residuals
+    overhead: float  # of a CPU: seconds per call (`LayerKind.calls`); launches on a GPU are in `terms.HostTime`
 
 
 @dataclass(frozen=True)
 class Link:
-    """A transfer of n bytes takes `latency` + n / `bandwidth`."""
+    """A link between devices. A transfer of n bytes takes `latency` + n / `bandwidth` seconds."""
 
     bandwidth: float  # bytes/s per device and direction
     latency: float  # seconds
@@ -41,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What `--offload` takes of a device's host."""
+    """Rates and memory of a device's host, for `--offload`."""
 
     link: Link  # between pinned memory and the device
     bandwidth: float  # bytes/s of an elementwise pass over host memory, each device's share of a node's
@@ -61,28 +63,28 @@ class Hardware:
     near: Link  # between devices of a node
     far: Link  # between nodes, per device
     devices_per_node: int
-    peak: float | None = None  # FLOP/s that MFU is a share of; None: unknown
+    peak: float | None = None  # peak FLOP/s, for MFU; None: unknown
     host: Host | None = None  # None: unknown, or the host is the device
     row_tile: float | None = None  # rows that a grouped product computes together; None: `rows_together` says
 
     @property
     def rows_together(self) -> float:
-        """Return the rows of a tile of a grouped product: of tensor cores as usual on a GPU, one on a CPU."""
+        """Return the rows of a grouped product's tile: `row_tile`, else the usual one of a GPU's tensor cores, or 1."""
         return self.row_tile or (_ROW_TILE if self.on_gpu else 1.0)
 
     @property
     def own_host(self) -> Host:
-        """Return the host; where none is known, the device's own memory plays it."""
+        """Return the host; if it is unknown, a host with the device's own memory bandwidth and no memory limit."""
         return self.host or Host(Link(self.memory_bandwidth / 2, 0.0), self.memory_bandwidth, float("inf"))
 
     @property
     def data_sheet_bandwidth(self) -> float:
-        """Bytes/s of a GPU's memory as its data sheet has it."""
+        """Return the bytes/s of a GPU's memory by its data sheet."""
         assert self.on_gpu, "others are measured"
         return self.memory_bandwidth / _MEMORY_SHARE
 
     def link(self, span: int) -> Link:
-        """Return the slowest link of a group whose ranks lie within `span` neighbouring ranks."""
+        """Return the slowest link of a group that spans `span` consecutive ranks."""
         return self.near if span <= self.devices_per_node else self.far
 
 
@@ -144,16 +146,15 @@ PROFILES: dict[str, Hardware] = {
 
 
 def fp8_speed(hardware: Hardware) -> float:
-    """Return how many times as fast products are in FP8 as in bf16, by the data sheets' peaks; nothing is measured.
-
-    1 where there are no FP8 units, or none are known of.
-    """
+    """Return the ratio of FP8 to bf16 peaks by the data sheet, not measured; 1 without known FP8 units."""
     fp8, half = peak_tflops(hardware.name, "fp8"), peak_tflops(hardware.name, "bf16")
     return fp8 / half if hardware.on_gpu and fp8 and half else 1.0
 
 
 def for_precision(hardware: Hardware, precision: str) -> Hardware:
-    """GPU profiles are in bf16: fp32 runs its products on TF32 units at best, half as fast."""
+    """Return the hardware with the rates of a precision. GPU profiles are for bf16: fp32 products are assumed to run on
+    TF32 units, half as fast.
+    """
     if not hardware.on_gpu or precision != "fp32":
         return hardware
     sides = {side: getattr(hardware, side) for side in ("forward", "backward")}
@@ -161,7 +162,7 @@ def for_precision(hardware: Hardware, precision: str) -> Hardware:
 
 
 def of_machine(machine: Machine) -> Hardware:
-    """Return the profile of a cloud's machine type: that of its GPUs, with its own network, number and host memory."""
+    """Return the profile of a cloud's machine type: its GPU's profile with the machine's network, GPUs and memory."""
     base = PROFILES[machine.gpu]
     network = machine.network_gbit / 8 * _GB / machine.gpus * _LINK_SHARE
     host = base.host and replace(base.host, memory=machine.memory_gb * _GB * HOST_USABLE)
@@ -175,7 +176,7 @@ def of_machine(machine: Machine) -> Hardware:
 
 
 def profile_of_device(device_name: str) -> Hardware | None:
-    """Return the built-in profile with the most words in a device's name (`NVIDIA A100-SXM4-40GB`); None for others."""
+    """Return the built-in profile that matches most words of a device's name (`NVIDIA A100-SXM4-40GB`), or None."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     fitting = [name for name, hardware in PROFILES.items() if hardware.on_gpu and set(name.split("-")) <= words]
     if not fitting or "mig" in words:
@@ -184,8 +185,8 @@ def profile_of_device(device_name: str) -> Hardware | None:
 
 
 def profile(name: str) -> Hardware:
-    """Return a profile by name: of a GPU (`h100`), or of a cloud's machine type (`a3-megagpu-8g`); else out of a JSON
-    file that `megavlm calibrate` wrote. Raises UserError.
+    """Return the profile of a GPU (`h100`), of a cloud's machine type (`a3-megagpu-8g`), or from a JSON file that
+    `megavlm calibrate` wrote. Raise UserError if there is none.
     """
     if name.lower() in PROFILES:
         return PROFILES[name.lower()]

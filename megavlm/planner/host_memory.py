@@ -1,4 +1,4 @@
-"""Bytes of host memory that `--offload` takes: of each pipeline rank, and of a node."""
+"""Predict the bytes of host memory that `--offload` needs, for each pipeline rank and for a node."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ROUNDED_UP = 1.44
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes on one rank's host. There are no activations while there are pieces."""
+    """Bytes of host memory of one rank. Activations and pieces never exist at the same time."""
 
     moments: float = 0.0
     parameters: float = 0.0  # of ZeRO-3, pinned: a rank's rows, and their gradients
     activations: float = 0.0  # pinned
-    pieces: float = 0.0  # weights and gradients on their way to an update and back, at most two pieces; disks' moments
-    disk: float = 0.0  # moments that are not in memory
+    pieces: float = 0.0  # weights and gradients in transit for an update, at most two pieces; moments read from a disk
+    disk: float = 0.0  # moments that are kept on a disk
 
     @property
     def total(self) -> float:
@@ -40,7 +40,7 @@ class HostMemory:
 def host_memory(
     scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Recompute, skip: int = 0
 ) -> HostMemory:
-    """Peak of one pipeline rank; arguments as for `memory.rank_memory`."""
+    """Return the peak host memory of one pipeline rank; arguments as for `memory.rank_memory`."""
     spans = [(max(a, skip), b) for a, b in pairwise(bounds)]
     chunks = scenario.dims.chunks_of(rank)
     saved = 0.0
@@ -55,14 +55,14 @@ def host_memory(
 
 
 def pinned_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
-    """Return what a micro-batch leaves on the host of a layer."""
+    """Return the bytes of pinned host memory for a layer's offloaded activations of one micro-batch."""
     if not is_offloaded(name, scenario):
         return 0.0
     return saved_bytes(name, scenario, recompute) * (_ROUNDED_UP if scenario.on_gpu else 1.0)
 
 
 def of_rows(own: float, held: float, scenario: Scenario) -> HostMemory:
-    """Of a rank that holds `held` numbers of ZeRO-3's parameters and updates `own` of them."""
+    """Return the host memory for ZeRO-3's offloaded parameters, of which a rank holds `held` and updates `own`."""
     if parameters_here(scenario):
         return HostMemory()
     gradients = FP32 * own * scenario.on_gpu  # on a CPU they stay where they are summed
@@ -71,8 +71,8 @@ def of_rows(own: float, held: float, scenario: Scenario) -> HostMemory:
 
 
 def of_update(own: float, scenario: Scenario) -> HostMemory:
-    """Of a rank that updates `own` numbers: the state of what is trained alone, where all are updated elementwise,
-    which keeps the most. Averages are in memory where state is on a disk.
+    """Return the host memory for the offloaded optimizer state of a rank that updates `own` parameters. All are taken
+    to be updated elementwise, which keeps the most state. Weight averages stay in memory even if state is on a disk.
     """
     if moments_here(scenario):
         return HostMemory()
@@ -88,12 +88,12 @@ def of_update(own: float, scenario: Scenario) -> HostMemory:
 
 
 def node_bytes(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> float:
-    """Return what the ranks of a node take, each as much as the fullest of all."""
+    """Return the host bytes of a node, if each of its ranks takes as much as the fullest rank of all."""
     return max(each.total for each in ranks) * min(world, hardware.devices_per_node)
 
 
 def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str | None:
-    """Why a node's memory does not hold what its ranks offload, if so."""
+    """Return an error message if the offloaded tensors of a node's ranks exceed its host memory, else None."""
     needed, there = node_bytes(ranks, world, hardware), hardware.own_host.memory
     if needed <= there:
         return None
@@ -101,7 +101,7 @@ def node_memory_error(ranks: Sequence[HostMemory], world: int, hardware: Hardwar
 
 
 def host_line(ranks: Sequence[HostMemory], world: int, hardware: Hardware) -> str:
-    """Return what is offloaded, for people: the fullest rank's, and a node's."""
+    """Return a line for people with the host memory of the fullest rank, by part, and of a node."""
     fullest = max(ranks, key=lambda each: each.total)
     parts = (
         ("moments", fullest.moments),

@@ -1,4 +1,4 @@
-"""Times and bytes of every layer as arrays, so that any chunk's are the difference of two prefix sums."""
+"""Times and bytes of every layer as prefix sums, so that two entries give the sum over any chunk of layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Each = Callable[[Callable[[str], Any]], list[Any]]  # measures layers by name, e
 
 @dataclass(frozen=True)
 class LayerProfiles:
-    """The layers of a pipeline that begins at layer `first` of the model's list, for one micro-batch.
+    """Seconds and bytes per micro-batch of the layers of a pipeline that begins at the model's layer `first`.
 
     Arrays are prefix sums [layers + 1], but for `transient` and `transfer`.
     """
@@ -35,22 +35,22 @@ class LayerProfiles:
     backward: Array
     launch: Array  # seconds of the host for a forward pass; 0 on a CPU, which launches nothing
     launch_back: Array
-    weight: Array  # of the backward pass, what weight gradients take that may wait: seconds of the device
-    weight_launch: Array  # the same of the host
-    waiting: Array  # bytes that one micro-batch keeps for them
+    weight: Array  # seconds of the device for weight gradients that may be deferred; part of the backward pass
+    weight_launch: Array  # seconds of the host for deferred weight gradients
+    waiting: Array  # bytes that one micro-batch keeps for deferred weight gradients
     model_state: Array  # bytes
     saved: Array  # bytes of one micro-batch on the device
     transient: Array  # [layers] bytes
-    transfer: Array  # [layers + 1] seconds of what enters each layer; 0 at both ends
-    stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): all have this one
+    transfer: Array  # [layers + 1] seconds to send each layer's input; 0 at both ends
+    stages: tuple[LayerProfiles, ...] = ()  # the same layers on each pipeline rank's own device; (): equal devices
 
     @property
     def count(self) -> int:
         return len(self.forward) - 1
 
     def sides(self, *, splits: bool = False) -> tuple[Array, Array, Array, Array]:
-        """Prefix sums of seconds: the device's forward and backward, then the host's; backward without weight gradients
-        that wait if it `splits`.
+        """Return prefix sums of seconds: the device's forward and backward, then the host's. If it `splits`, backward
+        leaves out deferred weight gradients.
         """
         backward, launch_back = self.backward - splits * self.weight, self.launch_back - splits * self.weight_launch
         return self.forward, backward, self.launch, launch_back
@@ -60,12 +60,12 @@ class LayerProfiles:
         return self.stages[rank] if self.stages else self
 
     def waits(self) -> Array:
-        """[i, j]: seconds of the weight gradients of layers i … j−1 in a pass of their own."""
+        """Return [i, j]: seconds of a separate pass for the weight gradients of layers i … j−1."""
         return np.maximum(spans(self.weight), spans(self.weight_launch))
 
     def least_work(self, *, pp: int, splits: bool = False) -> float:
-        """Seconds that a micro-batch's passes take at least, added up over `pp` pipeline ranks; without those of weight
-        gradients that wait if backward passes are split.
+        """Return a lower bound of a micro-batch's seconds in all passes, added up over `pp` pipeline ranks. If it
+        `splits`, backward passes leave out deferred weight gradients.
         """
         forward, backward, issue, issue_back = (float(side[-1]) for side in self.sides(splits=splits))
         if pp == 1:
@@ -73,7 +73,9 @@ class LayerProfiles:
         return max(forward, issue) + max(backward, issue_back)
 
     def chunk_seconds(self, *, pp: int, splits: bool = False) -> Array:
-        """[i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, of all but the first."""
+        """Return [i, j]: seconds of both passes of a chunk of layers i … j−1; of a single stage, for all micro-batches
+        but the first.
+        """
         forward, backward, issue, issue_back = self.sides(splits=splits)
         if pp == 1:
             return np.maximum(spans(forward + backward), spans(issue + issue_back))
@@ -82,11 +84,11 @@ class LayerProfiles:
     def durations(
         self, chunks: Sequence[tuple[int, int]], transfer: Sequence[float], *, shape: PipelineShape
     ) -> Durations:
-        """Seconds of each pass of each chunk. Where gradients of weights have passes of their own, those of the first
-        chunk are empty.
-
-        Where stages exchange something the host waits for it, and begins each pass with the device. On a single stage
-        it does so once a step; later passes find it ahead, unless launching takes longer than computing on the whole.
+        """Return the seconds of each pass of each chunk. If weight gradients have separate passes, the first chunk's
+        take no time.
+        Where stages exchange tensors, the host waits for them and begins each pass together with the device. On a
+        single stage it does so once a step; in later passes the host is ahead, unless launching takes longer than
+        computing on the whole.
         """
         passes = [
             self.of_rank(index % shape.pp)._passes(a, b, shape, splits=shape.splits_backward and index > 0)
@@ -96,8 +98,8 @@ class LayerProfiles:
         return Durations(forward, backward, weight=weight, transfer=transfer)
 
     def _passes(self, a: int, b: int, shape: PipelineShape, *, splits: bool) -> tuple[Array, Array, Array]:
-        """[micro-batches]: seconds of layers a … b−1: forward, backward, and of weight gradients that wait
-        if the chunk `splits`.
+        """Return seconds [micro-batches] of layers a … b−1: forward, backward, and deferred weight gradients (0 unless
+        the chunk `splits`).
         """
         forward, backward, issue, issue_back = (side[a : b + 1] for side in self.sides(splits=splits))
         ahead, back, waits = np.zeros((3, shape.micro_batches))
@@ -112,7 +114,7 @@ class LayerProfiles:
 
 
 def relay(ahead: Array, behind: Array) -> float:
-    """Return the seconds of passes that host and device begin together, from the prefix sums of their layers.
+    """Return the seconds of a pass that host and device begin together, from the prefix sums of their layers.
 
     A layer begins on the device when the one before it has ended and the host has issued it. So a pass ends when the
     host has issued all up to some layer and the device has run that one and all that follow: the latest such layer
@@ -123,7 +125,7 @@ def relay(ahead: Array, behind: Array) -> float:
 
 
 def relays(ahead: Array, behind: Array) -> Array:
-    """[i, j > i]: `relay` of layers i … j−1."""
+    """Return [i, j > i]: `relay` of layers i … j−1."""
     found, count = spans(behind), len(behind) - 1
     rising = np.tri(count, dtype=bool).T
     latest = np.maximum.accumulate(np.where(rising, ahead[None, 1:] - behind[None, :-1], -np.inf), axis=1)
@@ -134,13 +136,13 @@ def relays(ahead: Array, behind: Array) -> Array:
 def layer_profiles(
     scenario: Scenario, hardware: Hardware, *, recompute: Recompute = "none", first: int = 0
 ) -> LayerProfiles:
-    """Return the tables of a scenario's layers from `first` on."""
+    """Return the seconds and bytes of a scenario's layers from `first` on, without a cache."""
     return LayerMeasures(hardware).profiles(scenario, recompute=recompute, first=first)
 
 
 class LayerMeasures:
-    """Tables of the layers of one configuration on one device, from `first` on. Each is computed once for all layouts
-    in which it is the same: its key has what it depends on.
+    """Cache of layer arrays of one configuration on one device. Each array is computed once for all layouts in which it
+    is the same: its key holds the settings on which it depends.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -148,7 +150,7 @@ class LayerMeasures:
         self._known: dict[tuple[object, ...], Any] = {}
 
     def profiles(self, scenario: Scenario, *, recompute: Recompute, first: int) -> LayerProfiles:
-        """Return all tables of a scenario."""
+        """Return the seconds and bytes of a scenario's layers from `first` on."""
         part, dims = _part(scenario), scenario.dims
         forward, backward, launch, launch_back, weight, weight_launch = self._seconds(scenario, recompute, first)
         kept = (recompute, scenario.sharding, dims.dp, dims.pp > 1, scenario.offload)
@@ -186,7 +188,7 @@ class LayerMeasures:
         return self._sums("saved", scenario, first, key, lambda n: kept_bytes(n, scenario, recompute))
 
     def _seconds(self, scenario: Scenario, recompute: Recompute, first: int) -> list[Array]:
-        """Return the prefix sums of seconds in the order of `LayerProfiles`."""
+        """Return the six prefix sums of seconds, in the order of the fields of `LayerProfiles`."""
         model, hardware = scenario.model, self._hardware
         part = (*_part(scenario), scenario.shards_gradients, scenario.dims.order == "zb-h1")
 
@@ -228,14 +230,14 @@ class LayerMeasures:
 
 
 def _part(scenario: Scenario) -> tuple[object, ...]:
-    """Return what a pass of a layer depends on: the part of a micro-batch that a rank has, and the part of a layer."""
+    """Return a cache key of a layer's pass: a rank's share of the micro-batch and of the layer."""
     dims, work = scenario.dims, tuple(vars(scenario.work).values())
     split = (dims.tp, dims.cp, dims.cp_groups, scenario.sequence_parallel)
     return (dims.ep, dims.etp), work, split, "activations" in scenario.offload
 
 
 def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
-    """Return a function that measures layers by name, each kind once, and gives the values of all of `places`."""
+    """Return a function that applies a measure to one layer of each kind and lists the values of all `places`."""
     kinds = [_kind(scenario, i) for i in places]
     examples = {kind: scenario.names[i] for kind, i in zip(reversed(kinds), reversed(places), strict=True)}
 
@@ -247,7 +249,7 @@ def measured_once(scenario: Scenario, places: Sequence[int]) -> Each:
 
 
 def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
-    """Return what a layer's cost depends on: not its number, but windows, merging, attention and what is trained."""
+    """Return a key that is equal for layers of equal cost: kind, windows, merging, FP8 and gradients."""
     name = scenario.names[index]
     vision = scenario.model.vision
     return (
@@ -262,7 +264,7 @@ def _kind(scenario: Scenario, index: int) -> tuple[object, ...]:
 
 
 def spans(prefix: Array) -> Array:
-    """[i, j]: the sum of layers i … j−1."""
+    """Return [i, j]: the sum over layers i … j−1, from prefix sums."""
     return prefix[None, :] - prefix[:, None]
 
 

@@ -1,9 +1,9 @@
-"""Bytes on each pipeline rank: what weights, their gradients and the optimizer take, and what a step adds at its peak.
+"""Predict device memory of each pipeline rank: weights, gradients, optimizer state, and the peak that a step adds.
 
-Honest to what this program allocates: gradients are summed in fp32 unless bf16 is asked for, master weights exist under
-bf16 alone but where gradients are sharded (there they are what ranks share), and a micro-batch is on the device from
-when the one before is taken until every chunk has taken it. With `--offload` some of it is on the host instead:
-`host.py` counts that.
+The counts follow this program's allocations: gradients are summed in fp32 unless bf16 is requested; master weights
+exist only under bf16, or where gradients are sharded (ranks then shard the master weights); a micro-batch is on the
+device from when its predecessor is taken until every chunk has taken it. `host_memory.py` counts what `--offload` moves
+to the host.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megavlm.planner.hardware import CONTEXT, WORLD, Hardware
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by what they hold."""
+    """Bytes of device memory of one rank, by use."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0  # saved for the backward passes in flight
-    transient: float = 0.0  # beyond that, at the worst moment of a backward pass, or while gradients are reduced
+    transient: float = 0.0  # in addition, at the peak of a backward pass or of the gradient reduction
     data: float = 0.0  # the step's batches, and image features where the encoder runs ahead of the pipeline
     communicators: float = 0.0  # NCCL's, and CUDA's context
 
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def model_state(self) -> float:
-        """Bytes that stay allocated from step to step: weights, gradients, optimizer."""
+        """Return the bytes that stay allocated from step to step: weights, gradients, optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Memory) -> Memory:
@@ -62,9 +62,9 @@ class Memory:
 
 
 def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool = False) -> Memory:
-    """Return the bytes of a layer that stay allocated from step to step.
+    """Return the bytes of a layer's weights, gradients and optimizer state on one rank.
 
-    `copies_vocabulary`: the output layer is tied to an embedding in another chunk, and so has a copy of its weight.
+    `copies_vocabulary`: a tied output layer is in another chunk than the embedding, and so has a copy of its weight.
     """
     total, trained = Memory(), scenario.trains(name)
     for layout in scenario.layouts:
@@ -81,9 +81,9 @@ def model_state_bytes(name: str, scenario: Scenario, *, copies_vocabulary: bool 
 
 
 def _fp8_copies(name: str, count: float, scenario: Scenario) -> float:
-    """Transformer Engine keeps an FP8 layer's weights in FP8 and transposed, a byte each, whatever ranks share of them.
-
-    Weights that are in FP8 alone are these two, and take no more than in bf16.
+    """Return the bytes of Transformer Engine's FP8 copies of a layer's weights: one as is and one transposed, a byte
+    per number each, on every rank even if weights are sharded. Weights kept in FP8 alone are these two copies, as large
+    as bf16 weights: 0 more.
     """
     copied = scenario.on_gpu and name in scenario.fp8 and name not in scenario.kept_in_fp8
     return 2 * count * copied
@@ -99,26 +99,26 @@ def _model_state(name: str, count: float, scenario: Scenario, *, trained: bool) 
 
 
 def _second_shard(scenario: Scenario) -> float:
-    """Return the share of gathered weights that a rank keeps from a forward pass to its backward pass (hpZ)."""
+    """Return the share of gathered weights that a rank keeps from the forward to the backward pass (hpZ); else 0."""
     ranks = scenario.regathering_ranks
     return 1 / ranks if ranks < scenario.shards else 0.0
 
 
 def _sent_share(scenario: Scenario) -> float:
-    """Return the share of its gradients that a rank sends as codes."""
+    """Return the share of its gradients that a rank sends coded (0: no code)."""
     if scenario.gradient_code == "none" or scenario.dims.dp_cp == 1:
         return 0.0
     return 1 / (scenario.shards if scenario.shards < scenario.dims.dp_cp else scenario.code_group)
 
 
 def _residuals(count: float, scenario: Scenario) -> float:
-    """Return the bytes of what codes have lost of gradients that a rank sends."""
+    """Return the bytes of the coding errors that a rank keeps of the gradients it sends (error feedback)."""
     return count * FP32 * _sent_share(scenario)
 
 
 def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stays: float) -> Memory:
-    """Return the same for ZeRO-2 and 3: the share of gathered weights that stays between passes, and shards of the
-    rest.
+    """Return the model state of a layer under ZeRO-2 and 3: the share `stays` of the gathered weights, and shards of
+    everything else.
     """
     gathered, here = count * scenario.bytes_each * stays, parameters_here(scenario)
     if not trained:
@@ -130,22 +130,22 @@ def _sharded(name: str, count: float, scenario: Scenario, *, trained: bool, stay
 
 
 def moments_here(scenario: Scenario) -> bool:
-    """Return whether what an optimizer keeps beside weights is in device memory."""
+    """Return whether optimizer state is in device memory (no `--offload optimizer`)."""
     return "optimizer" not in scenario.offload
 
 
 def parameters_here(scenario: Scenario) -> bool:
-    """Return whether the rows that a rank holds of parameters are in device memory (ZeRO-3)."""
+    """Return whether a rank's parameter shards are in device memory (no `--offload parameters`, which needs ZeRO-3)."""
     return "parameters" not in scenario.offload
 
 
 def is_offloaded(name: str, scenario: Scenario) -> bool:
-    """Return whether the activations that a layer saves are offloaded to the host."""
+    """Return whether a layer's saved activations are offloaded to the host."""
     return "activations" in scenario.offload and is_transformer(name)
 
 
 def kept_bytes(name: str, scenario: Scenario, recompute: Recompute = "none") -> float:
-    """Return the bytes in device memory that a micro-batch keeps until a layer's backward pass."""
+    """Return the device bytes of activations that a layer saves for the backward pass of one micro-batch."""
     return 0.0 if is_offloaded(name, scenario) else saved_bytes(name, scenario, recompute)
 
 
@@ -163,7 +163,7 @@ def _gathered(name: str, scenario: Scenario) -> float:
 
 
 def _widened(names: Sequence[str], scenario: Scenario) -> float:
-    """Return the bytes of fp32 copies of gradients, with which a rank updates where they are summed in bf16."""
+    """Return the bytes of the fp32 copies of bf16 gradients that a rank's update needs; 0 if gradients are fp32."""
     if scenario.gradient_bytes == FP32 or scenario.shards_gradients:
         return 0.0
     trained = [name for name in names if scenario.trains(name)]
@@ -171,9 +171,9 @@ def _widened(names: Sequence[str], scenario: Scenario) -> float:
 
 
 def _reduced(name: str, scenario: Scenario) -> float:
-    """Return the bytes of a layer's gradients and of the copy of them that ranks reduce (ZeRO-2 and 3).
+    """Return the bytes of a layer's gradients and of the copy that ranks reduce (ZeRO-2 and 3).
 
-    Where codes are sent, the gradients are gone by then, and what is decoded is there twice as its scales are applied.
+    With codes, the gradients are freed before decoding, and decoded values exist twice while scales are applied.
     """
     if not (scenario.shards_gradients and _is_unit(name, scenario) and scenario.trains(name)):
         return 0.0
@@ -182,9 +182,9 @@ def _reduced(name: str, scenario: Scenario) -> float:
 
 
 def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
-    """Return what a colocated encoder takes on each rank, whole or split over `vision_tp` ranks.
+    """Return the model state of a colocated encoder on each rank, whole or split over `vision_tp` ranks.
 
-    Their state is sharded over all ranks that hold the same.
+    Optimizer state is sharded over all ranks that hold the same part of the encoder.
     """
     total, alone = Memory(), encoder_scenario(scenario, vision_tp)
     for name in scenario.names[: scenario.names.index(EMBEDDING)]:
@@ -194,11 +194,11 @@ def replicated_encoder(scenario: Scenario, *, vision_tp: int = 1) -> Memory:
 
 
 def transient_bytes(name: str, scenario: Scenario, recompute: Recompute = "none", *, last_stage: bool = False) -> float:
-    """Return what a layer's backward pass needs beside what was kept, while everything kept is still there.
+    """Return the bytes that a layer's backward pass needs in addition to all kept activations.
 
-    Where layers are offloaded that is their own tensors, which have arrived, and the next one's, which begin to; where
-    micro-batches take turns also those of the last layer to run forward. As a layer ends its own are gone, but there
-    are gradients.
+    With offloading, these include the layer's own fetched activations and the prefetched ones of the next layer; in a
+    pipeline also those of the last layer that ran forward. At a layer's end its activations are freed, but its
+    gradients exist.
     """
     needed = _backward_bytes(name, scenario, recompute) + _gathered(name, scenario)
     if is_offloaded(name, scenario):
@@ -230,8 +230,8 @@ def _backward_bytes(name: str, scenario: Scenario, recompute: Recompute) -> floa
 
 
 def _expert_bytes(name: str, scenario: Scenario) -> float:
-    """Return what the backward pass of a layer's experts begins with: the gradients of rows, as they arrive and sorted
-    by expert, and those of the second product's weights.
+    """Return the bytes at the beginning of the backward pass of a layer's experts: gradients of rows, as received and
+    sorted by expert, and gradients of the second product's weights.
     """
     routed = layer_sizes(name, scenario).routed if is_transformer(name) else None
     if routed is None:
@@ -241,8 +241,8 @@ def _expert_bytes(name: str, scenario: Scenario) -> float:
 
 
 def batch_bytes(scenario: Scenario, *, with_patches: bool) -> float:
-    """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, which tokens are
-    trained (8 each), and its pixels. Context-parallel ranks also have the token ids of whole rows.
+    """Return the bytes of one micro-batch: token ids, labels and positions of 8 bytes, a mask of 4, indices of image
+    features and of trained tokens (8 each), and pixels. Context-parallel ranks also have the token ids of whole rows.
     """
     axes = 3 if scenario.model.language.mrope_section else 1
     predicted = 1 + scenario.model.language.mtp_layers  # each with labels, mask and positions of its own
@@ -257,7 +257,7 @@ _GROUP = 0.04 * 2**30  # bytes of a further communicator, measured as `WORLD` wa
 
 
 def communicator_bytes(scenario: Scenario) -> float:
-    """Return the bytes on a GPU of CUDA's context and of NCCL's communicators, one for each group of a rank."""
+    """Return the bytes of CUDA's context and of a rank's NCCL communicators, one per group; 0 on a CPU."""
     dims, size = scenario.dims, {"tp": scenario.dims.tp, "cp": scenario.dims.cp, "pp": scenario.dims.pp}
     size["dp"] = dims.dp
     axes = [("tp",), ("cp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "cp", "pp")]
@@ -268,18 +268,18 @@ def communicator_bytes(scenario: Scenario) -> float:
 
 
 def batches_at_once(scenario: Scenario) -> int:
-    """Micro-batches of which the device holds copies: those that some chunk has taken and another has not (interleaved
-    chunks take turns of as many as there are pipeline ranks), and the next one. On a CPU also those on the host, all.
+    """Return how many micro-batches of data the device holds: those that not all chunks have taken (with interleaved
+    chunks, as many as pipeline ranks), and the next one; on a CPU also all micro-batches of the step on the host.
     """
     taken = scenario.dims.pp if scenario.dims.vpp > 1 else 1
     return min(scenario.micro_batches, taken + 1) + scenario.micro_batches * (not scenario.on_gpu)
 
 
 def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompute: Recompute, skip: int = 0) -> Memory:
-    """Return the peak memory of one pipeline rank whose chunks are cut at `bounds`: indices into the layer list,
-    both ends included.
+    """Return the peak memory of one pipeline rank. `bounds` are the cuts between chunks: indices into the layer list,
+    with both ends.
 
-    `skip` leaves the first layers out, where they are replicated instead.
+    `skip`: number of first layers to leave out, because they are a colocated encoder.
     """
     spans = [scenario.names[a:b] for a, b in pairwise(bounds)]
     total, transient = Memory(), 0.0
@@ -312,8 +312,8 @@ def rank_memory(scenario: Scenario, bounds: Sequence[int], rank: int, *, recompu
 
 
 def _sent_bytes(scenario: Scenario, bounds: Sequence[int], chunk: int, *, whole: int) -> float:
-    """Return the bytes that a chunk has sent and gloo does not say have arrived: hidden states of the micro-batches
-    whose gradients have not come back, and all gradients of the step (`pipeline/walker.py`).
+    """Return the bytes of a chunk's send buffers that gloo has not confirmed: hidden states of micro-batches without
+    returned gradients, and all gradients that the chunk sent in the step (`pipeline/walker.py`).
     """
     states, last = state_bytes(scenario), len(scenario.names)
     entering, leaving = (
@@ -334,17 +334,17 @@ def table(memories: Sequence[Memory]) -> str:
     return "\n".join([f"memory of each pipeline rank at its peak, {unit}", *aligned(rows)])
 
 
-_COPIES = 4  # of them: arrived, assembled, together, and in the update (measured, `tests/dist/test_memory.py`)
+_COPIES = 4  # of matrices: received, assembled, batched, and in the update (measured, `tests/dist/test_memory.py`)
 
 
 def state_numbers(scenario: Scenario) -> int:
-    """Return how many numbers the rule keeps of a parameter that is updated element by element."""
+    """Return how many numbers the optimizer keeps per parameter that is updated elementwise."""
     return len(scenario.optimizer.rule.elementwise.state)
 
 
 def kept_numbers(name: str, layout: Scenario, count: float) -> float:
-    """Return how many numbers an optimizer keeps of `count` trained parameters of a layer that a rank holds, beside
-    their fp32 weights: state and averages. `layout` is one of `Scenario.layouts`.
+    """Return how many numbers the optimizer keeps for a rank's `count` trained parameters of a layer: state and weight
+    averages, without fp32 weights. `layout` is one of `Scenario.layouts`.
     """
     options = layout.optimizer
     state = count * state_numbers(layout)
@@ -355,8 +355,8 @@ def kept_numbers(name: str, layout: Scenario, count: float) -> float:
 
 
 def matrix_seconds(names: Sequence[str], scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds that the ranks of a stage with these layers take for its matrices, of which each has its
-    share, and for their two exchanges; 0 with an elementwise rule.
+    """Return the seconds in which the ranks of a stage update its matrices, each rank a share of them, with two
+    all-to-alls; 0 with an elementwise rule.
     """
     cost, options, shapes = scenario.optimizer.rule.matrix_cost, scenario.optimizer, _shapes(names, scenario)
     if cost is None or not shapes:
@@ -369,7 +369,7 @@ def matrix_seconds(names: Sequence[str], scenario: Scenario, hardware: Hardware)
 
 
 def matrix_bytes(names: Sequence[str], scenario: Scenario) -> float:
-    """Return the bytes that a rank needs while it updates matrices, beside its state; 0 with an elementwise rule."""
+    """Return the temporary bytes of a rank's update of matrices; 0 with an elementwise rule."""
     cost, shapes = scenario.optimizer.rule.matrix_cost, _shapes(names, scenario)
     if cost is None or not shapes:
         return 0.0

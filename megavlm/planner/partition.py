@@ -1,10 +1,10 @@
-"""Where to cut the layer list: least simulated step time under a memory cap.
+"""Search for the pipeline cuts of the layer list with the least simulated step time under a memory cap.
 
-A rank r cannot be done before S(r) + m·load(r): its first micro-batch has to come through the chunks before it and the
-gradients of its last one have to return (S), and it works m times on its chunks in between. Exact dynamic programming
-minimises the largest of these bounds; branch and bound then plays the promising cuts through the simulator, until no
-cut is left whose bound is below the best time found (`exact`), or the allowance of simulations is spent. After that, a
-descent moves runs of neighbouring cuts for as long as a step becomes faster.
+A rank r cannot finish before S(r) + m·load(r): its first micro-batch passes the earlier chunks and the gradients of its
+last one return through them (S), and the rank works on m micro-batches in between. Exact dynamic programming minimises
+the largest of these bounds. Branch and bound then simulates promising cuts until no other cut has a bound below the
+best time found (`exact`), or the limit of simulations is reached. After that, a descent moves runs of neighbouring
+cuts for as long as a step becomes faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Partition:
-    """Cuts (indices into the pipeline's own layers, as many as chunks − 1)."""
+    """Pipeline cuts with their step time. `cuts` are chunks − 1 indices into the pipeline's own layers."""
 
     cuts: Cuts
     seconds: float  # simulated, of the pipeline alone
@@ -49,13 +49,12 @@ def best_partition(
     limit: float = float("inf"),
     simulations: int = 200,
 ) -> Partition | float:
-    """Return the fastest partition into `shape.chunks` chunks; where there is none, a lower bound of all partitions'
-    seconds: infinite if none fits the memory.
-
-    `caps` are the bytes that each pipeline rank may take; without them there is no limit. Partitions slower than
-    `limit` seconds are of no interest. After `simulations` simulations, or 250 as many partial partitions, the search
-    ends, `exact` is False, and the answer is a local optimum near the best found so far: no run of cuts moved by up to
-    `FAR` layers is faster. With one simulation it is the first that fits.
+    """Return the fastest partition into `shape.chunks` chunks. If none is found, return a lower bound of the seconds of
+    all partitions: infinite if none fits the memory.
+    `caps` are the bytes that each pipeline rank may use; empty: no limit. Partitions slower than `limit` seconds are
+    skipped. After `simulations` simulations, or about 250 times as many partial partitions, the search ends with
+    `exact` False. The answer is then a local optimum near the best partition so far: no move of a run of cuts by up to
+    `FAR` layers is faster. With one simulation the answer is the first partition that fits.
     """
     search = _Search(profiles, shape, caps or (float("inf"),) * shape.pp, limit, simulations)
     bound = search.run()
@@ -68,7 +67,7 @@ def best_partition(
 
 
 class _Walk(NamedTuple):
-    """What is known once some chunks, counted from the first, have been placed."""
+    """State of the search after the first chunks have been placed."""
 
     reach: float  # seconds until the next chunk is reached by the first micro-batch and its gradients have returned
     bound: float  # no continuation is faster
@@ -100,11 +99,10 @@ class _Search:
         return bound if self.best is not None or not self.exhausted else max(bound, self.limit)
 
     def _seconds(self) -> tuple[list[Array], list[Array]]:
-        """[chunks][i, j]: seconds that a micro-batch takes to pass a chunk of layers i … j−1, forward and backward, and
-        that the chunk's rank works on one before the last one's gradient leaves it, in the mean.
-
-        They differ by weight gradients that have passes of their own: of m micro-batches those of m − 1 − r come before
-        the last backward pass of rank r (`schedules.py`).
+        """Return two lists [chunks][i, j] for chunks of layers i … j−1: seconds of a micro-batch's forward and backward
+        pass, and mean seconds per micro-batch that the rank works before the last gradient leaves the chunk.
+        They differ by weight gradients with separate passes: those of m − 1 − r of the m micro-batches come before the
+        last backward pass of rank r (`schedules.py`).
         """
         passed, worked, m = list[Array](), list[Array](), self.shape.micro_batches
         known: dict[tuple[int, bool], tuple[Array, Array]] = {}  # ranks with equal devices share the arrays
@@ -121,8 +119,8 @@ class _Search:
         return passed, worked
 
     def _bytes(self) -> tuple[list[Array], Array]:
-        """[chunks][i, j]: bytes of a chunk of layers i … j−1 that are summed over a rank's chunks; and [i, j]:
-        transient ones, of which the largest count.
+        """Return [chunks][i, j]: kept bytes of a chunk of layers i … j−1, which add up over a rank's chunks; and
+        [i, j]: transient bytes, of which the largest of a rank's chunks counts.
         """
         profiles, every = self.profiles, held_at_peaks(self.shape)
         state, saved, waiting = (spans(each) for each in (profiles.model_state, profiles.saved, profiles.waiting))
@@ -132,11 +130,10 @@ class _Search:
         return by_chunk, _largest(profiles.transient)
 
     def _bounds_of_rests(self) -> list[Array]:
-        """[chunks + 1][layers + 1]: the least bound of layers j … in k chunks, counted from when j is reached.
-
-        Chunks that do not fit their rank alone are left out. With several chunks per rank only the work of one of them
-        is known to be on its rank: a weaker bound. Each of the k chunks, and each before them, has a layer at least:
-        other j have no bound.
+        """Return [chunks + 1][layers + 1]: entry [k][j] is the least bound in seconds of layers j … in k chunks,
+        counted from when layer j is reached.
+        Chunks that do not fit their rank alone are left out. With several chunks per rank, the bound counts the work of
+        one chunk per rank, and so is weaker. Every chunk has at least one layer: other j have an infinite bound.
         """
         profiles, chunks, n = self.profiles, self.shape.chunks, self.profiles.count
         rest = [np.where(np.arange(n + 1) == n, 0.0, np.inf)]
@@ -172,7 +169,7 @@ class _Search:
         return self.limit if self.best is None else min(self.limit, self.best[0] * (1 - 1e-12))
 
     def _extend(self, index: int, start: int, walk: _Walk, cuts: Cuts) -> bool:
-        """Try every continuation; return False if the allowance ended before all were tried or ruled out."""
+        """Try every continuation; return False if the search limit was reached before all were tried or ruled out."""
         if index == self.shape.chunks:
             self._simulations -= 1
             self._simulate(cuts[:-1])
@@ -189,12 +186,12 @@ class _Search:
         return True
 
     def _placed(self, walk: _Walk, index: int, start: int, end: int, own: float) -> _Walk | None:
-        """Return the walk with chunk `index`, whose bound is `own`; None if it does not fit or cannot be faster."""
+        """Return the walk after placing chunk `index`, of bound `own`; None if it does not fit or cannot be faster."""
         rank, round_ = index % self.shape.pp, index // self.shape.pp
         kept, peak = self._kept[index].item(start, end), self._transient.item(start, end)
         used = (walk.used[rank][0] + kept, max(walk.used[rank][1], peak))
         load = walk.loads[rank] + self._worked[index].item(start, end)
-        # `reach` of a rank's first chunk is what its load comes on top of.
+        # A rank's load adds to the time until its first chunk is reached.
         fill = walk.reach if round_ == 0 else 0.0
         bound = max(walk.bound, own, fill + self.shape.micro_batches * load)
         if sum(used) > self.caps[rank] or bound >= self._target:
@@ -215,7 +212,7 @@ class _Search:
         return True
 
     def descend(self) -> None:
-        """Go on from the best partition to faster ones in which a run of neighbouring cuts is moved."""
+        """Improve the best partition by moving runs of neighbouring cuts, until no such move is faster."""
         place = unchanged = 0
         while unchanged < self.shape.chunks - 1:
             faster = any(self._fits(cuts) and self._simulate(cuts) for cuts in list(self._neighbours(place)))
@@ -223,7 +220,7 @@ class _Search:
             place = place if faster else (place + 1) % (self.shape.chunks - 1)
 
     def _neighbours(self, place: int) -> Iterator[Cuts]:
-        """Yield the cuts with those from `place` on, up to each later one, moved by up to `FAR` layers."""
+        """Yield the best cuts with each run of cuts that begins at `place` moved by up to `FAR` layers."""
         assert self.best is not None
         cuts = self.best[1]
         bounds = (0, *cuts, self.profiles.count)
@@ -245,7 +242,7 @@ class _Search:
 
 
 def _most_kept(held: Held, saved: Any, waiting: Any) -> Any:
-    """Return the most bytes that a chunk's micro-batches keep, of what one keeps before and after its backward pass."""
+    """Return the peak bytes of a chunk's micro-batches, from the bytes of one before and after its backward pass."""
     return reduce(np.maximum, [whole * saved + halves * waiting if halves else whole * saved for whole, halves in held])
 
 

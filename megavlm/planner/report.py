@@ -1,4 +1,4 @@
-"""The report on a search: layouts, why others fail, and where the best one's memory and time go."""
+"""Report of a layout search as text: the fastest layouts, why others cannot run, and the best one's memory and time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADER = ("layout", "step s", "tokens/s", "MFU", "bubble", "weights", "gradient
 
 
 def report(outcome: SearchResult) -> str:
-    """Return the whole answer of a search, as text; all reasons are told where no layout can run."""
+    """Return the report of a search as text; if no layout can run, the reasons why."""
     if not outcome.best:
         return "\n".join(["no layout can run", *reasons(outcome.rejected)])
     best = outcome.best[0]
@@ -49,7 +49,7 @@ def report(outcome: SearchResult) -> str:
 
 
 def _fastest_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the first of those that have the same degrees and the same placement."""
+    """Return the first estimate for each combination of degrees and placement."""
     found: dict[tuple[object, ...], Estimate] = {}
     for each in estimates:
         layout = each.candidate
@@ -58,7 +58,7 @@ def _fastest_of_each(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _experts(outcome: SearchResult) -> list[str]:
-    """Return a line on what was assumed of experts that ranks share, if they do in any of the best layouts."""
+    """Return a line on the assumed imbalance of experts, if any of the best layouts uses expert parallelism."""
     if all(each.candidate.dims.ep == 1 for each in outcome.best):
         return []
     imbalance = expert_imbalance(outcome.evaluator.config)
@@ -66,20 +66,20 @@ def _experts(outcome: SearchResult) -> list[str]:
 
 
 def _offloads(outcome: SearchResult) -> list[str]:
-    """Return a line on the host memory that the best layout needs; none where it offloads nothing."""
+    """Return a line on the host memory that the best layout needs; no line if it offloads nothing."""
     best = outcome.best[0]
     hosts, world = best.step.host, best.candidate.dims.world
     return [host_line(hosts, world, outcome.evaluator.hardware)] if hosts else []
 
 
 def layouts(estimates: Sequence[Estimate]) -> str:
-    """One line per layout; memory is that of the fullest pipeline rank."""
+    """Return a table with one line per layout; memory is that of the fullest pipeline rank."""
     rows = [_HEADER, *(_row(each) for each in estimates)]
     return "\n".join(aligned(rows, left=(0,)))
 
 
 def ties(estimates: Sequence[Estimate]) -> list[str]:
-    """Return a line that says which layouts the planner cannot tell from the first, if there are any."""
+    """Return a line on how many layouts are as fast as the first within the planner's error, if there are others."""
     near = sum(each.step.seconds <= (1 + ERROR) * estimates[0].step.seconds for each in estimates)
     if near == 1:
         return []
@@ -105,8 +105,8 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def reasons(rejected: Sequence[Rejected]) -> list[str]:
-    """Return each reason once, with how many layouts it concerns and one of them. Reasons that differ in numbers alone
-    are one.
+    """Return a line per reason, with the number of layouts and an example. Reasons that differ only in numbers count as
+    one.
     """
     alike: dict[str, list[Rejected]] = defaultdict(list)
     for each in rejected:

@@ -1,8 +1,8 @@
-"""Which layout is fastest: every runnable combination of degrees, judged by the same models of time and memory.
+"""Search for the fastest layouts among all combinations of degrees that can run, by models of time and memory.
 
-Candidates are bounded from below (no pipeline beats work / ranks) and simulated in the order of their bounds, until as
-many as were asked for are faster than every bound that is left. Nothing is random: all ranks of a run that search find
-the same layout.
+Each candidate's step time is bounded from below (no pipeline beats work / ranks). Candidates are simulated in the order
+of their bounds, until the `top` fastest are faster than every remaining bound. Nothing is random: all ranks of a run
+find the same layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megavlm.planner.hardware import Hardware, for_precision
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Fastest first. `simulated` of the runnable candidates were played through; the others' bounds are worse."""
+    """Result of a layout search: `best` layouts, fastest first, and `rejected` ones. Of the candidates that can run,
+    `simulated` were simulated; the bounds of the others are worse.
+    """
 
     best: tuple[Estimate, ...]
     rejected: tuple[Rejected, ...]
@@ -56,8 +58,8 @@ def search(
 ) -> SearchResult:
     """Return the `top` fastest layouts of a configuration on `world` devices, and why others cannot run.
 
-    `stages`: the devices of equal runs of pipeline stages, where they differ; `hardware` then counts for what stages do
-    together.
+    `stages`: the devices of equal runs of pipeline stages, if they differ; `hardware` then counts for everything but
+    the pipeline's passes and memory.
     """
     space = space or Space()
     if config.parallel.schedule is not None:

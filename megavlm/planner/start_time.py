@@ -1,9 +1,9 @@
-"""Predict how long a run takes to start, part by part, for `--dry-run`.
+"""Predict the seconds of each part of a run's start, for `--dry-run`.
 
-Each part has a law of growth with the model and the number of ranks, and constants that say where they come from.
-Those of CPUs are of two processes of the demo on two cores, which took 3.3 to 4.2 s (2026-11-26; `benchmarks/start.py`
-measures the parts); those of GPUs are estimates that nothing confirms. What is left out: data sets that are indexed for
-the first time, and downloads.
+Each part grows with the model and the number of ranks by a formula; comments give the sources of its constants. The
+constants of CPUs are from two processes of the demo on two cores, which took 3.3 to 4.2 s (2026-11-26;
+`benchmarks/start.py` measures the parts); those of GPUs are unconfirmed estimates. First-time indexing of data sets and
+downloads are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEAST = 0.05  # smaller shares are not printed
 def start_estimate(
     config: Config, dims: Dims, hardware: Hardware, step: float, *, resumes: bool
 ) -> Mapping[str, float]:
-    """Return the seconds of the parts of a start, by name as in `PARTS`; `step` are those of a later step."""
+    """Return the seconds of each part of a start, by its name in `PARTS`; `step`: seconds of a later training step."""
     on_gpu = hardware.on_gpu
     parameters = sum(model_parameters(name, config.model) for name in layer_names(config.model)) / dims.pp
     given = resumes or starts_from_weights(config)
@@ -53,7 +53,7 @@ def start_estimate(
 
 
 def _bytes_read(config: Config, dims: Dims, parameters: float, *, resumes: bool) -> float:
-    """Return the bytes that a rank reads: of a checkpoint also master weights and two moments, which may be sharded."""
+    """Return the bytes of weights that a rank reads; of a checkpoint also master weights and moments, maybe sharded."""
     held = parameters / dims.tp
     if not resumes:
         return 2 * held
@@ -62,7 +62,7 @@ def _bytes_read(config: Config, dims: Dims, parameters: float, *, resumes: bool)
 
 
 def starting_line(config: Config, dims: Dims, hardware: Hardware, step: float, *, name: str, resumes: bool) -> str:
-    """Return a line on how long the run will take to the end of its first step, and what takes most of that."""
+    """Return a line with the predicted seconds until the end of the first step, and the longest parts of them."""
     parts = start_estimate(config, dims, hardware, step, resumes=resumes)
     whole = sum(parts.values())
     long = sorted((part for part in parts if parts[part] > _LEAST * whole), key=lambda part: -parts[part])

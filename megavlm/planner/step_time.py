@@ -1,4 +1,4 @@
-"""A whole step: the pipeline's timeline, an encoder that runs before it, gradients reduced, weights updated."""
+"""Predict the time of a whole step: colocated encoder, pipeline, gradient reduction and weight update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megavlm.rules.defaults import chunk_patches
 
 @dataclass(frozen=True)
 class EncoderEstimate:
-    """What a colocated encoder adds to every rank of a replica: seconds per step and bytes at its peak."""
+    """Seconds per step and peak bytes that a colocated encoder adds to every rank of a model replica."""
 
     scenario: Scenario  # one of its passes, on a layout of its own
     forward: float
@@ -67,7 +67,7 @@ class StepEstimate:
 
 
 def encoder_layers(scenario: Scenario) -> int:
-    """Return how many layers precede the embedding: those of a colocated encoder."""
+    """Return the number of layers before the embedding, which a colocated encoder consists of."""
     return scenario.names.index(EMBEDDING)
 
 
@@ -76,9 +76,9 @@ def colocated_encoder(
 ) -> EncoderEstimate:
     """Return the encoder's time and memory on each of the TP × CP × PP ranks of a model replica.
 
-    `images` are those of one micro-batch, alike; `vision_tp` ranks together are an encoder, which takes ⌈all of the
-    step's / encoders⌉ of them in passes of about `--encoder-chunk-patches`. All passes but the last
-    `placement.encoder_keep_chunks` are computed again for their backward.
+    `images`: number of equal images in one micro-batch. Each group of `vision_tp` ranks is an encoder. It encodes
+    ⌈images of the step / encoders⌉ images in passes of about `--encoder-chunk-patches`. All passes but the last
+    `placement.encoder_keep_chunks` are recomputed for their backward passes.
     """
     kept = config.placement.encoder_keep_chunks
     dims, ranks = scenario.dims, scenario.dims.replica
@@ -103,7 +103,7 @@ def colocated_encoder(
         ),
     )
     each = measured_once(alone, range(encoder_layers(scenario)))
-    # Ranks of an encoder are neighbours inside a tensor-parallel group, and a stage apart where they go beyond it.
+    # An encoder's ranks are neighbours inside a tensor-parallel group; a larger encoder spans pipeline stages.
     between = hardware.link(vision_tp if dims.tp % vision_tp == 0 else dims.world)
     seconds = each(partial(layer_seconds, scenario=alone, hardware=replace(hardware, near=between)))
     passes = own / in_pass
@@ -167,9 +167,9 @@ def step_of(
 
 
 def cached_seconds(profiles: LayerProfiles, cuts: tuple[int, ...]) -> float:
-    """Return the seconds of the forward passes that a gradient cache runs before a step's others; else 0.
+    """Return the seconds of the forward passes that a gradient cache adds to the start of a step; without a cache 0.
 
-    One micro-batch passes all chunks, and each of the others follows at the pace of the busiest rank.
+    The first micro-batch passes all chunks; each of the others adds the time of the busiest rank.
     """
     scenario = profiles.scenario
     if not objective_of(scenario.model).embeds:
@@ -180,10 +180,10 @@ def cached_seconds(profiles: LayerProfiles, cuts: tuple[int, ...]) -> float:
 
 
 def exposed_seconds(gradients: float, scenario: Scenario, *, pipeline: float) -> float:
-    """Return the seconds of gradient communication that the pipeline's passes do not overlap."""
+    """Return the seconds of gradient communication that do not overlap with the pipeline's passes."""
     if scenario.shards_gradients and scenario.on_gpu:  # layer by layer, behind the passes of other layers
         return max(gradients * 0.1, gradients - pipeline)
-    # Hidden behind the last micro-batch's backward but for the last bucket.
+    # All but the last bucket overlaps with the last micro-batch's backward pass.
     if scenario.overlap_grad_reduce and scenario.on_gpu and not scenario.sends_codes:
         return max(gradients * 0.1, gradients - pipeline / (scenario.micro_batches + scenario.dims.pp - 1))
     return gradients
@@ -196,7 +196,7 @@ def least_pipeline_time(shape: PipelineShape, *, work: float, path: float) -> fl
     is least where all are equal, at B: load_r = B/m·(1 − 1/m)^r, which add up to the `work` W of a micro-batch. So
     B = W / (1 − (1 − 1/m)^p). With more chunks only the ranks' own work is certain.
 
-    `path` is what of the work others wait for: weight gradients with passes of their own need not be between.
+    `path` is the part of the work on the critical path: without weight gradients that have separate passes.
     """
     m, pp = shape.micro_batches, shape.pp
     share = 1 - (1 - 1 / m) ** pp if shape.vpp == 1 else pp / m
@@ -206,7 +206,7 @@ def least_pipeline_time(shape: PipelineShape, *, work: float, path: float) -> fl
 
 
 def _ending(scenario: Scenario, bounds: Sequence[int], rank: int, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds in which a pipeline rank reduces its gradients, and updates its weights."""
+    """Return the seconds of a pipeline rank's gradient reduction and of its weight update."""
     spans, chunks = list(pairwise(bounds)), scenario.dims.chunks_of(rank)
     gradients = optimizer = 0.0
     for layout in scenario.layouts:

@@ -1,8 +1,8 @@
-"""Seconds of a layer's passes by term, on one rank without collectives: of the device, and of the host that launches.
+"""Predict the seconds of a layer's passes by term, without collectives: on the device, and on the launching host.
 
-The search's cost model (`cost.py`) and the picture of one GPU (`benchmarks/explain.py`) both add up these. On a GPU a
-layer's passes over memory come from a table, on a CPU, where rates are measured, they are twice what the layer saves
-for its backward pass, and launches are calls that the device itself takes time for.
+The search's cost model (`cost.py`) and the profile of one GPU (`benchmarks/explain.py`) both add up these terms. On a
+GPU a layer's memory traffic comes from a table. On a CPU, where rates are measured, the traffic is twice the bytes that
+the layer saves for its backward pass, and each call takes a time of its own.
 
 A pass reads or writes a tensor once. `MemoryPasses` counts the passes of each operation between two matrix products,
 forward and backward, for one implementation of the layers; fusing an operation changes one number. A test compares
@@ -53,7 +53,7 @@ Pair = tuple[float, float]  # forward, backward
 
 @dataclass(frozen=True)
 class Update:
-    """Bytes that a step's end moves for each trained number of a rank: gradients in fp32, weights in bf16."""
+    """Bytes that a weight update moves per trained parameter of a rank, with fp32 gradients and bf16 weights."""
 
     zero: float = 4  # written
     over_tokens: float = 8  # ÷ trained tokens: read, written
@@ -69,15 +69,17 @@ class Update:
 
 @dataclass(frozen=True)
 class MemoryPasses:
-    """Passes of a transformer layer over tensors of the width named, and bytes of what is counted otherwise."""
+    """How often a layer's operations read or write tensors, as numbers of passes (comments name the tensor's width) or
+    bytes, and how many kernels they launch.
+    """
 
     norm: Pair = (2, 3)  # hidden, two a layer: forward read, written; backward gradient and input read, one written
     residual: Pair = (3, 3)  # hidden, two a layer: two read and one written, each way
     rotation: Pair = (5, 5)  # queries and keys: x·cos, then a multiply-add on each half. Fused: 2
     qkv_split: Pair = (0, 2)  # queries, keys, values: their gradients are written into one tensor. Fused: 0
-    rotation_splits: bool = False  # one function splits and turns: nothing is joined, values are copied, not queries
+    rotation_splits: bool = False  # one function splits QKV and rotates: no joined gradient; copies values, not queries
     query_copy: Pair = (2, 0)  # queries, where several share a key: megatron-core makes them contiguous
-    value_copy: Pair = (0, 0)  # values: what an attention kernel wants contiguous, and its gradient
+    value_copy: Pair = (0, 0)  # values: a contiguous copy for the attention kernel, and its gradient
     swiglu: Pair = (5, 13)  # width of the MLP: silu, product; two products, silu's gradient, both halves joined
     quick_gelu: Pair = (7, 14)  # the same: 1.702x, σ, product; and their gradients, added up
     gelu: Pair = (2, 3)  # the same
@@ -102,7 +104,7 @@ class MemoryPasses:
     launches_again_piece: int = 10  # the same backward, where logits are computed again
 
 
-# torch's layers, as `benchmarks/host_time.py` counts them. Activations keep their input and compute the rest anew.
+# torch's layers, as `benchmarks/host_time.py` counts them. Activations save their input and recompute the rest.
 TORCH = MemoryPasses(
     swiglu=(5, 11),
     quick_gelu=(7, 5),
@@ -114,14 +116,14 @@ TORCH = MemoryPasses(
     launches_output=(30, 5),
     launches_loss_piece=(15, 0),
 )
-# The same with `--compile-small-ops`: one kernel for each way of an activation, and of rotation with its split.
+# torch's layers with `--compile-small-ops`: an activation is one kernel each way, and so is rotation with QKV split.
 _TORCH_COMPILED = replace(
     TORCH, swiglu=(3, 5), quick_gelu=(2, 3), rotation=(2, 2), launches_language=(11, 21), launches_vision=(14, 31)
 )
-# Transformer Engine's layers: norms inside linear layers. The loss is its kernel: logits read twice, their gradient
-# written once and multiplied by what comes from above. So are activations, and the rotation with its split, one kernel
-# each way; biases and sums of weight gradients are inside products, dividing and clipping inside the update. Launches:
-# products, norms, cuDNN's attention with its two helpers, and what is not fused.
+# Transformer Engine's layers: norms are inside linear layers. Its loss kernel reads logits twice, writes their gradient
+# once and multiplies it by the incoming gradient. Activations, and rotation with QKV split, are one kernel each way.
+# Biases and sums of weight gradients are inside products, dividing and clipping inside the update. Launches: products,
+# norms, cuDNN's attention with its two helpers, and operations that are not fused.
 NOW = MemoryPasses(
     rotation=(2, 2),
     rotation_splits=True,
@@ -138,12 +140,12 @@ NOW = MemoryPasses(
     launches_vision=(13, 26),
     launches_output=(16, 8),
 )
-# The same where products do not add weight gradients to their sums: Transformer Engine's own kernels do that alone.
+# Transformer Engine's layers where products do not accumulate weight gradients.
 _NOW_ADDING = replace(NOW, weight_gradient=10)
 
 
 def program_of(scenario: Scenario) -> MemoryPasses:
-    """Return the passes of the layers that a scenario runs on a GPU: Transformer Engine's, or torch's."""
+    """Return the memory passes of the layers that a scenario runs on a GPU: Transformer Engine's or torch's."""
     if not scenario.te:
         return _TORCH_COMPILED if scenario.compiled_small_ops else TORCH
     fused = scenario.fused_gradients and not scenario.shards_gradients and "activations" not in scenario.offload
@@ -151,10 +153,10 @@ def program_of(scenario: Scenario) -> MemoryPasses:
 
 
 def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> dict[str, Pair]:
-    """Return the bytes that a layer moves beside its products on one rank, forward and backward, by term.
+    """Return the bytes that a layer moves outside its products on one rank, forward and backward, by term.
 
-    Under tensor parallelism a rank has its share of what lies inside the two blocks of a transformer layer, for all
-    tokens, and all of what lies between them: for its share of the tokens with sequence parallelism, else for all.
+    Under tensor parallelism a rank holds its share of the tensors inside attention and MLP, for all tokens. It holds
+    whole hidden states between the two blocks: of its share of the tokens with sequence parallelism, else of all.
     """
     e, trained = scenario.bytes_each, scenario.trains(name)
     transformer, is_norm = is_transformer(name), kind_of(name) in (LANGUAGE_NORM, MTP_NORM)
@@ -184,7 +186,7 @@ def memory_traffic(name: str, scenario: Scenario, passes: MemoryPasses) -> dict[
 def _of_layer(
     sizes: LayerSizes, scenario: Scenario, passes: MemoryPasses, *, trained: bool, fp8: bool
 ) -> dict[str, Pair]:
-    """Return the number of elements that a transformer layer's passes move."""
+    """Return the elements that a transformer layer reads and writes outside its products, by term."""
     inside, between = sizes.tokens, sizes.tokens / scenario.sequence_shards
     hidden, ffn, gates = sizes.hidden * between, sizes.ffn * inside, sizes.inner
     queries, keys = sizes.heads * sizes.width * inside, sizes.groups * sizes.width * inside
@@ -216,14 +218,14 @@ def _of_layer(
 
 
 def touched_bytes(name: str, scenario: Scenario) -> float:
-    """Return the bytes that a forward pass writes: as many as it would save if everything were trained and kept."""
+    """Return the bytes that a layer's forward pass writes: its output, and all it would save if it were trained."""
     everything = frozenset(scenario.names)
     kept = replace(scenario, own=everything, trained=everything, loss_chunk=scenario.work.tokens)
     return saved_bytes(name, kept) + hidden_bytes(name, scenario)
 
 
 def launches(name: str, scenario: Scenario, passes: MemoryPasses) -> Pair:
-    """Return the operations that the host issues for a layer, forward and backward."""
+    """Return the number of operations that the host launches for a layer, forward and backward."""
     kind = kind_of(name)
     if kind in TRANSFORMER_LAYERS:
         each = {VISION_LAYER: passes.launches_vision, LANGUAGE_LAYER: passes.launches_language}[kind]
@@ -247,7 +249,7 @@ def _times(pair: Pair, factor: float) -> Pair:
 
 @dataclass(frozen=True)
 class FP8Terms:
-    """The rate of products in FP8, and the bytes of casting each number of a product's input or output gradient."""
+    """Relative rate of FP8 products, and bytes of casting each number of a product's input or output gradient."""
 
     share: float  # of bf16's rate times the ratio of the peaks
     cast: float
@@ -269,12 +271,12 @@ _HEAD_WIDTHS = (64, 128, 256)  # for which attention has kernels on a GPU; other
 
 @dataclass(frozen=True)
 class HostTime:
-    """The host's seconds, forward and backward: for each operation that it launches, and for a layer's Python."""
+    """Seconds of the host, forward and backward: per launched operation, and for a layer's Python code."""
 
     operation: Pair = (10e-6, 8e-6)  # torch's dispatcher, autograd and the driver: estimate
     layer: Pair = (900e-6, 500e-6)  # five modules of Transformer Engine of some 180 µs: estimate, 1.0 to 1.4 ms in all
     attention_call: float = 0.0  # beyond an operation's, where one layer calls attention for each window
-    waits: bool = False  # whether vision layers ask the device for a number, so that the host is never ahead
+    waits: bool = False  # whether vision layers read a number from the device, so that the host is never ahead
 
 
 TE_HOST = HostTime()
@@ -313,8 +315,8 @@ def work_terms(name: str, scenario: Scenario, hardware: Hardware) -> dict[str, P
 
 
 def rank_flops(name: str, scenario: Scenario) -> tuple[float, float]:
-    """Return the forward FLOPs of a layer's products but for routed experts', and of its attention, on one
-    tensor-parallel rank: with all that kernels compute, heads that no model has and channels that no head has, too.
+    """Return the forward FLOPs of a layer's products (without routed experts) and of its attention on one
+    tensor-parallel rank, including the padding of heads and of head widths that kernels compute.
     """
     cost, tp = layer_cost(name, scenario.model, scenario.work), scenario.dims.tp
     attention = cost.attention_flops / tp
@@ -348,7 +350,7 @@ def _has_backward(name: str, scenario: Scenario) -> bool:
 def product_seconds(name: str, scenario: Scenario, hardware: Hardware, *, reached: bool, faster: float = 1.0) -> Pair:
     """Return the forward and backward seconds of a layer's grouped products on the busiest rank.
 
-    They compute `faster` in FP8 than in bf16, and take the longer of that and of moving bf16's bytes.
+    Each takes the longer of computing, `faster` times as fast as in bf16, and of moving the bytes of bf16 tensors.
     """
     routed = layer_sizes(name, scenario).routed
     assert routed is not None, name
@@ -365,7 +367,7 @@ def product_seconds(name: str, scenario: Scenario, hardware: Hardware, *, reache
 
 
 def _grouped(routed: RoutedRows, rates: Rates, *, tile: float, weights: float, e: int) -> float:
-    """Return the seconds of the products with gate, up and down; `weights` are the bytes of theirs that are moved."""
+    """Return the seconds of the grouped gate, up and down products; `weights`: bytes of weights that they move."""
     flops = 2 * 3 * routed.hidden * routed.ffn * (routed.rows + routed.experts * tile / 2)
     rows = routed.rows * (2 * routed.hidden + 3 * routed.ffn) * e  # read and written by both products
     return max(flops / rates.matmul, (weights + rows) / rates.bandwidth)
