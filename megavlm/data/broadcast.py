@@ -1,8 +1,8 @@
-"""Broadcast the data of a step from the rank of a model replica that reads to the others.
+"""Broadcast the data of a step from the reading rank of a model replica to the other ranks.
 
 A step is serialised as a description in JSON followed by the memory of its tensors: nothing is pickled, and the
-receiver's tensors are views of the bytes that arrived. Pixels are sent separately, to the ranks that need them; the
-message contains their shape and type.
+receiver's tensors are views of the received bytes. Pixels are sent separately, to the ranks that need them; the message
+contains only their shape and type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megavlm.errors import UserError
 from megavlm.inputs.bad_sample import Skipped
 from megavlm.inputs.batch import ImageBatch, ImageSizes, Mask, MicroBatch, TextBatch
 
-_ALIGNMENT = 64  # bytes, as torch aligns tensors: products are then the same bit for bit
+_ALIGNMENT = 64  # bytes, as torch aligns tensors, so that matrix products are bitwise the same
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ReplicaBroadcast:
     """Broadcasts steps within a model replica.
 
     The first rank of `replica` reads. `vision_group` are the ranks that encode images, the reader first; None on a rank
-    that encodes none. They all encode all images, or with `assignment` each its own. `hosts` is the replica as a group
-    that exchanges host memory, so that no message waits for what the device computes.
+    that encodes none. Each of them encodes all images, or with `assignment` its assigned images. `hosts` is the replica
+    as a group that exchanges host memory, so that messages do not wait for the device.
     """
 
     replica: dist.ProcessGroup
@@ -47,11 +47,11 @@ class ReplicaBroadcast:
         return self.replica.rank() == 0
 
     def share(self, read: Callable[[], StepData | None]) -> StepData | None:
-        """Return the step that the replica's first rank reads, on every rank, in host memory; None if it returns none.
+        """Return, on every rank and in host memory, the step that `read` returns on the replica's first rank.
 
-        With `assignment` each rank has the patches of its images, on the device; else `vision_group` receives patches
-        when a micro-batch is copied to the device. A UserError of the reader is raised on every rank, so that no rank
-        waits for its data.
+        Returns None if `read` returns None. With `assignment` each rank has the patches of its own images, on the
+        device; else `vision_group` receives patches when a micro-batch is copied to the device. A UserError of the
+        reader is raised on every rank, so that no rank waits for data in vain.
         """
         if self.replica.size() == 1:
             return read()
@@ -69,7 +69,7 @@ class ReplicaBroadcast:
         return None if found is None else self._with_pixels(found)
 
     def share_state(self, state: LoaderState | None) -> LoaderState:
-        """Return the reader's state on every rank. It pickles, and is called for checkpoints only."""
+        """Broadcast the reader's state to every rank and return it. The state is pickled; used for checkpoints only."""
         shared = [state]
         if self.replica.size() > 1:
             dist.broadcast_object_list(shared, group=self.hosts, group_src=0)
@@ -77,7 +77,10 @@ class ReplicaBroadcast:
         return shared[0]
 
     def _broadcast(self, step: StepData | None, error: str) -> StepData | UserError | None:
-        """Return the reader's step or error, sent as a header of fixed size and a message. The host waits for both."""
+        """Broadcast the reader's step or error as a header of fixed size and a message, and return it on every rank.
+
+        The host waits for both. Returns None if there is neither a step nor an error.
+        """
         description, tensors = serialize(step) if step is not None else (error.encode(), [])
         header = torch.tensor([step is not None, len(description), size_of(tensors)])
         dist.broadcast(header, group=self.hosts, group_src=0)
@@ -105,10 +108,12 @@ class ReplicaBroadcast:
         return _with_images(step, [replace(each, vision_group=self.vision_group) for each in images])
 
     def _scatter(self, images: ImageBatch, chosen: Sequence[Mask]) -> ImageBatch:
-        """Return this rank's images of a micro-batch, which the reader sends; `chosen` [N] are those of each rank."""
+        """Send each rank its images of a micro-batch from the reader; return this rank's. `chosen` has a mask [N] per
+        rank.
+        """
         rows = [images.sizes.patch_rows(mask) for mask in chosen]
         rank = self.replica.rank()
-        width = images.patches.shape[1]  # of one frame, or of as many as a video's patch spans
+        width = images.patches.shape[1]  # values of a patch, which spans one frame or several of a video
         outgoing = torch.empty(0, width, dtype=images.patches.dtype, device=self.device)
         sent = [0] * len(rows)
         if self.reads:
@@ -127,7 +132,8 @@ def _with_images(step: StepData, images: Sequence[ImageBatch | None]) -> StepDat
 
 
 def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tensor]]:
-    """Return the description of a step, and the tensors whose memory follows it, those of patches only with `pixels`;
+    """Return the description of a step as JSON, and its tensors, with those of patches only if `pixels`.
+
     `deserialize` is the inverse.
     """
     tensors: list[Tensor] = []
@@ -147,12 +153,12 @@ def serialize(step: StepData, *, pixels: bool = False) -> tuple[bytes, list[Tens
 
 
 def size_of(tensors: list[Tensor]) -> int:
-    """Return the bytes of the tensors, each padded to the alignment."""
+    """Return the total size of tensors in bytes, each padded to the alignment."""
     return sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
 def copy_to(memory: Tensor, tensors: list[Tensor]) -> None:
-    """Copy tensors to [bytes] uint8 memory, one after the other."""
+    """Copy tensors to uint8 memory [bytes], one after the other, each padded to the alignment."""
     start = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -162,7 +168,10 @@ def copy_to(memory: Tensor, tensors: list[Tensor]) -> None:
 
 
 def deserialize(description: bytes, memory: Tensor) -> StepData:
-    """Return the step whose tensors lie in [bytes] uint8 memory. Patches that do not have a shape alone ("meta")."""
+    """Return the step with its tensors as views of uint8 memory [bytes].
+
+    Patches that were not serialised become "meta" tensors, which have only a shape and type.
+    """
     fields = json.loads(description)
     reader = _Reader(memory)
     imbalance = fields["imbalance"]

@@ -1,9 +1,9 @@
-"""Decode the frames of untrusted video files, one at a time, or say why they cannot be decoded.
+"""Decode the frames of untrusted video files, one at a time, or raise BadSample with the reason.
 
-`probe` reads a clip's packets without decoding them, so it knows when each frame is shown, also where their intervals
-vary, and that the clip has an end. `frames` decodes those that are asked for: it goes forward, jumps to a key frame
-where that saves decoding, and leaves out what no wanted frame is predicted from. All bounds are counts, not seconds, so
-that a clip is read, or skipped, alike on a busy machine; `--data-worker-timeout` ends what hangs.
+`probe` reads a clip's packets without decoding them. So it finds the time of each frame, also for variable frame rates,
+and that the clip has an end. `frames` decodes the requested frames: it decodes forward, seeks to a key frame if that
+saves decoding, and skips other frames that no frame is predicted from. All bounds are counts, not seconds, so that the
+same clips are read and skipped on a busy machine; `--data-worker-timeout` ends a read that hangs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Source = bytes | Path | StoredFile | FileRange
 
 MAX_FRAMES = 2**18  # of a clip: two hours at 30 frames per second
 _MAX_DECODED = 2**38  # pixels that are decoded for one clip: 18 minutes of 4K at 30 frames per second
-# Codecs in which a frame says that no other one is predicted from it. (In HEVC it says so of its own layer only.)
+# Codecs that mark the frames from which no other frame is predicted. (HEVC marks them within their layer only.)
 _SAYS_WHAT_IS_UNUSED = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
-# A playlist names other files, and the network: no such format is read, and FFmpeg opens nothing by a name.
+# Playlists name other files and URLs: playlist formats are not read, and FFmpeg may not open anything by name.
 _OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,ivf,h264,hevc,m4v,"
     "gif,nut,mxf",
@@ -50,16 +50,16 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class _Index:
-    """The frames of a clip in the order in which they are shown."""
+    """The time stamps of a clip's frames, in display order."""
 
-    marks: tuple[int, ...]  # the time stamp of each, in units of the stream
-    keys: tuple[int, ...]  # those at which decoding can begin
+    marks: tuple[int, ...]  # the time stamp of each frame, in units of the stream
+    keys: tuple[int, ...]  # the time stamps of key frames, at which decoding can begin
 
 
 def probe(source: Source, *, max_pixels: int) -> Clip:
-    """Return the size of a clip's frames and the times at which they are shown; one frame is decoded.
+    """Return the size, display times and frame rate of a clip's frames; one frame is decoded.
 
-    Raises BadSample for a file that is no clip, has no frames, no end or too many pixels; UserError without PyAV.
+    Raises BadSample if the file is not a clip, or has no frames, no end or too many pixels; UserError without PyAV.
     """
     with _opened(source, max_pixels) as (container, stream):
         index = _index(container, stream)
@@ -74,7 +74,7 @@ def probe(source: Source, *, max_pixels: int) -> Clip:
 
 
 def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterator[Pixels]:
-    """Yield the pixels [height, width, 3] of the frames with these numbers (rising), upright.
+    """Yield the RGB pixels [height, width, 3], upright, of the frames with the given increasing numbers.
 
     Raises BadSample for a frame that cannot be decoded.
     """
@@ -91,15 +91,15 @@ def frames(source: Source, numbers: Sequence[int], *, max_pixels: int) -> Iterat
 def _decoded(
     container: InputContainer, stream: VideoStream, index: _Index, wanted: Sequence[int]
 ) -> Iterator[VideoFrame]:
-    """Yield the frames with these time stamps, in order."""
+    """Yield the decoded frames with the time stamps `wanted`, in order. Raises BadSample."""
     pixels, at, jumps = 0, None, True
     decoding: Iterator[VideoFrame] = iter(())
     needed = frozenset(wanted)
     for mark in wanted:
         key = index.keys[max(bisect_right(index.keys, mark) - 1, 0)] if index.keys else index.marks[0]
-        if at is None or (jumps and key > at):  # a key frame lies between here and there
+        if at is None or (jumps and key > at):  # a key frame lies between the current and the wanted frame
             decoding, at_key = _from(container, stream, key, mark, needed)
-            if not at_key:  # as in transport streams: from now on go forward only
+            if not at_key:  # as in transport streams: from now on only decode forward
                 jumps = False
                 decoding, _ = _from(container, stream, min(0, index.marks[0]), mark, needed)
         for frame in decoding:
@@ -119,7 +119,10 @@ def _decoded(
 def _from(
     container: InputContainer, stream: VideoStream, start: int, mark: int, needed: frozenset[int]
 ) -> tuple[Iterator[VideoFrame], bool]:
-    """Return the frames from `start` on, and whether they begin at `mark` or before: some containers seek inexactly."""
+    """Seek to `start`; return the frames from there on, and whether the first is not after `mark`.
+
+    Some containers seek inexactly.
+    """
     container.seek(start, stream=stream)
     decoding = _forward(container, stream, needed)
     first = next(decoding, None)
@@ -129,7 +132,7 @@ def _from(
 
 
 def _forward(container: InputContainer, stream: VideoStream, needed: frozenset[int]) -> Iterator[VideoFrame]:
-    """Yield frames from the present position on, without those that neither `needed` nor other frames need."""
+    """Decode frames from the current position on, without unneeded frames from which no other frame is predicted."""
     codec = stream.codec_context
     leaves_out = codec.name in _SAYS_WHAT_IS_UNUSED
     for packet in container.demux(stream):
@@ -139,7 +142,7 @@ def _forward(container: InputContainer, stream: VideoStream, needed: frozenset[i
 
 
 def _index(container: InputContainer, stream: VideoStream) -> _Index:
-    """Return when frames are shown, from the packets of the clip. Raises BadSample if it has none, or no end."""
+    """Return the time stamps of a clip's frames, from its packets. Raises BadSample if it has no frames or no end."""
     marks: list[int] = []
     keys: list[int] = []
     packets = 0
@@ -166,7 +169,7 @@ def _index(container: InputContainer, stream: VideoStream) -> _Index:
 
 @contextmanager
 def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a clip, and turn what PyAV says of damaged ones into BadSample."""
+    """Open a clip within this context, and raise BadSample in place of PyAV's errors."""
     av = _pyav()
     try:
         file = _file(source)
@@ -206,7 +209,7 @@ def _opened(source: Source, max_pixels: int) -> Iterator[tuple[InputContainer, V
 
 
 def _file(source: Source) -> IO[bytes]:
-    """Return an open file: PyAV would take a name for a URL or a playlist's."""
+    """Return a clip as an open file: PyAV would interpret a name as a URL or a playlist."""
     if isinstance(source, FileRange):
         return source.open()
     content = content_of(source)
@@ -214,7 +217,7 @@ def _file(source: Source) -> IO[bytes]:
 
 
 def _upright(pixels: Pixels, rotation: float) -> Pixels:
-    """Return the pixels of a frame, turned as its display matrix says (phones store portraits lying down)."""
+    """Return the pixels of a frame, rotated by its display matrix (phones store portrait videos sideways)."""
     quarters = round(rotation / 90) % 4  # counterclockwise
     return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 

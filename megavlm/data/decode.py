@@ -1,4 +1,4 @@
-"""Decode untrusted image files to RGB pixels, or say why they cannot be decoded.
+"""Decode untrusted image files to RGB pixels, or raise BadSample with the reason.
 
 Images are treated as by Hugging Face's loaders: the EXIF orientation is applied, transparent pixels are blended with
 white, and all other modes are converted to RGB by Pillow. One difference is deliberate: 16-bit greyscale keeps its high
@@ -25,7 +25,7 @@ from megavlm.inputs.bad_sample import BadSample, Reason
 from megavlm.storage.store import StoreError
 from megavlm.storage.transfer import StoredFile
 
-Source = bytes | Path | StoredFile  # an image file: its content, or where it is
+Source = bytes | Path | StoredFile  # an image file: its content, its path, or a file in a store
 
 MAX_PIXELS = 2**26  # 67 megapixels: 192 MiB as RGB
 # A list, because Pillow also reads formats that start other programs (EPS) or that do not hold photos.
@@ -33,18 +33,18 @@ _WANTED = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"
 Image.init()  # loads Pillow's plugins; some are built without AVIF or JPEG 2000
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 
-# A JPEG has at least one bit for each block of 8×8 pixels. Where the data end early, its decoder paints the rest grey.
+# A JPEG has at least one bit per block of 8×8 pixels. If the data end early, its decoder fills the rest with grey.
 _PIXELS_PER_BYTE = 8 * 64
 _LARGEST = 2**29  # bytes of an image file in a store
 _HEAD = 2**16  # bytes of an image file in a store that are fetched for its size
 TIFF, _OFFSETS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), (273, 324)  # the last two are BigTIFF; tags of offsets
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
-_MOST_SCANS = 100  # of a JPEG; progressive ones have some ten
-_PIECES, _PIECE = 2**16, 64  # reads of an image file, and one more for so many bytes: PNGs have some for each 8 KiB
-_SLOW_VALUES = 2**23  # of formats that Pillow decodes in Python: run-length BMPs, some PPMs
+_MOST_SCANS = 100  # most scans of a JPEG; progressive JPEGs have about ten
+_PIECES, _PIECE = 2**16, 64  # most reads of a file: _PIECES, plus one per _PIECE bytes (PNGs need some per 8 KiB)
+_SLOW_VALUES = 2**23  # most values of an image that Pillow decodes in Python: run-length BMPs, some PPMs
 _HEADER = 4096  # bytes in which the header of a PPM ends
-_PLAIN = (b"P1", b"P2", b"P3")  # PPMs of text: for each comment, Pillow copies up to a megabyte
-_TEXT, _MOST_COMMENTS = 2**26, 1000  # bytes and comments of these
+_PLAIN = (b"P1", b"P2", b"P3")  # PPMs in text form: for each comment, Pillow copies up to a megabyte
+_TEXT, _MOST_COMMENTS = 2**26, 1000  # most bytes and comments of a PPM in text form
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -75,10 +75,10 @@ _DAMAGED = (
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """Return the path of the file `name`, which is absolute or below the folder `root`; it may be written with the
-    backslashes of Windows.
+    """Return the path of the file `name` inside the folder `root`; `name` may be absolute, and may have backslashes.
 
-    Raises BadSample if it lies outside `root` (an absolute path elsewhere, `..`, a symbolic link), or is not a file.
+    Raises BadSample if the file lies outside `root` (an absolute path elsewhere, `..`, a symbolic link), or is not a
+    file.
     """
     if "\0" in name:
         raise BadSample(Reason.OUTSIDE, f"the path {name!r} contains a null character")
@@ -101,7 +101,7 @@ def resolve_inside(root: Path, name: str) -> Path:
 
 @lru_cache(maxsize=256)
 def _resolved(root: Path) -> Path:
-    """Return the path without symbolic links; cached, because each of its parts costs a system call."""
+    """Return a path with symbolic links resolved; cached, because each part of the path costs a system call."""
     return root.resolve()
 
 
@@ -116,7 +116,7 @@ def size_of(source: Source, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 @lru_cache(maxsize=2**16)
 def _stored_size(source: StoredFile, max_pixels: int) -> tuple[int, int]:
-    """Return the size of an image in a store, which is asked once: each look costs two requests."""
+    """Return the (height, width) of an image in a store; cached, because a look-up costs two requests."""
     with _from_store():
         head, length = source.head(at_most=_HEAD)
     if length == len(head):
@@ -130,9 +130,9 @@ def _size(source: bytes | Path, max_pixels: int) -> tuple[int, int]:
 
 
 def _size_in(head: bytes, length: int, max_pixels: int) -> tuple[int, int] | None:
-    """Return the (height, width) of an image of `length` bytes that begins like this; None if the rest is needed.
+    """Return the (height, width) of an image of `length` bytes from its first bytes `head`; None if more are needed.
 
-    A JPEG has its size and orientation before its pixels. Other formats need not.
+    Only JPEGs are read in this way: their size and orientation precede the pixels.
     """
     if not head.startswith(_JPEG):
         return None
@@ -157,7 +157,7 @@ def _from_store() -> Iterator[None]:
 
 
 def content_of(source: Source) -> bytes | Path:
-    """Return what can be opened. Raises BadSample for a file that its store does not have."""
+    """Return the content or local path of an image file; a file in a store is read. Raises BadSample if that fails."""
     if not isinstance(source, StoredFile):
         return source
     with _from_store():
@@ -179,7 +179,7 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
 
 @contextmanager
 def as_bad_sample() -> Iterator[None]:
-    """Raise a BadSample for what Pillow raises within this context."""
+    """Raise a BadSample in place of any exception of Pillow's parsers within this context."""
     try:
         yield
     except _DAMAGED as error:
@@ -188,7 +188,10 @@ def as_bad_sample() -> Iterator[None]:
 
 @contextmanager
 def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = None) -> Iterator[Image.Image]:
-    """Open an image file, of `length` bytes if `source` is only its beginning, within this context."""
+    """Open an image file within this context; `length` is its size in bytes if `source` is only its beginning.
+
+    Raises BadSample if the image is too large, truncated or slow to read.
+    """
     _check_header(source)
     content = _Clipped(BytesIO(source) if isinstance(source, bytes) else FileIO(source), _length(source))
     with content, Image.open(content, formats=FORMATS) as image:
@@ -214,8 +217,9 @@ def open_image(source: bytes | Path, max_pixels: int, *, length: int | None = No
 
 @contextmanager
 def open_pixels(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
-    """Open an image file whose pixels will be read within this context. Raises BadSample also for a JPEG of very many
-    scans: each is a pass over all pixels, and may take a few bytes.
+    """Open an image file whose pixels will be read within this context.
+
+    Raises BadSample also for a JPEG with very many scans: a scan is a pass over all pixels, and may have few bytes.
     """
     with open_image(source, max_pixels) as image:
         if image.format in ("JPEG", "MPO"):
@@ -226,8 +230,10 @@ def open_pixels(source: bytes | Path, max_pixels: int) -> Iterator[Image.Image]:
 
 
 class _Clipped(BufferedReader):
-    """Reads a file of `size` bytes, and asks for no more than it has: Pillow passes on what headers claim, up to 4 GiB
-    at once. It also reads chunks, comments, strips and segments one by one, of which a file may have millions.
+    """Reader of a file of `size` bytes that bounds the size and the number of reads.
+
+    Pillow requests as many bytes as a header claims, up to 4 GiB at once. It also reads chunks, comments, strips and
+    segments one by one, and a file may have millions of these.
     """
 
     def __init__(self, raw: Any, size: int) -> None:
@@ -250,8 +256,10 @@ def _length(source: bytes | Path) -> int:
 
 
 def _check_header(source: bytes | Path) -> None:
-    """Raise BadSample for a PPM whose header is no short text, which Pillow reads byte by byte, comments as well, for a
-    plain PPM of very many comments, and for a TIFF of very many strips or tiles, of which it makes a list.
+    """Raise BadSample for a header that makes Pillow slow.
+
+    These are: a PPM with a long header, which Pillow reads byte by byte; a plain PPM that is very long or has very many
+    comments; and a TIFF with very many strips or tiles, of which Pillow makes a list.
     """
     with BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
         head = file.read(_HEADER)
@@ -266,7 +274,7 @@ def _check_header(source: bytes | Path) -> None:
 
 
 def _most_values(file: IO[bytes], head: bytes) -> int:
-    """Return how many offsets of strips or tiles the first directory of a TIFF or BigTIFF has."""
+    """Return the number of strip or tile offsets in the first directory of a TIFF or BigTIFF; 0 if it is damaged."""
     order, large = "<" if head[:1] == b"I" else ">", 43 in head[2:4]
     place, number, entry = ("8xQ", "Q", "HHQ8x") if large else ("4xI", "H", "HHI4x")
     try:
@@ -301,7 +309,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _typed(error: Exception) -> BadSample:
-    """Return the BadSample that an exception of Pillow stands for."""
+    """Convert an exception of Pillow to a BadSample with the reason."""
     match error:
         case BadSample():
             return error

@@ -1,4 +1,4 @@
-"""Find the image processor and the tokenizer of a run, from its options or its pretrained folders."""
+"""Load the image processor and the tokenizer of a run, from its options or its pretrained folders."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megavlm.storage.cache import local_path
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO = "video_preprocessor_config.json"
 _TRIAL = "The quick brown fox jumps over 13 lazy dogs."
-_BEYOND = 2**24 - 1  # the largest token that a tokenizer may have, where its image token does not matter
+_BEYOND = 2**24 - 1  # the largest token id, used as the image token of a tokenizer that encodes only text
 
 
 def processor_for(config: Config) -> Processor:
-    """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower; for a tower
-    with random weights one that resizes images to `model.vision.image_size`.
+    """Return the image processor of `--image-processor`, else of the folder of the pretrained vision tower.
 
-    Raises UserError if the folder has no processor, or one that does not fit the model or cannot be read.
+    For a tower with random weights, the processor resizes images to `model.vision.image_size`. Raises UserError if the
+    folder has no processor, or a processor that does not fit the model or cannot be read.
     """
     model = config.model
     given = config.data.image_processor or config.checkpoint.init_from or config.checkpoint.vision_from
@@ -47,7 +47,7 @@ def processor_for(config: Config) -> Processor:
         video, kind = _video_settings(folder), model_type(folder) or _type_of_tower(config)
         try:
             processor = processor_from(settings, model, fast=data.fast_image_resize, video=video, model_type=kind)
-        except UserError as error:  # which says preprocessor_config.json of any folder, and of what is nested elsewhere
+        except UserError as error:  # always names preprocessor_config.json: replaced by the path that was read
             file = str(folder / _FILES["image_processor" in settings])
             raise UserError(re.sub(rf"(?<!\w){_FILES[0]}", lambda _: file, str(error), count=1)) from error
     elif data.image_processor:
@@ -61,7 +61,7 @@ def processor_for(config: Config) -> Processor:
 
 
 def _type_of_tower(config: Config) -> str | None:
-    """Return the architecture of the folder that the vision tower is from, if there is one."""
+    """Return the architecture that the vision tower's pretrained folder names; None without such a folder."""
     given = config.checkpoint.init_from or config.checkpoint.vision_from
     return None if given is None else model_type(local_path(given, "--init-from", weights=False))
 
@@ -69,7 +69,7 @@ def _type_of_tower(config: Config) -> str | None:
 def _with_area(processor: Processor, data: DataConfig) -> Processor:
     """Return the processor with the bounds of `--min-pixels` and `--max-pixels`, if they are set.
 
-    Raises UserError for a processor that does not choose the area of an image, and for bounds that cross.
+    Raises UserError for a processor that does not keep images at their own size, and for a minimum above the maximum.
     """
     requested = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
     if not requested:
@@ -87,7 +87,7 @@ def _with_area(processor: Processor, data: DataConfig) -> Processor:
 
 
 def image_settings(folder: Path) -> Any:
-    """Return the file of a folder that describes its image processor; None if it has none."""
+    """Return the content of the JSON file that describes a folder's image processor; None if there is no such file."""
     for name in _FILES:
         if not (folder / name).exists():
             continue
@@ -98,7 +98,7 @@ def image_settings(folder: Path) -> Any:
 
 
 def _video_settings(folder: Path) -> Any:
-    """Return the options of the video processor, which newer folders hold inside `processor_config.json`."""
+    """Return the settings of a folder's video processor or None; newer folders nest them in `processor_config.json`."""
     whole = folder / _FILES[1]
     nested = read_json(whole).get("video_processor") if whole.exists() else None
     if nested is None and (folder / _VIDEO).exists():
@@ -107,7 +107,7 @@ def _video_settings(folder: Path) -> Any:
 
 
 def _plain(model: ModelConfig, *, fast: bool) -> Whole:
-    """Return a processor that resizes images to the tower's size, whatever their shape, with values from −1 to 1."""
+    """Return a processor that resizes images of any shape to the tower's image size, with values from −1 to 1."""
     side, half = usual_side(model), (0.5, 0.5, 0.5)
     return Whole(
         patch_size=model.vision.patch_size,
@@ -134,7 +134,7 @@ def _checked(processor: Processor, model: ModelConfig) -> Processor:
 def _with_channels(processor: Processor, config: Config, given: str | None) -> Processor:
     """Return the processor for the channels of `--vision-input`, by default those of the model's folder, else RGB.
 
-    Raises UserError if their number is not the model's, or if nothing says how to normalise them.
+    Raises UserError if their number is not the model's, or if their means and deviations are not known.
     """
     data, wanted = config.data, config.model.vision.in_channels
     folder = None if given is None else local_path(given, "--image-processor", weights=False) / CHANNELS
@@ -170,8 +170,8 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
     """Return the tokenizer of `--tokenizer`, else of the folder of the pretrained language model.
 
     `image_text` is the image processor's spelling of the image token; it is used if `--image-token` is not set.
-    Raises UserError if there is no tokenizer, if it has more tokens than the model, or if `--tokenizer` writes text in
-    other tokens than those that the given weights know.
+    Raises UserError if there is no tokenizer, if it has more tokens than the model, or if `--tokenizer` tokenizes text
+    differently from the tokenizer of the pretrained weights.
     """
     path = tokenizer_path(config)
     image = config.model.image_token
@@ -196,9 +196,10 @@ def tokenizer_for(config: Config, *, image_text: str = IMAGE) -> TextTokenizer:
 
 
 def _check_family(tokenizer: TextTokenizer, path: Path, model: Path) -> None:
-    """Raise UserError for a tokenizer that splits plain text into other tokens than the one of the model's folder.
+    """Raise UserError if a tokenizer splits plain text into other tokens than the tokenizer in the model's folder.
 
-    Weights mean the tokens that they were trained on; with others, a model learns to read anew.
+    Pretrained weights are of use only with the tokens that they were trained on. A folder without a readable tokenizer
+    is not checked.
     """
     try:
         own = HuggingFaceTokenizer.of(model, image=_BEYOND, image_text="<no image>")
@@ -228,7 +229,7 @@ def tokenizer_path(config: Config) -> Path:
 
 
 def model_type(path: Path) -> str | None:
-    """Return the architecture that config.json of a tokenizer's folder names, or None."""
+    """Return the architecture that a folder's config.json names; None if it cannot be read or names none."""
     try:
         found = kind_of(read_json(path / "config.json"))
     except UserError:

@@ -1,6 +1,6 @@
-"""The types between a record and a micro-batch, in the order in which the data pass through them.
+"""Define the data types between a record and a micro-batch, in the order of the data flow.
 
-Conversation   a record as it was read          Sample        a sequence's tokens, with access to its pixels
+Conversation   a record as it was read          Sample        the tokens of a sequence, with access to its pixels
 EncodedSample  its tokens, pixels not read      GlobalBatch   the packed sequences of one optimizer step
 Segment        an encoded sample in a sequence  StepData      the micro-batches of one rank
 """
@@ -42,7 +42,7 @@ class ImageRef:
 class VideoRef:
     """A clip that has not been opened: a video file, or its frames as images.
 
-    `fps` is what the record says: the rate at which frames are taken from a file, or at which its images were.
+    `fps` is from the record: the rate at which to sample frames of a file, or at which the given frames were sampled.
     """
 
     source: bytes | Path | StoredFile | FileRange | tuple[ImageRef, ...]
@@ -61,16 +61,17 @@ class Turn:
 
     @property
     def images(self) -> tuple[Visual, ...]:
-        """Return the images and videos."""
+        """Return the images and videos of the turn, in order."""
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one record. The turns of a record of pairs are its texts, and `identities` tells equal texts.
+    """The turns of one record. For a record of pairs, the turns are its texts; equal texts have equal `identities`.
 
-    A preference has the turns of two conversations, that with the chosen answer first: `answers` says how many each
-    has, `identities` what each is. Of a rated answer one of the two has no turns, and no identity.
+    A preference has the turns of two conversations, first the one with the chosen answer. `answers` are the numbers of
+    turns of the two, `identities` the identities of their contents. For a rated answer, one of the two conversations
+    has no turns and no identity.
     """
 
     turns: tuple[Turn, ...]
@@ -78,7 +79,7 @@ class Conversation:
     answers: tuple[int, ...] = ()
 
     def conversations(self) -> Iterator[Conversation]:
-        """Yield the conversations of a preference."""
+        """Yield the one or two conversations of a preference, the chosen one first."""
         start = 0
         for count in filter(None, self.answers):
             yield Conversation(self.turns[start : start + count])
@@ -86,19 +87,19 @@ class Conversation:
 
     @property
     def images(self) -> tuple[Visual, ...]:
-        """Return the images and videos."""
+        """Return the images and videos of all turns, in order."""
         return tuple(image for turn in self.turns for image in turn.images)
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A validation sample: the index of its validation set, and its number in that data set."""
+    """Address of a validation sample: the index of its validation set, and its record number in that set."""
 
     source: int
     record: int
 
 
-# What identifies a sample: its number in the shuffled blend, or its place in a validation set.
+# Identifies a sample: its number in the shuffled blend, or its address in a validation set.
 SampleId = int | HeldOut
 
 
@@ -110,9 +111,10 @@ QUERY, POSITIVE, NEGATIVE, PADDING = 0, 1, 2, -1  # roles
 
 @dataclass(frozen=True)
 class Member:
-    """A text of a record of pairs: `length` tokens with `images` images and videos.
+    """One text of a sample of several texts: `length` tokens with `images` images and videos.
 
-    Documents of one `identity` are the same to the loss: none of them is a negative of a query whose positive is one.
+    The loss treats documents with equal `identity` as the same document: they are not negatives of a query for which
+    one of them is a positive.
     """
 
     role: int
@@ -122,7 +124,7 @@ class Member:
 
 
 def identity_of(*parts: str | bytes) -> int:
-    """Return a number for what a text is, from an id or its content: equal parts, equal numbers of 62 bits."""
+    """Return the identity of a text, a hash of 62 bits of its id or content: equal parts give equal numbers."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         encoded = part.encode() if isinstance(part, str) else part
@@ -134,8 +136,8 @@ def identity_of(*parts: str | bytes) -> int:
 class SampleCost:
     """Forward FLOPs of a sample of `length` tokens.
 
-    `vision` counts the tower and the projector by patches, attention included: c·Σp² + d·Σp over its images;
-    `language` is a·l² + b·l.
+    `vision` are the FLOPs of the vision tower and the projector, attention included: c·Σp² + d·Σp over images of p
+    patches. `language` is a·l² + b·l.
     """
 
     length: int
@@ -147,9 +149,9 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image or a video of which the header has been read, but not the pixels."""
+    """An image or a video whose header has been read, but not its pixels."""
 
-    number: int  # among the images and videos of its record
+    number: int  # index among the images and videos of its record
     # (rows, columns) in patches of the image, of each of its tiles, or of each group of a video's frames
     grids: tuple[tuple[int, int], ...]
     arrangement: tuple[int, int]  # (rows, columns) of the tiles that the image is cut into; (0, 0) if it is not cut
@@ -158,7 +160,7 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:
-    """A sample of L tokens after template and tokenizer. The pixels of its images have not been read."""
+    """A sample of L tokens, rendered with the chat template and tokenized. The pixels of its images are not read."""
 
     tokens: NDArray[np.int64]  # [L]
     trained: NDArray[np.bool_]  # [L]; the tokens that the model learns to predict (the answers)
@@ -166,7 +168,7 @@ class EncodedSample:
     tile_groups: tuple[TileGroup, ...]
     source: int
     cost: SampleCost
-    members: tuple[Member, ...] = ()  # of a record of pairs
+    members: tuple[Member, ...] = ()  # the texts of a record of pairs or of a preference
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,17 +177,17 @@ class EncodedRecord:
 
     samples: tuple[EncodedSample, ...]
     skipped: tuple[Skipped, ...] = ()
-    sample_id: SampleId | None = None  # workers leave it out
+    sample_id: SampleId | None = None  # set by the collator, not by workers
 
 
-Picture: TypeAlias = "Image | LoadedImage"  # an image or a video as patches; its sizes are known at once
+Picture: TypeAlias = "Image | LoadedImage"  # an image or a video as patches; its sizes are known before they are made
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """A sequence of L tokens with its images, in the order of their tokens.
 
-    If the model tiles images, `tile_groups` says which consecutive tiles are one image.
+    If the model tiles images, `tile_groups` groups consecutive tiles into images.
     """
 
     tokens: NDArray[np.int64]  # [L], each image expanded to one image token per feature
@@ -193,14 +195,14 @@ class Sample:
     images: tuple[Picture, ...] = ()
     tile_groups: tuple[TileGroup, ...] = ()
     source: int = 0  # index of its data set
-    # Of a record of pairs: its query and documents, whose tokens and images follow one another. Else none.
+    # The texts of a record of pairs or of a preference, in the order of their tokens and images; else empty.
     members: tuple[Member, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def texts(self) -> tuple[Sample, ...]:
-        """Return the texts of a record of pairs as samples of their own; any other sample is one already."""
+        """Split a sample of several texts (`members`) into one sample per text; any other sample is returned alone."""
         if len(self.members) <= 1:
             return (self,)
         found, token, image, group = [], 0, 0, 0
@@ -227,7 +229,7 @@ LoaderState = dict[str, Any]  # the position in the data as checkpoints store it
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One of the samples that share a sequence. `encoded` is None if the sample is computed from its number."""
+    """One sample of a packed sequence. `encoded` is None if the sample is computed from its number."""
 
     sample_id: SampleId
     encoded: EncodedSample | None = None
@@ -238,19 +240,19 @@ Segments = tuple[Segment, ...]  # the segments of one sequence
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The sequences of one optimizer step; `read` and `skipped` count the windows that it is the first to open."""
+    """The sequences of one optimizer step; `read` and `skipped` count the windows whose first sequences it takes."""
 
     sequences: tuple[Segments, ...]
     after: LoaderState  # where the next global batch begins
     read: int
     skipped: tuple[Skipped, ...] = ()
-    epochs: float | None = None  # how many epochs lie before its end; None: the data have none
-    last: bool = False  # of the validation data
+    epochs: float | None = None  # number of epochs at the end of the batch; None for data without epochs
+    last: bool = False  # whether it is the last batch of the validation data
 
 
 @dataclass(frozen=True)
 class Imbalance:
-    """The largest load of a data-parallel rank over the mean load, after and before balancing."""
+    """Load imbalance after and before balancing: the largest load of a data-parallel rank over the mean load."""
 
     vision: float
     language: float
@@ -260,7 +262,7 @@ class Imbalance:
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """A micro-batch, the samples in it, and those that were left out of it."""
+    """A micro-batch, the ids of its samples, and the reports of samples that were left out."""
 
     batch: MicroBatch
     skipped: tuple[Skipped, ...] = ()
@@ -275,6 +277,6 @@ class StepData:
     read: int  # number of samples read for it, counted by data-parallel rank 0
     skipped: tuple[Skipped, ...]  # counted by the rank that collates them, or by rank 0 if they are never collated
     imbalance: Imbalance | None  # None if costs are not known
-    samples: tuple[tuple[SampleId, ...], ...] = ()  # of each micro-batch, on a rank that reads
-    epochs: float | None = None  # how many epochs are done after it, on a rank that reads; None: the data have none
-    last: bool = False  # of the validation data
+    samples: tuple[tuple[SampleId, ...], ...] = ()  # sample ids of each micro-batch, on a rank that reads
+    epochs: float | None = None  # epochs done after the step, on a rank that reads; None for data without epochs
+    last: bool = False  # whether it is the last step of the validation data
